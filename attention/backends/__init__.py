@@ -1,0 +1,1 @@
+"""Kernels behind one signature, chosen at run time from what is installed."""

@@ -1,0 +1,1 @@
+"""The commands of `nopad`, one module each."""

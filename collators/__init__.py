@@ -1,0 +1,1 @@
+"""Samples or packs to the batch that a training step eats."""

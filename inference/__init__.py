@@ -1,0 +1,1 @@
+"""A continuous-batching engine on the model that is being trained."""

@@ -1,0 +1,40 @@
+"""A sample: one tokenized document, and which of its tokens count for the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORE = -100
+"""The label of a token that does not count, as everywhere in the HF ecosystem."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One document. Labels stand at the positions of their tokens: the model shifts, not we.
+
+    >>> Sample(np.array([5, 6, 7])).labels.tolist()
+    [-100, 6, 7]
+    """
+
+    tokens: np.ndarray
+    """int64 [n], n >= 1."""
+    labels: np.ndarray = None  # pyright: ignore[reportAssignmentType]
+    """int64 [n], IGNORE where a token does not count; left out, every token but the first counts."""
+    source: int = 0
+    """Which source of a mixture it came from."""
+
+    def __post_init__(self):
+        tokens = np.ascontiguousarray(self.tokens, dtype=np.int64)
+        labels = np.array(tokens if self.labels is None else self.labels, dtype=np.int64)
+        if tokens.ndim != 1 or not len(tokens):
+            raise ValueError(f"a sample needs at least one token in one row, got {tokens.shape}")
+        if labels.shape != tokens.shape:
+            raise ValueError(f"{len(tokens)} tokens but {labels.size} labels: one label per token")
+        labels[0] = IGNORE  # nothing of this sample stands before its first token
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "labels", labels)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
