@@ -1,0 +1,37 @@
+"""The command line: `nopad inspect|doctor|generate|eval`. Each command lives in its own module of cli/."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "doctor": "does a model keep packed documents apart, and does paged generation agree?",
+    "generate": "complete prompts with any HF checkpoint through the engine",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dispatch to a command; exit status 2 for what the user can mend, in one line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: nopad COMMAND [options]   (nopad COMMAND --help for each)\n")
+        print("\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items()))
+        return 0
+    if argv[0] == "--version":
+        from . import __version__
+
+        print(f"nopad {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"nopad: no command {argv[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(f".cli.{argv[0]}", __package__).main(argv[1:])
+    except (ValueError, FileNotFoundError) as error:
+        print(f"nopad {argv[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
