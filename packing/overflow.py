@@ -1,0 +1,83 @@
+"""What becomes of items that are longer than a pack: split, truncated, dropped, or an error.
+
+budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
+                                  truncate   3 | 4     | 4      6 tokens lost, counted
+                                  drop       3 |       | 4     10 tokens lost, counted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .segments import Segments
+
+Overflow = Literal["split", "truncate", "drop", "error"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a planner has seen and done; tokens = packed + held back + truncated + dropped."""
+
+    items: int = 0
+    tokens: int = 0
+    split: int = 0
+    """Items that were split."""
+    truncated: int = 0
+    """Items that were truncated."""
+    truncated_tokens: int = 0
+    dropped: int = 0
+    """Items that were dropped."""
+    dropped_tokens: int = 0
+    packs: int = 0
+    packed_tokens: int = 0
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of segments that wait for their pack."""
+        return self.tokens - self.packed_tokens - self.truncated_tokens - self.dropped_tokens
+
+
+def cut(lengths: np.ndarray, room: int, overflow: Overflow, counts: Counts) -> Segments:
+    """Turn the next items into segments of at most `room` tokens, and count what was done.
+
+    >>> counts = Counts()
+    >>> cut(np.array([3, 10, 4]), room=4, overflow="split", counts=counts).lengths.tolist()
+    [3, 4, 4, 2, 4]
+    >>> counts.items, counts.split
+    (3, 1)
+    """
+    first = counts.items
+    items = np.arange(first, first + len(lengths), dtype=np.int64)
+    long = lengths > room
+    if overflow == "error" and long.any():
+        worst = int(np.argmax(long))
+        raise ValueError(
+            f"item {first + worst} has {lengths[worst]} tokens, a pack holds {room}: raise the "
+            'budget, or choose overflow="split", "truncate" or "drop"'
+        )
+    counts.items += len(lengths)
+    counts.tokens += int(lengths.sum())
+    if not long.any():
+        return Segments(items, np.zeros_like(items), lengths)
+    if overflow == "split":
+        counts.split += int(long.sum())
+        return _parts(items, lengths, room)
+    if overflow == "truncate":
+        counts.truncated += int(long.sum())
+        counts.truncated_tokens += int((lengths[long] - room).sum())
+        return Segments(items, np.zeros_like(items), np.minimum(lengths, room))
+    counts.dropped += int(long.sum())
+    counts.dropped_tokens += int(lengths[long].sum())
+    return Segments(items[~long], np.zeros_like(items[~long]), lengths[~long])
+
+
+def _parts(items: np.ndarray, lengths: np.ndarray, room: int) -> Segments:
+    """Cut every item into parts of `room` tokens and a rest."""
+    parts = -(-lengths // room)
+    firsts = np.repeat(np.cumsum(parts) - parts, parts)
+    starts = (np.arange(len(firsts)) - firsts) * room
+    rests = np.repeat(lengths, parts) - starts
+    return Segments(np.repeat(items, parts), starts, np.minimum(rests, room))

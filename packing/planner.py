@@ -1,0 +1,153 @@
+"""The planner: lengths in, packs out, in a stream and in pure integers.
+
+    feed(lengths) ─▶ too long? split, truncate, drop ─▶ segments ─▶ best fit over a pool ─▶ Plan
+                                                                    next-fit in order
+                                                                    cut at the budget
+
+The packs are a function of the settings and of the lengths in their order: not of how the
+lengths were cut into calls, nor of how often the planner was saved and restored on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+import numpy as np
+
+from .best_fit import best_fit
+from .compact import from_text, to_text
+from .in_order import cut_stream, next_fit
+from .overflow import Counts, Overflow, cut
+from .plan import Plan
+from .segments import Segments
+
+Strategy = Literal["best_fit", "sequential", "concat"]
+VERSION = 1
+
+
+class Planner:
+    """Decides which items share a pack, holding back at most `pool` segments.
+
+    strategy  best_fit: fullest packs; sequential: order kept, a pack ends where the next item
+              does not fit; concat: order kept, items cut wherever a pack is full.
+    overflow  what becomes of an item longer than a pack; it is counted in `counts`.
+    align     every segment takes a multiple of this many places in its pack; the plan's lengths
+              stay the true ones.
+
+    >>> planner = Planner(budget=8, pool=4)
+    >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
+    [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        pool: int = 1024,
+        strategy: Strategy = "best_fit",
+        overflow: Overflow = "split",
+        align: int = 1,
+    ):
+        if strategy not in ("best_fit", "sequential", "concat"):
+            raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")
+        if overflow not in ("split", "truncate", "drop", "error"):
+            raise ValueError(f"overflow {overflow!r}: choose split, truncate, drop or error")
+        if strategy == "concat" and overflow != "split":
+            raise ValueError(f'concat splits by nature: overflow {overflow!r} must be "split"')
+        if align < 1 or budget < align:
+            raise ValueError(f"align {align} must be at least 1 and at most the budget {budget}")
+        if pool < 1:
+            raise ValueError(f"pool {pool}: hold at least one segment")
+        self.settings = {
+            "budget": int(budget),
+            "pool": int(pool),
+            "strategy": strategy,
+            "overflow": overflow,
+            "align": int(align),
+        }
+        self.counts = Counts()
+        self._room = budget // align * align
+        self._held = [Segments.join([])]
+        self._waits = np.zeros(0, np.int64)
+
+    def feed(self, lengths: np.ndarray) -> Plan:
+        """Take the lengths of the next items; give the packs that are decided now."""
+        room = self._room if self.settings["strategy"] != "concat" else np.iinfo(np.int64).max
+        self._held.append(cut(_checked(lengths), room, self.settings["overflow"], self.counts))
+        few = sum(map(len, self._held)) < self.settings["pool"]
+        if few and self.settings["strategy"] == "best_fit":
+            return Plan.join([])
+        return self._decide(final=False)
+
+    def finish(self) -> Plan:
+        """Give the packs of everything held back."""
+        return self._decide(final=True)
+
+    def _decide(self, final: bool) -> Plan:
+        held, align = Segments.join(self._held), self.settings["align"]
+        if self.settings["strategy"] == "concat":
+            held = Segments(*cut_stream(*_columns(held), self._room, align))
+        places = -(-held.lengths // align) * align
+        if self.settings["strategy"] == "best_fit":
+            waits = np.zeros(len(held), np.int64)
+            waits[: len(self._waits)] = self._waits
+            order, offsets, left, self._waits = best_fit(
+                places, waits, self._room, self.settings["pool"], final
+            )
+        else:
+            offsets = next_fit(places, self._room, final)
+            order, left = np.split(np.arange(len(held)), offsets[-1:])
+        self._held = [held.take(left)]
+        plan = Plan(*_columns(held.take(order)), offsets)
+        self.counts.packs += len(plan)
+        self.counts.packed_tokens += int(plan.lengths.sum())
+        return plan
+
+    def state_dict(self) -> dict:
+        """Give what a planner of the same settings needs to continue: small, JSON, no tokens."""
+        held = Segments.join(self._held)
+        first = int(held.items[0]) if len(held) else 0
+        waits = np.zeros(len(held), np.int64)
+        waits[: len(self._waits)] = self._waits
+        return {
+            "version": VERSION,
+            "settings": dict(self.settings),
+            "counts": asdict(self.counts),
+            "first": first,
+            "items": to_text(held.items - first),
+            "starts": to_text(held.starts),
+            "lengths": to_text(held.lengths),
+            "waits": to_text(waits),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue where the planner that gave this state stood."""
+        if state.get("version") != VERSION:
+            raise ValueError(f"planner state of version {state.get('version')}, this is {VERSION}")
+        for name, value in self.settings.items():
+            if state["settings"].get(name) != value:
+                raise ValueError(
+                    f"planner state has {name}={state['settings'].get(name)!r}, "
+                    f"this planner {name}={value!r}: give both the same"
+                )
+        items, starts, lengths, waits = (
+            from_text(state[name]) for name in ("items", "starts", "lengths", "waits")
+        )
+        self.counts = Counts(**state["counts"])
+        self._held = [Segments(items + state["first"], starts, lengths)]
+        self._waits = waits
+
+
+def _checked(lengths: np.ndarray) -> np.ndarray:
+    """Refuse what are not lengths of items."""
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
+        raise ValueError(f"lengths must be one row of integers, got {lengths.dtype}{lengths.shape}")
+    if len(lengths) and lengths.min() < 1:
+        raise ValueError(f"item {np.argmin(lengths)} of this call has length {lengths.min()} < 1")
+    return lengths.astype(np.int64)
+
+
+def _columns(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return segments.items, segments.starts, segments.lengths
