@@ -98,6 +98,7 @@ class Planner:
         else:
             offsets = next_fit(places, self._room, final)
             order, left = np.split(np.arange(len(held)), offsets[-1:])
+            self._waits = np.zeros(len(left), np.int64)
         self._held = [held.take(left)]
         plan = Plan(*_columns(held.take(order)), offsets)
         self.counts.packs += len(plan)
