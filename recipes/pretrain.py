@@ -1,0 +1,306 @@
+"""Pretrain a causal LM on packs, generating from the live model on the way.
+
+    accelerate launch recipes/pretrain.py                     # a small Llama on Python's own sources
+    accelerate launch recipes/pretrain.py --data corpus.jsonl --model path/to/config --budget 8192
+    accelerate launch recipes/pretrain.py --resume            # go on where the last run stopped
+
+Two processes on a CPU (there, a plain `--num_processes 2` would silently start one):
+
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/pretrain.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+from run_folder import RunFolder
+
+PROMPTS = ["import ", "def __init__(self", "class ", "    for "]
+FREE_TO_CHANGE = {"resume", "output", "workers", "save_every", "eval_every", "prompt", "log_with"}
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Every setting, documented."""
+    parser = argparse.ArgumentParser(
+        description="Pretrain a causal LM on packs, generating from the live model on the way.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument_group("data").add_argument
+    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, saved `datasets` folder or "
+        "hub name; without it, Python's standard library")  # fmt: skip
+    add("--text-column", default="text", help="column that holds the text")
+    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
+    add("--budget", type=int, default=2048, help="tokens a pack may hold")
+    add("--workers", type=int, default=0, help="data loading processes per rank")
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
+    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
+    add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=int, default=150, help="optimizer steps")
+    add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
+    add("--learning-rate", type=float, default=4e-3, help="at its peak")
+    add("--warmup", type=int, default=10, help="steps until the peak")
+    add("--weight-decay", type=float, default=0.1, help="of matrices")
+    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--seed", type=int, default=0, help="of the weights and of the order of packs")
+    add = parser.add_argument_group("run").add_argument
+    add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
+    add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
+    add("--save-every", type=int, default=50, help="steps between checkpoints")
+    add("--eval-every", type=int, default=75, help="steps between generations")
+    add("--prompt", action="append", help="what to continue then; may be repeated")
+    add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
+    return parser.parse_args(argv)
+
+
+def load_data(args: argparse.Namespace):
+    """The tokenizer, and an endless stream of packs."""
+    from nopad.packing import PackedDataset
+    from transformers import AutoTokenizer
+
+    source, tokenizer = args.data, None
+    if args.tokenizer or args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or Path(args.model))
+    if source is None or tokenizer is None:
+        import stdlib_corpus
+
+        texts = stdlib_corpus.documents()
+        tokenizer = tokenizer or stdlib_corpus.tokenizer(texts)
+    if source is None:
+        ends = [tokenizer.eos_token_id]
+        source = [{"input_ids": ids + ends} for ids in tokenizer(texts)["input_ids"]]
+    return tokenizer, PackedDataset(
+        source,
+        tokenizer=tokenizer,
+        column=args.text_column,
+        budget=args.budget,
+        seed=args.seed,
+        epochs=None,
+    )
+
+
+def load_model(args: argparse.Namespace, tokenizer):
+    """The model of `--model`, with its weights if it has some; else a small Llama."""
+    import nopad.attention  # noqa: F401  registers the attention implementation
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    settings = {"attn_implementation": args.attention}
+    if args.model is None:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=max(args.budget, 2048),
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    elif Path(args.model).suffix == ".json" or not _has_weights(Path(args.model)):
+        config = AutoConfig.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, **settings)
+    if model.config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"the model's vocabulary of {model.config.vocab_size} is too small for the tokenizer's "
+            f"{len(tokenizer)} tokens: choose the tokenizer it was made for, or a larger one"
+        )
+    return model
+
+
+def _has_weights(folder: Path) -> bool:
+    return not folder.is_dir() or any(folder.glob("*.safetensors"))
+
+
+def optimize(args: argparse.Namespace, model):
+    """AdamW, decay on matrices only, warm-up and cosine."""
+    import torch
+    from transformers import get_cosine_schedule_with_warmup
+
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
+    return optimizer, get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
+
+
+def start(args: argparse.Namespace):
+    """Accelerate, with the threads and the seed of this run."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    accelerator = Accelerator(
+        mixed_precision=args.precision,
+        gradient_accumulation_steps=args.accumulation,
+        log_with=args.log_with,
+        project_dir=args.output,
+        step_scheduler_with_optimizer=False,
+    )
+    if accelerator.device.type == "cpu":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    set_seed(args.seed)
+    return accelerator
+
+
+class Pretraining:
+    """One run: the parts, the loop over optimizer steps, and its checkpoints."""
+
+    def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
+        from nopad.trainer.meter import Meter
+        from nopad.trainer.with_accelerate import AcceleratePacks
+
+        self.args, self.folder, self.accelerator = args, folder, accelerator
+        with accelerator.main_process_first():
+            self.tokenizer, dataset = load_data(args)
+        model = load_model(args, self.tokenizer)
+        optimizer, scheduler = optimize(args, model)
+        self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
+        self.meter = Meter(accelerator.num_processes)
+        self.step = 0
+
+    def say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            from tqdm import tqdm
+
+            tqdm.write(text)
+
+    def describe(self) -> None:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self.say(
+            f"{self.accelerator.unwrap_model(self.model).config.model_type}, "
+            f"{parameters / 1e6:.1f} M parameters, vocabulary {len(self.tokenizer)}, "
+            f"attention {self.args.attention}, {self.accelerator.num_processes} process(es) on "
+            f"{self.accelerator.device.type}, packs of {self.args.budget} tokens -> {self.folder.path}"
+        )
+
+    def resume(self) -> None:
+        step = self.folder.last_step()
+        if step is None:
+            raise ValueError(f"{self.folder.path} has no checkpoint yet: start a new run")
+        self.accelerator.load_state(str(self.folder.checkpoint(step)))
+        self.step = step
+        self.say(f"resumed {self.folder.path} at step {step}")
+
+    def train(self) -> None:
+        from tqdm import tqdm
+
+        bar = tqdm(
+            total=self.args.steps,
+            initial=self.step,
+            unit="step",
+            disable=not self.accelerator.is_main_process,
+        )
+        losses = []
+        for batch in self.loader:
+            if self.step >= self.args.steps:
+                break
+            losses.append(self.backward(batch))
+            self.meter.add(self.loader.last)
+            if self.accelerator.sync_gradients:
+                self.step += 1
+                self.report(bar, losses)
+                losses.clear()
+                self.after_step()
+        bar.close()
+
+    def backward(self, batch: dict):
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(**batch).loss
+            self.accelerator.backward(loss)
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+            self.optimizer.step()
+            if self.accelerator.sync_gradients:
+                self.scheduler.step()
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+    def report(self, bar, losses: list) -> None:
+        import torch
+
+        loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss} at step {self.step}: lower --learning-rate")
+        rates = self.meter.read()
+        bar.update()
+        bar.set_postfix_str(
+            f"loss {loss:.3f}, {rates['tokens_per_second']:.0f} tok/s, "
+            f"fill {rates['fill']:.2%}, {rates['samples_per_pack']:.1f} samples/pack"
+        )
+        learning_rate = self.scheduler.get_last_lr()[0]
+        self.accelerator.log({"loss": loss, "learning_rate": learning_rate, **rates}, self.step)
+
+    def after_step(self) -> None:
+        last = self.step == self.args.steps
+        if self.step % self.args.eval_every == 0 or last:
+            self.generate()
+        if self.step % self.args.save_every == 0 or last:
+            self.save()
+
+    def generate(self) -> None:
+        """Continue a few prompts with the live model, on the first rank alone."""
+        if self.accelerator.is_main_process:
+            from nopad.inference import Engine, SamplingParams
+
+            engine = Engine(self.accelerator.unwrap_model(self.model), self.tokenizer)
+            prompts = self.args.prompt or PROMPTS
+            params = SamplingParams(temperature=0.7, max_tokens=32, seed=self.args.seed)
+            self.say(f"after {self.step} steps:")
+            for prompt, out in zip(prompts, engine.generate(prompts, params), strict=True):
+                self.say(f"  {prompt!r} -> {out.text if out.error is None else out.error!r}")
+        self.accelerator.wait_for_everyone()
+
+    def save(self) -> None:
+        """A folder that resumes this run, and that `AutoModelForCausalLM.from_pretrained` loads."""
+        folder = self.folder.unfinished(self.step)
+        self.accelerator.save_state(str(folder))
+        if self.accelerator.is_main_process:
+            self.accelerator.unwrap_model(self.model).config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            self.folder.finish(self.step)
+        self.accelerator.wait_for_everyone()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = options(argv)
+    settings = {k: v for k, v in vars(args).items() if k not in FREE_TO_CHANGE}
+    if args.resume:
+        folder = RunFolder.resumed("pretrain", args.resume, settings)
+    else:
+        folder = RunFolder.new("pretrain", args.output, settings)
+    args.output = folder.path
+    accelerator = start(args)
+    run = Pretraining(args, folder, accelerator)
+    if accelerator.is_main_process:
+        folder.start()
+    if args.log_with:
+        accelerator.init_trackers("pretrain")
+    run.describe()
+    if args.resume:
+        run.resume()
+    run.train()
+    run.say(f"done: {folder.checkpoint(run.step)}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        sys.exit(2)

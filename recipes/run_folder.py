@@ -1,0 +1,77 @@
+"""The folder of a run: numbered checkpoints that appear whole or not at all.
+
+    runs/pretrain-1/run.json            what the run was started with
+    runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+RUNS = Path("runs")
+
+
+class RunFolder:
+    """Choose, check and fill the folder of one run."""
+
+    def __init__(self, path: Path, settings: dict):
+        self.path = path
+        self.settings = settings
+
+    @classmethod
+    def new(cls, name: str, output: Path | None, settings: dict) -> RunFolder:
+        """Take `output`, or the next free number; never a folder that holds a run already."""
+        path = output or RUNS / f"{name}-{max([0, *_numbers(RUNS, name)]) + 1}"
+        if (path / "run.json").exists():
+            raise ValueError(
+                f"{path} holds a run already: continue it with --resume {path}, "
+                "or choose another --output"
+            )
+        return cls(path, settings)
+
+    @classmethod
+    def resumed(cls, name: str, which: str, settings: dict) -> RunFolder:
+        """Open the named run, or the last one, if it was started with the same settings."""
+        path = Path(which)
+        if which == "last":
+            numbers = _numbers(RUNS, name)
+            if not numbers:
+                raise ValueError(f"no run to resume under {RUNS}/: start one without --resume")
+            path = RUNS / f"{name}-{max(numbers)}"
+        if not (path / "run.json").is_file():
+            raise ValueError(f"{path} is no run folder (it has no run.json): name one of {RUNS}/")
+        before = json.loads((path / "run.json").read_text())
+        changed = [key for key in settings if before.get(key) != settings[key]]
+        if changed:
+            was = ", ".join(f"{k}={before.get(k)!r} (now {settings[k]!r})" for k in changed)
+            raise ValueError(f"{path} was started with {was}: pass the same, or start a new run")
+        return cls(path, settings)
+
+    def start(self) -> None:
+        """Create the folder and write down what the run is."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "run.json").write_text(json.dumps(self.settings, indent=2) + "\n")
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / f"checkpoint-{step}"
+
+    def last_step(self) -> int | None:
+        """The step of the newest whole checkpoint."""
+        return max(_numbers(self.path, "checkpoint"), default=None)
+
+    def unfinished(self, step: int) -> Path:
+        """Where a checkpoint is written until it is whole."""
+        return self.path / f"unfinished-{step}"
+
+    def finish(self, step: int) -> None:
+        """Let the checkpoint appear under its name, in one rename."""
+        shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+        self.unfinished(step).rename(self.checkpoint(step))
+
+
+def _numbers(folder: Path, name: str) -> list[int]:
+    matches = (re.fullmatch(rf"{name}-(\d+)", path.name) for path in folder.glob(f"{name}-*"))
+    return [int(match[1]) for match in matches if match]

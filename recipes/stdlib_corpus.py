@@ -1,0 +1,55 @@
+"""A corpus any machine has: the Python standard library's own sources, one file a document.
+
+The tokenizer is a byte-level BPE trained on that corpus. It is kept in the user's cache folder,
+under a name that changes with the corpus, so a second run starts at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+VOCABULARY = 2048
+END = "<|endoftext|>"
+
+
+def documents() -> list[str]:
+    """Read the sources in a fixed order; empty files are no documents."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(p for p in root.rglob("*.py") if LEFT_OUT.isdisjoint(p.parts))
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
+    return [text for text in texts if text.strip()]
+
+
+def tokenizer(texts: list[str]):
+    """Load this corpus's tokenizer from the cache, or train it."""
+    from transformers import PreTrainedTokenizerFast
+
+    digest = hashlib.sha256("\0".join([str(VOCABULARY), *texts]).encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nopad"
+    path = cache / f"stdlib-{digest}.json"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")  # ranks may race; the last rename wins
+        _train(texts).save(str(unfinished))
+        unfinished.replace(path)
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, bos_token=END)
+
+
+def _train(texts: list[str]):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
