@@ -6,8 +6,9 @@ import importlib
 import sys
 
 COMMANDS = {
-    "doctor": "does a model keep packed documents apart, and does paged generation agree?",
-    "generate": "complete prompts with any HF checkpoint through the engine",
+    "inspect": ("inspection", "what packing does to a data set: lengths, fill, waste, a pack map"),
+    "doctor": ("doctor", "does a model keep packed documents apart, and paged ≡ packed?"),
+    "generate": ("generate", "complete prompts with any HF checkpoint through the engine"),
 }
 
 
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: nopad COMMAND [options]   (nopad COMMAND --help for each)\n")
-        print("\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()))
         return 0
     if argv[0] == "--version":
         from . import __version__
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nopad: no command {argv[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(f".cli.{argv[0]}", __package__).main(argv[1:])
+        return importlib.import_module(f".cli.{COMMANDS[argv[0]][0]}", __package__).main(argv[1:])
     except (ValueError, FileNotFoundError) as error:
         print(f"nopad {argv[0]}: {error}", file=sys.stderr)
         return 2
