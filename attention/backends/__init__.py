@@ -1,1 +1,1 @@
-"""Kernels behind one signature, chosen at run time from what is installed."""
+"""One file per kernel library, all with the same three functions; `choice` picks among them."""

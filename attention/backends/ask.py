@@ -1,0 +1,66 @@
+"""What a call needs of a backend, and how its scores are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..varlen import Varlen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """From the product of query and key to the weight of a value."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The facts of a call that decide whether a backend can serve it."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    grad: bool
+    window: bool
+    softcap: bool
+    sinks: bool
+    page_size: int
+    """0: the keys are this step's own tokens."""
+    decode: bool
+    """One query per sequence, over pages."""
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+
+class Backend(Protocol):
+    """What every module of this folder offers."""
+
+    def why_not(self, ask: Ask) -> str | None:
+        """Say why a call cannot be served, as far as that is known without trying."""
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+        """Attend to this step's own keys; differentiable."""
+
+    def paged(
+        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores
+    ) -> Tensor:
+        """Attend to all keys in the pages of one layer, this step's among them."""
+
+
+def installed(module: ModuleType | None, name: str) -> str | None:
+    """The usual first reason."""
+    return None if module is not None else f"{name} is not installed"

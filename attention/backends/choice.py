@@ -1,0 +1,152 @@
+"""Which backend serves a call: the first of the preferred order that can, found out by trying.
+
+A backend names its declared limits (`why_not`); whatever passes them must also pass a trial, a
+tiny call of the same kind held against the reference, because builds differ in what they left out.
+The answer is remembered per kind of call and said once in the log. `backend=` or the environment
+variable NOPAD_ATTENTION forces one by name; one that cannot serve the call then raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from functools import cache, lru_cache
+
+import torch
+
+from ..reference import reference
+from ..varlen import Pages, Varlen
+from .ask import Ask, Backend, Scores
+
+log = logging.getLogger("nopad.attention")
+
+_MODULES = {
+    "sdpa": "sdpa",
+}
+NAMES = tuple(_MODULES)
+_CPU = ("sdpa",)
+_PACKED = ("sdpa",)
+_PAGED = ("sdpa",)
+_DECODE = ("sdpa",)
+
+
+@cache
+def module(name: str) -> Backend:
+    """The backend of that name."""
+    found = importlib.import_module(f".{_MODULES[name]}", __package__)
+    return found  # pyright: ignore[reportReturnType]
+
+
+def order(ask: Ask) -> tuple[str, ...]:
+    """Names in order of preference."""
+    if ask.device == "cpu":
+        return _CPU
+    return _DECODE if ask.decode else _PAGED if ask.paged else _PACKED
+
+
+def choose(ask: Ask, forced: str | None = None) -> str:
+    """Name the backend that serves such a call."""
+    return _choose(ask, forced or os.environ.get("NOPAD_ATTENTION") or None)
+
+
+@lru_cache(maxsize=4096)
+def _choose(ask: Ask, forced: str | None) -> str:
+    if forced is not None:
+        if forced not in NAMES:
+            raise ValueError(f"no attention backend is called {forced!r}: choose from {NAMES}")
+        reason = why_not(forced, ask)
+        if reason is not None:
+            raise ValueError(f"attention backend {forced!r} cannot serve this call: {reason}")
+        return forced
+    passed_over = []
+    for name in order(ask):
+        reason = why_not(name, ask)
+        if reason is None:
+            _say(name, ask, passed_over)
+            return name
+        passed_over.append(f"{name} ({reason})")
+    raise ValueError(f"no attention backend can serve {ask}: " + "; ".join(passed_over))
+
+
+def why_not(name: str, ask: Ask) -> str | None:
+    """Say why a backend cannot serve a call, by its declared limits and by trial."""
+    return module(name).why_not(ask) or _trial(name, ask)
+
+
+def _say(name: str, ask: Ask, passed_over: list[str]) -> None:
+    kind = "decode" if ask.decode else "paged" if ask.paged else "packed"
+    log.info(
+        "attention: %s for %s calls (%s, head dim %d)%s",
+        name,
+        kind,
+        str(ask.dtype).removeprefix("torch."),
+        ask.key_dim,
+        "; passed over: " + "; ".join(passed_over) if passed_over else "",
+    )
+
+
+def _trial(name: str, ask: Ask) -> str | None:
+    """Make a small call of the same kind; an exception or a wrong result is the reason."""
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(ask.grad):
+            wrong = _error(module(name), ask)
+    except Exception as error:  # a kernel library may raise anything
+        line = str(error).strip().splitlines()
+        return f"its trial call raised {type(error).__name__}: {line[0] if line else ''}"
+    limit = 2e-3 if ask.dtype == torch.float32 else 5e-2
+    return None if wrong <= limit else f"its trial call was off by {wrong:.2g}"
+
+
+def _error(backend: Backend, ask: Ask) -> float:
+    scores = Scores(
+        scale=ask.key_dim**-0.5,
+        window=3 if ask.window else None,
+        softcap=2.0 if ask.softcap else None,
+        sinks=_numbers(ask, ask.heads, seed=5) if ask.sinks else None,
+    )
+    lengths = [1, 1] if ask.decode else [5, 1]
+    q, k, v = _inputs(ask, sum(lengths))
+    varlen = _varlen(ask, lengths)
+    rule = {"window": scores.window, "softcap": scores.softcap, "sinks": scores.sinks}
+    if varlen.pages is None:
+        got = backend.packed(q, k, v, varlen, scores)
+    else:
+        got = backend.paged(q, *varlen.pages.cache.layer(0), varlen, scores)
+    want = reference(q.float(), k.float(), v.float(), varlen, **rule)
+    wrong = (got.float() - want).abs().max()
+    if ask.grad:
+        grads = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (got, want))
+        wrong += sum((a.float() - b.float()).abs().max() for a, b in zip(*grads, strict=True)) / 3
+    return float(wrong.detach())
+
+
+def _inputs(ask: Ask, tokens: int):
+    shapes = [(ask.heads, ask.key_dim), (ask.kv_heads, ask.key_dim), (ask.kv_heads, ask.value_dim)]
+    made = [_numbers(ask, tokens, *shape, seed=i) for i, shape in enumerate(shapes)]
+    return [x.requires_grad_(ask.grad) for x in made]
+
+
+def _numbers(ask: Ask, *shape: int, seed: int) -> torch.Tensor:
+    """Fixed numbers of a fair spread; drawing them would move the caller's random state."""
+    count = torch.arange(1, 1 + torch.Size(shape).numel(), device=ask.device, dtype=torch.float32)
+    return torch.sin(count * 12.9898 + seed).view(shape).to(ask.dtype)
+
+
+def _varlen(ask: Ask, lengths: list[int]) -> Varlen:
+    from ..cache import PagedCache
+
+    def ints(values: list, dtype=torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=ask.device)
+
+    cu_seqlens = ints([0, lengths[0], sum(lengths)])
+    if not ask.paged:
+        return Varlen(cu_seqlens, max(lengths))
+    shape = (ask.kv_heads, ask.key_dim, ask.value_dim)
+    cache = PagedCache(4, ask.page_size, [shape], ask.dtype, ask.device)
+    for seed, tensor in enumerate(cache.layer(0)):
+        tensor.copy_(_numbers(ask, *tensor.shape, seed=seed))
+    totals = [n + ask.page_size // 2 + 1 for n in lengths]
+    slots = ints([-1] * sum(lengths), torch.int64)
+    pages = Pages(cache, ints([[2, 1], [3, 0]]), ints(totals), slots, max(totals))
+    return Varlen(cu_seqlens, max(lengths), pages)

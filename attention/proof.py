@@ -1,0 +1,78 @@
+"""First-step proof: every attention layer of a model got the metadata of the call, exactly once.
+
+A layer that did not would attend across documents, or beside its cache, without a sound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(slots=True)
+class Witness:
+    """What the attention function saw: one entry per call."""
+
+    calls: list[tuple[int, bool, tuple[int, int, int]]] = field(default_factory=list)
+    """(layer, did metadata arrive, (Hkv, Dk, Dv))."""
+
+
+_witness: ContextVar[Witness | None] = ContextVar("nopad_witness", default=None)
+
+
+@contextmanager
+def watch() -> Iterator[Witness]:
+    """Record every call of the attention function made inside."""
+    witness = Witness()
+    token = _witness.set(witness)
+    try:
+        yield witness
+    finally:
+        _witness.reset(token)
+
+
+def testify(layer: int, arrived: bool, shape: tuple[int, int, int]) -> None:
+    """Tell the watcher, if there is one, of a call."""
+    witness = _witness.get()
+    if witness is not None:
+        witness.calls.append((layer, arrived, shape))
+
+
+@contextmanager
+def expect_layers(model: nn.Module) -> Iterator[None]:
+    """Raise unless every attention layer is called once inside, each with its metadata."""
+    with watch() as witness:
+        yield
+    seen = Counter(layer for layer, _, _ in witness.calls)
+    blind = sorted({layer for layer, arrived, _ in witness.calls if not arrived})
+    missing = sorted(set(attention_layers(model)) - set(seen))
+    twice = sorted(layer for layer, count in seen.items() if count > 1)
+    name = type(model).__name__
+    if blind:
+        raise ValueError(f"{name}: layers {blind} did not receive the sequence boundaries")
+    if missing or not seen:
+        raise ValueError(
+            f"{name}: layers {missing or 'all'} never called the attention function: "
+            'is attn_implementation="nopad" set on the model?'
+        )
+    if twice:
+        raise ValueError(f"{name}: layers {twice} attend more than once per step: not supported")
+
+
+def attention_layers(model: nn.Module) -> list[int]:
+    """Indices of the layers that attend: those of the modules that project queries.
+
+    A module counts where it carries the layer index and the scale or causality the interface reads.
+    """
+    found = set()
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        attends = hasattr(module, "is_causal") or hasattr(module, "scaling")
+        if isinstance(index, int) and attends:
+            found.add(index)
+    return sorted(found)

@@ -1,0 +1,85 @@
+"""The oracle: attention written as plainly as it can be, one sequence at a time, in any precision.
+
+Every backend is held against this, computed in fp32: its error may be at most twice that of this
+same function computed in the backend's own precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .varlen import Pages, Varlen
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    varlen: Varlen,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend as `attend` does; with pages, this step's keys must already be written."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    bounds = varlen.cu_seqlens.tolist()
+    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == end:
+            continue
+        keys, values = k[start:end], v[start:end]
+        if varlen.pages is not None:
+            keys, values = cached(varlen.pages, layer, index, k.dtype)
+        out[start:end] = one_sequence(
+            q[start:end], keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+    return out
+
+
+def cached(pages: Pages, layer: int, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Read the keys and values of one sequence out of its pages."""
+    length = int(pages.lengths[index])
+    used = pages.table[index, : -(-length // pages.cache.page_size)].long()
+    keys, values = pages.cache.layer(layer)
+    return keys[used].flatten(0, 1)[:length].to(dtype), values[used].flatten(0, 1)[:length].to(
+        dtype
+    )
+
+
+def one_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend q [L, H, Dk] to k [S, Hkv, Dk], v [S, Hkv, Dv]; the last query sees the last key."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], window, q.device), -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def visible(queries: int, keys: int, window: int | None, device: torch.device | str) -> Tensor:
+    """bool [queries, keys]: causal, bottom-right aligned, the last `window` keys only.
+
+    >>> visible(2, 4, 2, "cpu").int().tolist()
+    [[0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    seen = key <= last
+    return seen if window is None else seen & (key > last - window)

@@ -1,0 +1,160 @@
+"""`attn_implementation="nopad"`: Transformers calls `attend`, for packed rows and for pages alike.
+
+    model(**batch)                      cu_seq_lens_q, max_length_q of the collator    training
+    model(ids, positions, varlen=...)   a Varlen, with or without pages                 the engine
+
+Being paged travels with the call, not with the model: nothing on the model has to be set back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, masking_utils
+
+from . import documents
+from .attend import attend
+from .carried import carried
+from .proof import testify
+from .varlen import Varlen
+
+NAME = "nopad"
+
+
+def register() -> None:
+    """Make Transformers know the name; done when `nopad.attention` is imported."""
+    AttentionInterface.register(NAME, attention)
+    documents.install(masking_utils, NAME)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    varlen: Varlen | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    position_ids: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the attention interface of Transformers asks: (B, H, T, D) in, (B, T, H, Dv) out."""
+    _refuse(module, query, key, attention_mask, dropout, is_causal, unused)
+    if varlen is None and cu_seq_lens_q is not None:
+        varlen = Varlen(cu_seq_lens_q, _longest(max_length_q, query))
+    if varlen is None:
+        varlen = carried()
+    arrived = varlen is not None
+    if varlen is None:
+        varlen = _guess(query, position_ids)
+    layer: int = getattr(module, "layer_idx", 0)  # pyright: ignore[reportAssignmentType]
+    if not torch.compiler.is_compiling():
+        testify(layer, arrived, (key.shape[1], key.shape[3], value.shape[3]))
+    _within_chunk(module, layer, varlen)
+    rows, columns = query.shape[0], query.shape[2]
+    q, k, v = (_flat(x) for x in _one_dtype(query, key, value))
+    out = attend(
+        q,
+        k,
+        v,
+        varlen,
+        layer=layer,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.view(rows, columns, *out.shape[1:]), None
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B*T, H, D); a view where the layer made (B, T, H, D) before."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotary embeddings in fp32 leave q and k wider than v; autocast would narrow a matmul's inputs."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _longest(max_length: int | None, query: Tensor) -> int:
+    return query.shape[0] * query.shape[2] if max_length is None else int(max_length)
+
+
+_last_guess: tuple[weakref.ref[Tensor], int, Varlen] | None = None
+
+
+def _guess(query: Tensor, position_ids: Tensor | None) -> Varlen:
+    """Without metadata: a sequence is a row, or ends where its positions do not go on by one."""
+    global _last_guess
+    rows, columns = query.shape[0], query.shape[2]
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] != columns:
+        cu_seqlens = torch.arange(0, rows * columns + 1, columns, dtype=torch.int32)
+        return Varlen(cu_seqlens.to(query.device), columns)
+    version = 0 if position_ids.is_inference() else position_ids._version
+    if _last_guess is not None and _last_guess[:2] == (weakref.ref(position_ids), version):
+        return _last_guess[2]
+    starts = torch.ones(rows, columns, dtype=torch.bool, device=position_ids.device)
+    starts[:, 1:] = position_ids.expand(rows, -1).diff(dim=1) != 1
+    edges = starts.flatten().nonzero().flatten().tolist() + [rows * columns]
+    longest = max(b - a for a, b in zip(edges, edges[1:], strict=False))
+    varlen = Varlen(torch.tensor(edges, dtype=torch.int32, device=query.device), longest)
+    _last_guess = weakref.ref(position_ids), version, varlen
+    return varlen
+
+
+def _refuse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    unused: dict[str, Any],
+) -> None:
+    """Raise where the result would silently be another than the model's."""
+    name = type(module).__name__
+    if mask is not None:
+        raise ValueError(
+            f"{name}: attn_implementation='nopad' takes no attention_mask; pack instead"
+        )
+    if dropout:
+        raise ValueError(f"{name}: attention dropout {dropout} is not supported; set it to 0")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{name}: attention that is not causal is not supported by 'nopad'")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: 'nopad' keeps earlier keys in "
+            "pages; call the model with use_cache=False, or generate through nopad.inference"
+        )
+    for extra in ("position_bias", "block_indices"):
+        if unused.get(extra) is not None:
+            raise ValueError(f"{name}: {extra} is not supported by 'nopad'")
+
+
+def _within_chunk(module: nn.Module, layer: int, varlen: Varlen) -> None:
+    """Chunked attention equals causal attention inside one chunk; beyond it, refuse."""
+    config = getattr(module, "config", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    if not chunk or not kinds or kinds[layer] != "chunked_attention":
+        return
+    longest = varlen.max_length if varlen.pages is None else varlen.pages.max_length
+    if longest > chunk:
+        raise ValueError(
+            f"layer {layer} attends in chunks of {chunk} and a sequence may have {longest} keys: "
+            "only sequences within one chunk are supported"
+        )

@@ -1,0 +1,86 @@
+"""Which models the attention function can serve, and the shapes of their caches."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from .carried import carry
+from .proof import watch
+from .varlen import Varlen
+
+_STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
+_REFUSED_TYPES = {
+    "deepseek_v4": "keeps a compressed cache of its own",
+    "diffllama": "attends twice per layer under one layer index",
+    "hrm_text": "runs its layers more than once per step",
+    "inkling_text": "adds a position bias inside attention",
+    "doge": "computes its mask from the values",
+}
+_STATEFUL = (
+    "Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Recurrent", "LinearAttention",
+    "LightningAttention", "KimiDelta", "Rwkv", "xLSTM", "mLSTM", "CCA",
+)  # fmt: skip
+_SPARSE = ("Indexer",)
+
+
+def why_refused(model: Any) -> str | None:
+    """Say why a model cannot run with attn_implementation="nopad", or None if nothing speaks against it."""
+    config = model.config
+    kind = getattr(config, "model_type", type(model).__name__)
+    if kind in _REFUSED_TYPES:
+        return f"{kind} {_REFUSED_TYPES[kind]}"
+    for module in model.modules():
+        name = type(module).__name__
+        if any(word in name for word in _STATEFUL):
+            return f"{kind} " + _STATE.format(name)
+        if any(word in name for word in _SPARSE):
+            return f"{kind} chooses keys by an index ({name}), which needs a written-out mask"
+    if not _uses_interface(model):
+        return f"{kind} does not use the attention interface of Transformers"
+    if getattr(config, "is_causal", True) is False:
+        return f"{kind} is configured as not causal"
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all", "vision"):
+        return f"{kind} attends in both directions (use_bidirectional_attention)"
+    return None
+
+
+def refuse(model: Any) -> None:
+    """Raise with the reason if a model cannot be served."""
+    reason = why_refused(model)
+    if reason is not None:
+        raise ValueError(f"nopad cannot run this model: {reason}")
+
+
+def probe_layers(model: Any) -> list[tuple[int, int, int]]:
+    """(Hkv, Dk, Dv) of every layer, as one dummy token shows them to the attention function."""
+    before = model.config._attn_implementation
+    if before != "nopad":
+        model.set_attn_implementation("nopad")
+    device = next(model.parameters()).device
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    varlen = Varlen(torch.tensor([0, 1], dtype=torch.int32, device=device), 1)
+    modes = [module.training for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), watch() as witness, carry(varlen):
+            model(input_ids=token, position_ids=token, use_cache=False, varlen=varlen)
+    finally:
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+        if before != "nopad":
+            model.set_attn_implementation(before)
+    shapes = {layer: shape for layer, _, shape in witness.calls}
+    if sorted(shapes) != list(range(len(shapes))) or len(shapes) != len(witness.calls):
+        layers = sorted(layer for layer, _, _ in witness.calls)
+        raise ValueError(f"{type(model).__name__}: attention was called for layers {layers}")
+    return [shapes[layer] for layer in range(len(shapes))]
+
+
+def _uses_interface(model: nn.Module) -> bool:
+    files = {type(module).__module__ for module in model.modules()}
+    models = [sys.modules[f] for f in files if ".modeling_" in f]
+    return any(hasattr(m, "ALL_ATTENTION_FUNCTIONS") for m in models)
