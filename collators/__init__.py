@@ -2,5 +2,6 @@
 
 from .packed import PackedCollator
 from .padded import PaddedCollator
+from .preference import PreferenceCollator
 
-__all__ = ["PackedCollator", "PaddedCollator"]
+__all__ = ["PackedCollator", "PaddedCollator", "PreferenceCollator"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..packing import IGNORE, Sample
-from .packed import as_sample
+from .rows import as_sample
 
 
 class PaddedCollator:

@@ -1,0 +1,81 @@
+"""Chosen and rejected answers to one prompt, packed: every answer is a sequence of its own.
+
+    {prompt p, chosen c, rejected r}   ─▶   [ p p c c c | p p r r ]      labels only on c and r
+                                              0           1              pair 0
+
+The prompt stands in both sequences, so that each is exactly what the model sees alone, under any
+attention. Sequence 2i is the chosen and 2i + 1 the rejected answer of pair i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..packing import IGNORE, Sample
+from .packed import PackedCollator
+
+
+class PreferenceCollator:
+    """Collate preference pairs into one packed row.
+
+    >>> pair = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6]}
+    >>> batch = PreferenceCollator()([pair])
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[1, 2, 3, 4, 5, 1, 2, 6]], [[-100, -100, 3, 4, 5, -100, -100, 6]])
+    >>> batch["cu_seq_lens_q"].tolist(), batch["is_chosen"].tolist()
+    ([0, 5, 8], [True, False])
+    """
+
+    def __init__(self, *, max_length: int | None = None, **packed: Any):
+        """max_length: the longest sequence; a longer prompt loses its head, an answer its tail.
+
+        packed: what `PackedCollator` takes.
+        """
+        self.max_length = max_length
+        self._packed = PackedCollator(**packed)
+
+    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        samples = [
+            self._sample(pair, answer)
+            for pair in pairs
+            for answer in ("chosen_ids", "rejected_ids")
+        ]
+        batch = self._packed(samples)
+        batch["is_chosen"] = torch.arange(len(samples)) % 2 == 0
+        return batch
+
+    def _sample(self, pair: Mapping[str, Any], answer: str) -> Sample:
+        if answer not in pair or "prompt_ids" not in pair:
+            raise ValueError(f"a pair needs `prompt_ids` and `{answer}`, got {sorted(pair)}")
+        prompt = np.asarray(pair["prompt_ids"], np.int64)
+        reply = np.asarray(pair[answer], np.int64)
+        if not len(prompt) or not len(reply):
+            raise ValueError(f"`prompt_ids` and `{answer}` need at least one token each")
+        if self.max_length is not None:
+            reply = reply[: self.max_length - 1]
+            prompt = prompt[-(self.max_length - len(reply)) :]
+        labels = np.concatenate([np.full(len(prompt), IGNORE), reply])
+        return Sample(np.concatenate([prompt, reply]), labels)
+
+
+def sequence_log_probs(
+    token_losses: torch.Tensor, labels: torch.Tensor, cu_seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """Sum the log-probability of each sequence's counted tokens, ready for DPO-like losses.
+
+    token_losses stand at the positions of their labels; [1, T] each.
+
+    >>> losses, labels = torch.tensor([[0.0, 1, 2, 9, 4]]), torch.tensor([[-100, 6, 7, -100, 8]])
+    >>> sequence_log_probs(losses, labels, torch.tensor([0, 3, 5])).tolist()
+    [-3.0, -4.0]
+    """
+    counted = (token_losses * (labels != IGNORE)).flatten()
+    lengths = cu_seq_lens.diff().long()
+    owner = torch.repeat_interleave(
+        torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(counted)
+    )
+    return -counted.new_zeros(len(lengths)).index_add(0, owner, counted)

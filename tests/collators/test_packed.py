@@ -1,0 +1,115 @@
+"""The packed batch: drop-in for plain lists, boundaries that survive, shapes that never change."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nopad.collators import PackedCollator, PaddedCollator
+from nopad.packing import IGNORE, Pack, Sample
+
+lengths = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+def pack_of(lengths, budget=None, seed=0) -> Pack:
+    rng = np.random.default_rng(seed)
+    samples = [Sample(rng.integers(1, 50, n)) for n in lengths]
+    return Pack.of(samples, budget=budget or sum(lengths))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(lengths, min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_every_sequence_comes_back_from_the_batch_as_it_went_in(rows, stack, fixed):
+    budget = max(sum(row) for row in rows) + 3
+    packs = [pack_of(row, budget, seed) for seed, row in enumerate(rows)]
+    collator = PackedCollator(stack=stack, fixed_sequences=32 if fixed else None, seq_idx=True)
+    batch = collator(packs)
+    cu = batch["cu_seq_lens_q"].tolist()
+    flat = {k: batch[k].flatten() for k in ("input_ids", "labels", "position_ids", "seq_idx")}
+    parts = [(a, b) for a, b in itertools.pairwise(cu) if b > a]
+    assert cu[0] == 0 and cu[-1] == len(flat["input_ids"])
+    wanted = [
+        (pack.tokens[a:b].tolist(), pack.labels[a:b].tolist())
+        for pack in packs
+        for a, b in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False)
+    ]
+    got = [(flat["input_ids"][a:b].tolist(), flat["labels"][a:b].tolist()) for a, b in parts]
+    assert [pair for pair in got if pair in wanted] == wanted
+    for number, (a, b) in enumerate(parts):
+        assert flat["position_ids"][a:b].tolist() == list(range(b - a))
+        assert flat["seq_idx"][a:b].tolist() == [number] * (b - a)
+        assert flat["labels"][a] == IGNORE
+    assert batch["use_cache"] is False and "attention_mask" not in batch
+    assert isinstance(batch["max_length_q"], int)
+    assert batch["max_length_q"] >= max(b - a for a, b in parts)
+
+
+def test_fixed_shapes_do_not_depend_on_the_pack():
+    collator = PackedCollator(fixed_sequences=8)
+    shapes = {
+        tuple((k, tuple(v.shape) if torch.is_tensor(v) else v) for k, v in collator(pack).items())
+        for pack in (pack_of([3, 4], 16), pack_of([16], 16), pack_of([1] * 7, 16))
+    }
+    assert len(shapes) == 1
+
+
+def test_more_sequences_than_fixed_raise_and_name_the_way_out():
+    with pytest.raises(ValueError, match=r"4 sequences, but fixed_sequences=3: raise it"):
+        PackedCollator(fixed_sequences=3)(pack_of([1, 1, 1], 16))
+
+
+def test_a_sequence_longer_than_the_fixed_length_raises():
+    with pytest.raises(ValueError, match=r"9 tokens is longer than max_length=8"):
+        PackedCollator(fixed_sequences=3, max_length=8)(pack_of([9], 9))
+
+
+def test_an_empty_pack_is_one_token_that_counts_nothing():
+    batch = PackedCollator()(Pack.of([], budget=8))
+    assert batch["input_ids"].shape == (1, 1) and batch["labels"].tolist() == [[IGNORE]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 1]
+
+
+def test_plain_lists_tensors_and_labels_of_one_s_own_are_taken():
+    rows = [
+        {"input_ids": torch.tensor([5, 6, 7]), "labels": [IGNORE, IGNORE, 7]},
+        {"input_ids": np.array([8, 9]), "attention_mask": [1, 1]},
+    ]
+    batch = PackedCollator()(rows)
+    assert batch["labels"].tolist() == [[IGNORE, IGNORE, 7, IGNORE, 9]]
+
+
+def test_rows_without_tokens_raise():
+    with pytest.raises(ValueError, match="needs `input_ids`"):
+        PackedCollator()([{"text": "hello"}])
+    with pytest.raises(ValueError, match="empty list"):
+        PackedCollator()([])
+
+
+def test_the_batch_equals_that_of_the_stock_flattening_collator():
+    from transformers import DataCollatorWithFlattening
+
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11]}, {"input_ids": [12]}]
+    stock = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+    ours = PackedCollator()(rows)
+    for key in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"):
+        assert ours[key].tolist() == stock[key].tolist(), key
+    assert ours["max_length_q"] == int(stock["max_length_q"])
+
+
+def test_sample_weights_give_every_sequence_the_same_weight():
+    batch = PackedCollator(mean="sample")(pack_of([2, 7, 3], 16))
+    weights, cu = batch["loss_weights"].flatten(), batch["cu_seq_lens_q"].tolist()
+    sums = [weights[a:b].sum().item() for a, b in itertools.pairwise(cu)]
+    assert np.allclose(sums, 1.0)
+
+
+def test_padded_rows_hold_the_same_samples():
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+    batch = PaddedCollator(pad_token_id=1, multiple=4)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 1, 1, 1]]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 1]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100], [-100, -100, -100, -100]]
