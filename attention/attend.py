@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import opaque
 from .backends import choice
-from .backends.ask import Ask, Scores
+from .backends.ask import Scores
 from .backends.write import write
 from .varlen import Varlen
 
@@ -36,31 +37,44 @@ def attend(
         sinks: [H], a logit per head that takes weight and gives no value.
         backend: the name of the one to use; else the best that can.
     """
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, sinks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rule = (scale, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
-        chosen = choice.choose(_ask(q, k, v, scores, 0, False), backend)
-        return choice.module(chosen).packed(q, k, v, varlen, scores)
+        chosen = choice.choose(_facts(q, k, v, rule, 0, False), backend)
+        if chosen == "sdpa" and torch.compiler.is_compiling():
+            return opaque.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
+        return choice.module(chosen).packed(q, k, v, varlen, Scores(*rule))
     keys, values = pages.cache.layer(layer)
-    write(k, v, keys, values, pages.slots)
     q = q.to(keys.dtype)
-    ask = _ask(q, keys, values, scores, keys.shape[1], varlen.max_length == 1)
-    chosen = choice.choose(ask, backend)
-    return choice.module(chosen).paged(q, keys, values, varlen, scores).to(v.dtype)
+    facts = _facts(q, keys, values, rule, keys.shape[1], varlen.max_length == 1)
+    chosen = choice.choose(facts, backend)
+    if torch.compiler.is_compiling():
+        opaque.write_pages(k, v, keys, values, pages.slots)
+        where = (varlen.cu_seqlens, pages.table, pages.lengths)
+        bounds = (varlen.max_length, pages.max_length)
+        out = opaque.attend_pages(q, keys, values, *where, *bounds, *rule, chosen)
+    else:
+        write(k, v, keys, values, pages.slots)
+        out = choice.module(chosen).paged(q, keys, values, varlen, Scores(*rule))
+    return out.to(v.dtype)
 
 
-def _ask(q: Tensor, k: Tensor, v: Tensor, scores: Scores, page_size: int, decode: bool) -> Ask:
-    return Ask(
-        device=q.device.type,
-        dtype=q.dtype,
-        heads=q.shape[1],
-        kv_heads=k.shape[-2],
-        key_dim=q.shape[2],
-        value_dim=v.shape[-1],
-        grad=torch.is_grad_enabled() and not page_size and q.requires_grad,
-        window=scores.window is not None,
-        softcap=scores.softcap is not None,
-        sinks=scores.sinks is not None,
-        page_size=page_size,
-        decode=decode,
+def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode: bool) -> tuple:
+    """The fields of an `Ask`, in order."""
+    _, window, softcap, sinks = rule
+    grad = torch.is_grad_enabled() and not page_size and q.requires_grad
+    return (
+        q.device.type,
+        q.dtype,
+        q.shape[1],
+        k.shape[-2],
+        q.shape[2],
+        v.shape[-1],
+        grad,
+        window is not None,
+        softcap is not None,
+        sinks is not None,
+        page_size,
+        decode,
     )

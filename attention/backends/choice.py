@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -22,20 +22,28 @@ from .ask import Ask, Backend, Scores
 log = logging.getLogger("nopad.attention")
 
 _MODULES = {
+    "flash3": "flash3",
+    "flash2": "flash2",
+    "torch": "torch_varlen",
+    "triton": "triton_paged",
     "sdpa": "sdpa",
 }
 NAMES = tuple(_MODULES)
 _CPU = ("sdpa",)
-_PACKED = ("sdpa",)
-_PAGED = ("sdpa",)
-_DECODE = ("sdpa",)
+_PACKED = ("flash3", "flash2", "torch", "sdpa")
+_PAGED = ("flash3", "flash2", "triton", "sdpa")
+_DECODE = ("flash3", "triton", "flash2", "sdpa")
 
 
-@cache
+_loaded: dict[str, Backend] = {}
+
+
 def module(name: str) -> Backend:
     """The backend of that name."""
-    found = importlib.import_module(f".{_MODULES[name]}", __package__)
-    return found  # pyright: ignore[reportReturnType]
+    if name not in _loaded:
+        found = importlib.import_module(f".{_MODULES[name]}", __package__)
+        _loaded[name] = found  # pyright: ignore[reportArgumentType]
+    return _loaded[name]
 
 
 def order(ask: Ask) -> tuple[str, ...]:
@@ -45,13 +53,16 @@ def order(ask: Ask) -> tuple[str, ...]:
     return _DECODE if ask.decode else _PAGED if ask.paged else _PACKED
 
 
-def choose(ask: Ask, forced: str | None = None) -> str:
-    """Name the backend that serves such a call."""
-    return _choose(ask, forced or os.environ.get("NOPAD_ATTENTION") or None)
+@torch.compiler.assume_constant_result
+def choose(facts: tuple, forced: str | None = None) -> str:
+    """Name the backend that serves a call of these facts, the fields of an `Ask` in order."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _choose(facts, forced or os.environ.get("NOPAD_ATTENTION") or None, deterministic)
 
 
 @lru_cache(maxsize=4096)
-def _choose(ask: Ask, forced: str | None) -> str:
+def _choose(facts: tuple, forced: str | None, deterministic: bool) -> str:
+    ask = Ask(*facts)
     if forced is not None:
         if forced not in NAMES:
             raise ValueError(f"no attention backend is called {forced!r}: choose from {NAMES}")

@@ -45,17 +45,19 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     lengths = tuple(pages.lengths.tolist())
     size = keys.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
-    for group in _plan(bounds, lengths, size, scores.window, str(q.device)):
-        used = pages.table[group.sequences, : group.num_pages]
-        gathered = (
-            x.index_select(0, used.flatten()).view(*used.shape[:1], -1, *x.shape[2:])
-            for x in (keys, values)
-        )
-        k, v = (x[:, : group.length].transpose(1, 2) for x in gathered)
-        rows = q.index_select(0, group.rows).view(len(used), -1, *q.shape[1:]).transpose(1, 2)
-        mixed = _rectangle(rows, k, v, scores, group.mask)
+    for group in _plan(bounds, lengths, scores.window, str(q.device)):
+        used = pages.table[group.sequences[:, None], group.places // size].long()
+        slots = (used * size + group.places % size).flatten()
+        k, v = (_rows(x.flatten(0, 1), slots, len(used)) for x in (keys, values))
+        queries = _rows(q, group.rows, len(used))
+        mixed = _rectangle(queries, k, v, scores, group.mask)
         out.index_copy_(0, group.rows, mixed.transpose(1, 2).flatten(0, 1))
     return out
+
+
+def _rows(x: Tensor, index: Tensor, count: int) -> Tensor:
+    """Gather rows of [T, H, D] into a batch [count, H, L, D]."""
+    return x.index_select(0, index).view(count, -1, *x.shape[1:]).transpose(1, 2)
 
 
 class _Group:
@@ -66,18 +68,19 @@ class _Group:
         members: Sequence[int],
         bounds: Sequence[int],
         lengths: Sequence[int],
-        page_size: int,
         window: int | None,
         device: str,
     ):
-        self.length = max(lengths[i] for i in members)
-        self.num_pages = -(-self.length // page_size)
+        longest = max(lengths[i] for i in members)
         self.sequences = torch.tensor(members, device=device)
+        own = torch.tensor([lengths[i] for i in members], device=device)[:, None]
+        # shorter members repeat their last key: what else lies in a page must not be read, even masked
+        self.places = torch.arange(longest, device=device).expand(len(members), -1).minimum(own - 1)
         rows = [row for i in members for row in range(bounds[i], bounds[i + 1])]
         self.rows = torch.tensor(rows, device=device)
         queries = len(rows) // len(members)
         masks = [
-            F.pad(visible(queries, lengths[i], window, device), (0, self.length - lengths[i]))
+            F.pad(visible(queries, lengths[i], window, device), (0, longest - lengths[i]))
             for i in members
         ]
         self.mask = torch.stack(masks)[:, None]
@@ -87,7 +90,6 @@ class _Group:
 def _plan(
     bounds: tuple[int, ...],
     lengths: tuple[int, ...],
-    page_size: int,
     window: int | None,
     device: str,
 ) -> list[_Group]:
@@ -99,9 +101,7 @@ def _plan(
             single = queries == 1
             key = ((length - 1).bit_length() if single else 0, -1 if single else index)
             buckets.setdefault(key, []).append(index)
-    return [
-        _Group(members, bounds, lengths, page_size, window, device) for members in buckets.values()
-    ]
+    return [_Group(members, bounds, lengths, window, device) for members in buckets.values()]
 
 
 def _rectangle(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:

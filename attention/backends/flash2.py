@@ -1,0 +1,96 @@
+"""flash-attn 2: packed training rows, and pages whose size is a multiple of 256.
+
+The package itself, or its prebuilt build through `kernels` where that is installed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..varlen import Varlen
+from .ask import Ask, Scores
+
+_flash: Any = None
+
+
+@cache
+def _load() -> str | None:
+    """Find the library once; return why there is none."""
+    global _flash
+    try:
+        import flash_attn as found
+    except Exception as missing:
+        try:
+            from kernels import get_kernel
+
+            found = get_kernel("kernels-community/flash-attn2")
+        except Exception:
+            return f"flash-attn 2 is not installed ({type(missing).__name__}: {missing})"
+    _flash = found
+    return None
+
+
+def why_not(ask: Ask) -> str | None:
+    if ask.device != "cuda":
+        return "it needs CUDA"
+    if ask.sinks:
+        return "it knows no sinks"
+    if ask.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {ask.dtype} kernels"
+    if ask.value_dim > ask.key_dim or (ask.paged and ask.value_dim != ask.key_dim):
+        return f"value dim {ask.value_dim} beside key dim {ask.key_dim}"
+    if ask.key_dim > 256 or ask.key_dim % 8:
+        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
+    if ask.page_size % 256:
+        return f"pages of {ask.page_size} are no multiple of 256"
+    return _load()
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+    """Attend inside each sequence of a packed row."""
+    wide = q.shape[-1] - v.shape[-1]
+    out = _flash.flash_attn_varlen_func(
+        q,
+        k,
+        F.pad(v, (0, wide)) if wide else v,
+        varlen.cu_seqlens,
+        varlen.cu_seqlens,
+        varlen.max_length,
+        varlen.max_length,
+        softmax_scale=scores.scale,
+        causal=True,
+        window_size=_window(scores),
+        softcap=scores.softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out[..., : v.shape[-1]] if wide else out
+
+
+def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+    """Attend each sequence to the keys in its pages."""
+    pages = varlen.pages
+    assert pages is not None
+    rule = {
+        "softmax_scale": scores.scale,
+        "causal": True,
+        "window_size": _window(scores),
+        "softcap": scores.softcap or 0.0,
+        "block_table": pages.table,
+    }
+    if varlen.max_length == 1 and q.shape[0] == pages.table.shape[0]:
+        out = _flash.flash_attn_with_kvcache(
+            q[:, None], keys, values, cache_seqlens=pages.lengths, **rule
+        )
+        return out[:, 0]
+    ends = F.pad(pages.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    lengths = (varlen.cu_seqlens, ends, varlen.max_length, pages.max_length)
+    return _flash.flash_attn_varlen_func(q, keys, values, *lengths, **rule)
+
+
+def _window(scores: Scores) -> tuple[int, int]:
+    return (-1, -1) if scores.window is None else (scores.window - 1, 0)

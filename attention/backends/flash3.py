@@ -1,0 +1,95 @@
+"""flash-attn 3, on Hopper: packed training rows, and pages of any size.
+
+Not tested by us: no machine of ours carries it. It is used only where its trial call agrees with
+the reference.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..varlen import Varlen
+from .ask import Ask, Scores
+
+_flash: Any = None
+
+
+@cache
+def _load() -> str | None:
+    """Find the library once; return why there is none."""
+    global _flash
+    try:
+        import flash_attn_interface as found
+    except Exception as missing:
+        try:
+            from kernels import get_kernel
+
+            found = get_kernel("kernels-community/flash-attn3")
+        except Exception:
+            return f"flash-attn 3 is not installed ({type(missing).__name__}: {missing})"
+    _flash = found
+    return None
+
+
+def why_not(ask: Ask) -> str | None:
+    if ask.device != "cuda":
+        return "it needs CUDA"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "it needs a Hopper GPU"
+    if ask.sinks:
+        return "it knows no sinks"
+    if ask.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {ask.dtype} kernels"
+    if ask.key_dim > 256 or ask.key_dim % 8:
+        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
+    return _load()
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+    """Attend inside each sequence of a packed row."""
+    longest = varlen.max_length
+    lengths = (varlen.cu_seqlens, varlen.cu_seqlens, longest, longest)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _only(
+        _flash.flash_attn_varlen_func(
+            q, k, v, *lengths, deterministic=deterministic, **_rule(scores)
+        )
+    )
+
+
+def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+    """Attend each sequence to the keys in its pages."""
+    pages = varlen.pages
+    assert pages is not None
+    return _only(
+        _flash.flash_attn_with_kvcache(
+            q,
+            keys,
+            values,
+            cache_seqlens=pages.lengths,
+            page_table=pages.table,
+            cu_seqlens_q=varlen.cu_seqlens,
+            max_seqlen_q=varlen.max_length,
+            **_rule(scores),
+        )
+    )
+
+
+def _rule(scores: Scores) -> dict[str, Any]:
+    window = (-1, -1) if scores.window is None else (scores.window - 1, 0)
+    softcap = scores.softcap or 0.0
+    return {
+        "softmax_scale": scores.scale,
+        "causal": True,
+        "window_size": window,
+        "softcap": softcap,
+    }
+
+
+def _only(result: Any) -> Tensor:
+    """Older builds return the log-sum-exp beside the output."""
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,41 @@
+"""Write a step's keys and values into their slots: one program per token, no look at the slots
+on the host."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _write_kernel(
+    k, v, keys, values, slots, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    slot_stride_k, slot_stride_v,
+    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PAD_K: tl.constexpr, PAD_V: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    i = tl.arange(0, PAD_K)
+    row = tl.load(k + token * k_stride_t + i // DK * k_stride_h + i % DK, mask=i < HEADS * DK)
+    tl.store(keys + slot * slot_stride_k + i, row.to(keys.dtype.element_ty), mask=i < HEADS * DK)
+    j = tl.arange(0, PAD_V)
+    row = tl.load(v + token * v_stride_t + j // DV * v_stride_h + j % DV, mask=j < HEADS * DV)
+    tl.store(
+        values + slot * slot_stride_v + j, row.to(values.dtype.element_ty), mask=j < HEADS * DV
+    )
+
+
+def write_slots(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Put k [T, Hkv, Dk], v [T, Hkv, Dv] into a layer's slots."""
+    heads, dk = k.shape[1:]
+    dv = v.shape[2]
+    _write_kernel[(k.shape[0],)](
+        k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        keys.stride(1), values.stride(1), HEADS=heads, DK=dk, DV=dv,
+        PAD_K=triton.next_power_of_2(heads * dk), PAD_V=triton.next_power_of_2(heads * dv),
+        num_warps=4,
+    )  # fmt: skip
