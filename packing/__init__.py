@@ -1,9 +1,37 @@
-"""Documents to packs: samples laid end to end in fixed token budgets."""
+"""Documents to packs: samples laid end to end in fixed token budgets.
+
+Everything but `PackedDataset` is free of torch, which is loaded only when that name is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from .lengths import pack_lengths
 from .pack import Pack
+from .packer import Packer
 from .plan import Plan
 from .planner import Planner
 from .sample import IGNORE, Sample
 
-__all__ = ["IGNORE", "Pack", "Plan", "Planner", "Sample", "pack_lengths"]
+if TYPE_CHECKING:
+    from .dataset import PackedDataset
+
+__all__ = [
+    "IGNORE",
+    "Pack",
+    "PackedDataset",
+    "Packer",
+    "Plan",
+    "Planner",
+    "Sample",
+    "pack_lengths",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PackedDataset":
+        from .dataset import PackedDataset
+
+        return PackedDataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

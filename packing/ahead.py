@@ -1,0 +1,57 @@
+"""Encode a small source at once, so that its lengths are known and everything can be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from .encoder import Encoder
+from .sample import Sample
+from .sources.source import Row, RowError, RowSource
+from .token_store import Shelf
+
+SMALL = 64 << 20
+"""Bytes up to which files are encoded ahead."""
+BATCH = 256
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Rows that were left out, and why the first of them were."""
+
+    rows: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, error: RowError) -> None:
+        """Count one."""
+        self.rows += 1
+        if len(self.reasons) < 20:
+            self.reasons.append(f"{error.where}: {error.reason}")
+
+
+def encoded(
+    rows: list[Row], encoder: Encoder, skipped: Skipped | None
+) -> Iterator[tuple[int, Sample]]:
+    """Give (place, sample) of the good rows; count the bad ones, or raise at the first."""
+    good = [row.value for row in rows if not isinstance(row.value, ValueError)]
+    samples = iter(encoder.encode(good))
+    for place, row in enumerate(rows):
+        sample = row.value if isinstance(row.value, ValueError) else next(samples)
+        if isinstance(sample, Sample):
+            yield place, sample
+            continue
+        error = RowError(row.where, sample)
+        if skipped is None:
+            raise error
+        skipped.add(error)
+
+
+def encode_ahead(
+    source: RowSource, encoder: Encoder, skipped: Skipped | None, number: int = 0
+) -> Shelf:
+    """Read and encode every row of a source."""
+    rows, samples = source.read(0, 1), []
+    while batch := list(islice(rows, BATCH)):
+        samples += [sample for _, sample in encoded(batch, encoder, skipped)]
+    return Shelf.of(samples, source.name, number)

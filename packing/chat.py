@@ -1,0 +1,125 @@
+"""Chat messages to a sample: the tokenizer's template, and loss on the assistant's turns only.
+
+A template with generation markers says itself which tokens the assistant wrote. Most have none;
+then the spans are derived by rendering prefixes, and verified against the whole text:
+
+    render(messages[:i], prompt=True)   <user> hi <assistant>
+    render(messages[:i + 1])            <user> hi <assistant> hello <end>
+    the whole                           <user> hi <assistant> hello <end> <user> ...
+                                                             ^^^^^^^^^^^ counts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .sample import IGNORE, Sample
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping], first: int = 0) -> Sample:
+    """Render and tokenize a conversation; only assistant turns from message `first` on count."""
+    _check(tokenizer, messages)
+    if first == 0 and re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
+        ids, counts = _marked(tokenizer, messages)
+    else:
+        ids, counts = _derived(tokenizer, messages, first)
+    if not counts.any():
+        raise ValueError("no token of the assistant would count: the conversation trains nothing")
+    return Sample(ids, np.where(counts, ids, IGNORE))
+
+
+def assistant_spans(render: Any, messages: Sequence[Mapping], first: int, ends: Sequence[str]):
+    """Give the (start, end) characters of each assistant turn in the whole rendered text.
+
+    >>> def render(messages, prompt=False):
+    ...     text = "".join(f"<{m['role']}>{m['content']}<end>" for m in messages)
+    ...     return text + "<assistant>" * prompt
+    >>> chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    >>> assistant_spans(render, chat, 0, ["<end>"]), render(chat)[24:32]
+    ([(24, 32)], 'yes<end>')
+    """
+    whole, spans = render(messages), []
+    for turn, message in enumerate(messages):
+        if turn < first or message["role"] != "assistant":
+            continue
+        before = render(messages[:turn], prompt=True)
+        through = render(messages[: turn + 1])
+        if not whole.startswith(before):
+            raise ValueError(
+                f"the chat template renders what stands before message {turn} differently once "
+                "more follows, so its place is not known: use a template with generation markers"
+            )
+        if whole.startswith(through) and through.startswith(before):
+            end = _trimmed(through, len(before), ends)
+        else:
+            end = _found(whole, len(before), message, turn, ends)
+        spans.append((len(before), end))
+    return spans
+
+
+def _trimmed(text: str, start: int, ends: Sequence[str]) -> int:
+    """Leave out the white space that a template puts between a turn's end mark and the next."""
+    bare = text.rstrip()
+    return len(bare) if len(bare) > start and bare.endswith(tuple(ends)) else len(text)
+
+
+def _found(whole: str, start: int, message: Mapping, turn: int, ends: Sequence[str]) -> int:
+    """Find the turn's end by its content: some templates rewrite turns that are no longer last."""
+    content = str(message.get("content") or "").strip()
+    at = whole.find(content, start) if content else -1
+    if at < 0:
+        raise ValueError(
+            f"the chat template rewrites message {turn} once more follows, and its content is not "
+            "in the whole text: use a template with generation markers"
+        )
+    end = at + len(content)
+    mark = next((mark for mark in ends if whole.startswith(mark, end)), "")
+    return end + len(mark)
+
+
+def _derived(tokenizer: Any, messages: Sequence[Mapping], first: int):
+    def render(part: Sequence[Mapping], prompt: bool = False) -> str:
+        if not part:
+            return ""
+        return tokenizer.apply_chat_template(
+            list(part), tokenize=False, add_generation_prompt=prompt
+        )
+
+    ends = sorted({str(t) for t in tokenizer.all_special_tokens} | _added(tokenizer), key=len)
+    spans = assistant_spans(render, messages, first, ends[::-1])
+    encoded = tokenizer(
+        render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    ids = np.asarray(encoded["input_ids"], np.int64)
+    starts, ends_at = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+    counts = np.zeros(len(ids), bool)
+    for start, end in spans:
+        counts |= (starts >= start) & (ends_at <= end) & (ends_at > starts)
+    return ids, counts
+
+
+def _marked(tokenizer: Any, messages: Sequence[Mapping]):
+    out = tokenizer.apply_chat_template(
+        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return np.asarray(out["input_ids"], np.int64), np.asarray(out["assistant_masks"], bool)
+
+
+def _added(tokenizer: Any) -> set[str]:
+    return set(getattr(tokenizer, "get_added_vocab", dict)())
+
+
+def _check(tokenizer: Any, messages: Any) -> None:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages must be a list of turns, got {type(messages).__name__}")
+    for turn, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {turn} must be a dict with role and content")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no message has the role assistant: nothing would count for the loss")
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("messages need a tokenizer with a chat template, this one has none")

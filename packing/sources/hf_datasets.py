@@ -1,0 +1,121 @@
+"""Hugging Face datasets: ready tokens straight from their Arrow memory, other rows by number.
+
+A Dataset with `input_ids` is a token store: lengths and tokens lie in Arrow's own buffers, mapped
+from disk, and are not touched by Python row by row. A streaming IterableDataset is read in order;
+its own state is the cursor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..fingerprint import Fingerprint
+from ..token_store import Shelf
+from .paths import contained
+from .source import Indexed, Row, RowSource
+
+
+def token_shelves(data: Any, name: str, source: int = 0) -> list[Shelf] | None:
+    """Give the shelves of a Dataset with ready `input_ids`; None if it has none."""
+    if "input_ids" not in data.column_names:
+        return None
+    if data._indices is not None:
+        data = data.flatten_indices()
+    columns = ["input_ids", "labels"] if "labels" in data.column_names else ["input_ids"]
+    chunks = zip(*(data.data.table.column(column).chunks for column in columns), strict=True)
+    shelves, row = [], 0
+    for arrays in chunks:
+        shelves.append(_shelf(arrays, name, row, source))
+        row += len(arrays[0])
+    return shelves
+
+
+def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:
+    flat, begins, lengths = _flat(arrays[0], name, row)
+    if len(arrays) == 1:
+        return Shelf(name, flat, begins, lengths, None, source)
+    labels, label_begins, label_lengths = _flat(arrays[1], name, row)
+    if not np.array_equal(lengths, label_lengths):
+        odd = int(np.flatnonzero(lengths != label_lengths)[0])
+        raise ValueError(
+            f"{name}, row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
+        )
+    if not np.array_equal(begins, label_begins):
+        labels = np.concatenate(
+            [np.zeros(0, np.int64), *map(np.asarray, arrays[1].to_numpy(False))]
+        )
+        flat = np.concatenate([np.zeros(0, np.int64), *map(np.asarray, arrays[0].to_numpy(False))])
+        begins = np.cumsum(lengths) - lengths
+    return Shelf(name, flat, begins, lengths, labels, source)
+
+
+def _flat(array: Any, name: str, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give the values, begins and lengths of a list column, as views of its memory."""
+    if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+        raise ValueError(f"{name}: input_ids and labels must be lists, got {array.type}")
+    if not pa.types.is_integer(array.type.value_type):
+        raise ValueError(f"{name}: input_ids must be integers, got {array.type.value_type}")
+    if array.null_count or array.values.null_count:
+        raise ValueError(f"{name}: rows {row} to {row + len(array) - 1} hold nulls")
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    return array.values.to_numpy(), offsets[:-1], np.diff(offsets)
+
+
+class TableRows(Indexed):
+    """Rows of a Dataset that still have to be encoded."""
+
+    def __init__(self, data: Any, name: str):
+        self.data, self.name = data.with_format(None), name
+        self.size = int(data.data.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def rows(self, numbers):
+        return self.data.select(numbers).to_list()
+
+    def fingerprint(self):
+        data = self.data.select(range(0, len(self.data), max(1, len(self.data) // 256)))
+        mark = Fingerprint("dataset", len(self.data), self.data.column_names)
+        for row in data:
+            mark.data(repr(row))
+        return mark.text()
+
+
+class StreamedRows(RowSource):
+    """Rows of an IterableDataset, in its own order."""
+
+    def __init__(self, data: Any, name: str):
+        self.data, self.name = data, name
+
+    def read(self, shard, shards, cursor=None, shuffle=None):
+        own = self.data.num_shards >= shards and self.data.num_shards % shards == 0
+        data = self.data.shard(shards, shard) if own else self.data
+        step, number = (1, 0) if own else (shards, 0)
+        if cursor:
+            data.load_state_dict(cursor["state"])
+            number = cursor["row"]
+        for row in data:
+            number += 1
+            if own or (number - 1) % step == shard:
+                state = {"state": data.state_dict(), "row": number}
+                yield Row(row, f"{self.name}, row {number - 1} of shard {shard}", state)
+
+    def fingerprint(self):
+        rows = [repr(row)[:4096] for row in self.data.take(4)]
+        return Fingerprint("stream", self.data.num_shards, *rows).text()
+
+
+def open_saved(folder: Path) -> Any:
+    """Open what `save_to_disk` wrote, after checking that its files lie inside the folder."""
+    import datasets
+
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    for entry in state.get("_data_files", []):
+        contained(folder, str(entry.get("filename")))
+    return datasets.load_from_disk(str(folder))

@@ -1,0 +1,84 @@
+"""Rows that are already Python objects: lists, iterables, and functions that make iterators.
+
+A list is known by number. An iterable or a function is read again for every shard and every
+resume, so its rows must come in the same order each time; rows before the cursor are made and
+passed over. An iterator can be read only once: one shard, and a resume means that the caller
+hands in a fresh one, whose first rows are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..fingerprint import Fingerprint
+from ..sample import Sample
+from .source import Indexed, Row, RowSource
+
+
+class Listed(Indexed):
+    """Rows in a list, or in anything with a length that gives rows by number."""
+
+    def __init__(self, rows: Sequence[Any], name: str = "list"):
+        self.list, self.name = rows, name
+
+    def __len__(self) -> int:
+        return len(self.list)
+
+    def rows(self, numbers):
+        return [self.list[number] for number in numbers.tolist()]
+
+    def fingerprint(self):
+        mark = Fingerprint("list", len(self.list))
+        for number in range(len(self.list)):
+            row = self.list[number]
+            if isinstance(row, Sample):
+                mark.array(row.tokens).array(row.labels)
+            elif isinstance(row, np.ndarray) and row.dtype != object:
+                mark.array(row)
+            else:
+                mark.data(repr(row))
+        return mark.text()
+
+
+class Iterated(RowSource):
+    """Rows of an iterable, or of a function that returns an iterator, read as often as needed."""
+
+    shards = 1
+
+    def __init__(self, make: Iterable | Callable[[], Iterator], name: str = "iterable"):
+        self.make, self.name = make, name
+        self.once = isinstance(make, Iterator)
+        self._taken = False
+
+    def read(self, shard, shards, cursor=None, shuffle=None):
+        if self.once and (self._taken or shards > 1):
+            raise ValueError(
+                f"{self.name}: an iterator can be read only once, by one shard and for one epoch: "
+                "pass a function that makes a new one"
+            )
+        self._taken = True
+        begin = cursor[0] if cursor else shard
+        rows = islice(self._rows(), begin, None, shards)
+        number = begin
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # whatever the user's code raises, with its place
+                where = f"{self.name}, row {number}"
+                raise type(error)(f"{where}: {error}") from error
+            yield Row(row, f"{self.name}, row {number}", [number + shards])
+            number += shards
+
+    def _rows(self) -> Iterator[Any]:
+        return iter(self.make() if callable(self.make) else self.make)
+
+    def fingerprint(self):
+        if self.once:
+            return "iterator"
+        return Fingerprint("rows", *(repr(row)[:4096] for row in islice(self._rows(), 4))).text()

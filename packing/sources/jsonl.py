@@ -1,0 +1,186 @@
+"""JSON lines, plain or compressed (.gz, .zst).
+
+A plain file is cut at bytes: a shard owns the lines that begin in its part, and seeks straight to
+them. A compressed one has to be read from its beginning: a shard takes every S-th line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from ..fingerprint import Fingerprint
+from .source import Row, RowSource
+
+LINE_LIMIT = 64 << 20
+DEPTH_LIMIT = 64
+SUFFIXES = (".jsonl", ".json", ".ndjson")
+
+
+class JsonLines(RowSource):
+    """Rows of one or several jsonl files."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths, self.name = paths, paths[0].name if len(paths) == 1 else paths[0].parent.name
+        packed = 5 * sum(path.stat().st_size for path in paths if _compression(path))
+        self.size = packed + sum(p.stat().st_size for p in paths if not _compression(p))
+
+    def read(self, shard, shards, cursor=None, shuffle=None):
+        number, at = cursor or (0, None)
+        for file, path in enumerate(self.paths[number:], number):
+            lines = _packed_lines if _compression(path) else _plain_lines
+            for line, where, following in lines(path, shard, shards, at):
+                yield Row(_parsed(line), where, [file, following])
+            at = None
+
+    def fingerprint(self):
+        mark = Fingerprint("jsonl", len(self.paths))
+        for path in self.paths:
+            mark.file(path)
+        return mark.text()
+
+
+def _compression(path: Path) -> str | None:
+    return {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+
+
+def _plain_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterator[tuple]:
+    """Give the lines that begin in this shard's part of the bytes."""
+    size = path.stat().st_size
+    begin, end = size * shard // shards, size * (shard + 1) // shards
+    with path.open("rb") as file:
+        if at is None:
+            at = _line_start(file, begin)
+        file.seek(at)
+        while at < end:
+            line, taken = _bounded_line(file)
+            start, at = at, at + taken
+            if not isinstance(line, bytes) or line.strip():
+                yield line, _Place(path, start), at
+
+
+def _line_start(file: BinaryIO, begin: int) -> int:
+    """Find the first line that begins at or behind a byte."""
+    if begin == 0:
+        return 0
+    file.seek(begin - 1)
+    while piece := file.readline(1 << 20):
+        if piece.endswith(b"\n"):
+            break
+    return file.tell()
+
+
+def _packed_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterator[tuple]:
+    """Decompress and give every S-th line."""
+    at = shard if at is None else at
+    with pa.input_stream(str(path), compression=_compression(path)) as stream:
+        file, number = _Buffered(stream), 0
+        while True:
+            try:
+                line, taken = _bounded_line(file)
+            except OSError as error:
+                yield (
+                    ValueError(f"the compressed data is torn: {error}"),
+                    f"{path.name}, line {number + 1}",
+                    1 << 62,
+                )
+                return
+            if not taken:
+                return
+            if number == at:
+                at += shards
+                if not isinstance(line, bytes) or line.strip():
+                    yield line, f"{path.name}, line {number + 1}", at
+            number += 1
+
+
+class _Buffered:
+    """Lines of a compressed stream, of bounded length."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.rest = stream, b""
+
+    def readline(self, limit: int) -> bytes:
+        pieces, size = [], 0
+        while True:
+            end = self.rest.find(b"\n") + 1
+            take = min(end or len(self.rest), limit - size)
+            pieces.append(self.rest[:take])
+            size, self.rest = size + take, self.rest[take:]
+            if size == limit or pieces[-1].endswith(b"\n"):
+                return b"".join(pieces)
+            self.rest = self.stream.read(1 << 18)
+            if not self.rest:
+                return b"".join(pieces)
+
+
+def _bounded_line(file: Any) -> tuple[bytes | ValueError, int]:
+    """Read a line and its size; one over the limit is passed over without keeping it."""
+    line = file.readline(LINE_LIMIT + 1)
+    if len(line) <= LINE_LIMIT:
+        return line, len(line)
+    taken = len(line)
+    while line and not line.endswith(b"\n"):
+        line = file.readline(1 << 20)
+        taken += len(line)
+    return ValueError(f"a line of {taken} bytes, the limit is {LINE_LIMIT}"), taken
+
+
+def _parsed(line: bytes | ValueError) -> Any:
+    if isinstance(line, ValueError):
+        return line
+    try:
+        row = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
+    except UnicodeDecodeError as error:
+        return ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
+    except ValueError as error:
+        return ValueError(f"not JSON: {error}")
+    if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:
+        return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
+    return row
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {twice!r} stands twice")
+    return row
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth(row: Any) -> int:
+    level, depth = [row], 0
+    while level:
+        level = [
+            inner
+            for value in level
+            if isinstance(value, list | dict)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        depth += 1
+    return depth - 1
+
+
+class _Place:
+    """A byte of a file, that finds out its line number only when somebody asks."""
+
+    def __init__(self, path: Path, byte: int):
+        self.path, self.byte = path, byte
+
+    def __str__(self) -> str:
+        line = 1
+        with self.path.open("rb") as file:
+            for begin in range(0, self.byte, 1 << 20):
+                line += file.read(min(1 << 20, self.byte - begin)).count(b"\n")
+        return f"{self.path.name}, line {line}"

@@ -1,0 +1,105 @@
+"""Recognise what the user handed in, and open it as tokens or as rows.
+
+ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin   ─▶ [Shelf]
+rows to be encoded            jsonl, parquet, text files, Dataset, lists, streams  ─▶ RowSource
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..token_store import Shelf, TokenStore
+from .in_memory import Iterated, Listed
+from .paths import files_of
+from .source import RowSource
+from .text_files import TextFiles
+
+Opened = list[Shelf] | RowSource
+
+
+def open_source(
+    source: Any,
+    *,
+    column: str = "text",
+    glob: str | None = None,
+    dtype: str | None = None,
+    eos: int | None = None,
+    number: int = 0,
+) -> Opened:
+    """Open a source; `number` is its place in a mixture."""
+    if isinstance(source, str | Path):
+        return _open_path(Path(source), column, glob, dtype, eos, number)
+    if isinstance(source, RowSource):
+        return source
+    if isinstance(source, Shelf):
+        return [source]
+    if isinstance(source, TokenStore):
+        return source.shelves
+    if type(source).__module__.split(".")[0] == "datasets":
+        return _open_dataset(source, "dataset", number)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return Listed(source)
+    if callable(source) or isinstance(source, Iterable):
+        return Iterated(source, getattr(source, "__name__", type(source).__name__))
+    raise ValueError(
+        f"{type(source).__name__} is no source: pass a path, a list, an iterable, a function that "
+        "returns an iterator, a datasets.Dataset, or a list of (source, weight)"
+    )
+
+
+def _open_path(path: Path, column: str, glob, dtype, eos, number: int) -> Opened:
+    if _beside(path, ".idx").is_file() and _beside(path, ".bin").is_file():
+        from .token_files import megatron_shelf
+
+        return [megatron_shelf(path, number)]
+    if path.is_dir() and (path / "dataset_info.json").is_file():
+        from .hf_datasets import open_saved
+
+        return _open_dataset(open_saved(path), path.name, number)
+    files = files_of(path, glob)
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{path} mixes {sorted(kinds)} files: choose some with glob=")
+    return _open_files(files, kinds.pop(), column, dtype, eos, number, path)
+
+
+def _open_files(files: list[Path], kind: str, column: str, dtype, eos, number, path) -> Opened:
+    if kind == "jsonl":
+        from .jsonl import JsonLines
+
+        return JsonLines(files)
+    if kind == "parquet":
+        from .parquet import Parquet
+
+        return Parquet(files)
+    if kind == "tokens":
+        from .token_files import flat_shelf
+
+        if dtype is None or eos is None:
+            raise ValueError(f"{path}: flat tokens need dtype= (uint16 or uint32) and eos= (an id)")
+        return [flat_shelf(file, dtype, eos, number) for file in files]
+    return TextFiles(files, column, path.name)
+
+
+def _open_dataset(data: Any, name: str, number: int) -> Opened:
+    from .hf_datasets import StreamedRows, TableRows, token_shelves
+
+    if isinstance(data, dict):
+        raise ValueError(f"{name} has the splits {sorted(data)}: pass one of them")
+    if not hasattr(data, "__len__"):
+        return StreamedRows(data, name)
+    return token_shelves(data, name, number) or TableRows(data, name)
+
+
+def _kind(file: Path) -> str:
+    suffixes = [s for s in file.suffixes if s not in (".gz", ".zst")]
+    last = suffixes[-1] if suffixes else ""
+    if last in (".jsonl", ".json", ".ndjson"):
+        return "jsonl"
+    return {".parquet": "parquet", ".bin": "tokens"}.get(last, "text")
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)

@@ -1,0 +1,94 @@
+"""What every source of rows promises, and how a bad row is named.
+
+A source gives the rows of one shard of `shards`, in a fixed order, each with a cursor: a few
+integers from which reading continues behind that row. Rows that cannot be read come as a
+ValueError in their place. A source that knows its rows by number may shuffle them all; one that
+only streams leaves shuffling to the window of its reader.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..order import shuffled
+
+Cursor = list | dict | None
+"""Small JSON; None is the beginning."""
+
+
+class Row(NamedTuple):
+    """One row as it was found."""
+
+    value: Any
+    """The row, or the ValueError that says why it cannot be read."""
+    where: object
+    """Its place, whose text is for messages: `data.jsonl, line 7`."""
+    cursor: Cursor
+    """Where reading continues behind it."""
+
+
+class RowError(ValueError):
+    """A row that cannot be used, with its source, place and reason."""
+
+    def __init__(self, where: object, reason: object):
+        super().__init__(f'{where}: {reason} (on_error="skip" leaves such rows out, counted)')
+        self.where, self.reason = str(where), str(reason)
+
+
+class RowSource(ABC):
+    """Rows of text, messages, prompts or token ids whose lengths are not known yet."""
+
+    name: str
+    shards: int | None = 8
+    """Shards it is cut into unless the user says otherwise."""
+    size: int | None = None
+    """Bytes, where known: small sources are encoded ahead."""
+
+    @abstractmethod
+    def read(
+        self, shard: int, shards: int, cursor: Cursor = None, shuffle: np.uint64 | None = None
+    ) -> Iterator[Row]:
+        """Give the rows of one shard from a cursor on.
+
+        shuffle: the epoch's key, for sources that can give all their rows in another order.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Identify the rows, so that a state of other data is refused."""
+
+    shuffles = False
+    """Whether `read` shuffles by itself."""
+
+    def estimate(self) -> int | None:
+        """Count the rows where that is cheap."""
+        return None
+
+
+class Indexed(RowSource):
+    """Rows known by number: any order, any shard, any place at no cost."""
+
+    shuffles = True
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, numbers: np.ndarray) -> list[Any]:
+        """Give some rows."""
+
+    def read(self, shard, shards, cursor=None, shuffle=None):
+        n, batch = len(self), 256
+        for begin in range(cursor[0] if cursor else shard, n, shards * batch):
+            places = np.arange(begin, min(n, begin + shards * batch), shards)
+            numbers = places if shuffle is None else shuffled(places, n, shuffle)
+            rows = self.rows(numbers)
+            for place, number, row in zip(places.tolist(), numbers.tolist(), rows, strict=True):
+                yield Row(row, f"{self.name}, row {number}", [place + shards])
+
+    def estimate(self):
+        return len(self)

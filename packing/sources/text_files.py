@@ -1,0 +1,42 @@
+"""Plain text: every file is a document, whatever it is called (.txt, .py, .md ...)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..fingerprint import Fingerprint
+from .source import Indexed
+
+FILE_LIMIT = 1 << 30
+
+
+class TextFiles(Indexed):
+    """Documents that are files; `column` is where the row's text will stand."""
+
+    def __init__(self, paths: list[Path], column: str = "text", name: str | None = None):
+        self.paths, self.column = paths, column
+        self.name = name or (paths[0].name if len(paths) == 1 else paths[0].parent.name)
+        self.size = sum(path.stat().st_size for path in paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def rows(self, numbers: np.ndarray):
+        return [self._row(self.paths[number]) for number in numbers.tolist()]
+
+    def _row(self, path: Path) -> dict | ValueError:
+        if path.stat().st_size > FILE_LIMIT:
+            size = path.stat().st_size
+            return ValueError(f"{path.name} has {size} bytes, the limit is {FILE_LIMIT}")
+        try:
+            return {self.column: path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            return ValueError(f"{path.name} cannot be read as UTF-8 text: {error}")
+
+    def fingerprint(self):
+        mark = Fingerprint("text", len(self.paths))
+        for path in self.paths:
+            mark.file(path)
+        return mark.text()

@@ -1,0 +1,84 @@
+"""The state of a run: small versioned JSON, the same on every rank.
+
+    {"version": 1, "settings": {...}, "data": "fingerprint",
+     "position": {"epoch", "start", "index", "until"},     packs below `index` were stepped
+     "shards": {"0": "...", ...}}                          cursors, where lengths are unknown
+
+It says what makes the sequence of packs and where in it the run stands. A state that was made
+with other data or settings is refused, naming what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+VERSION = 1
+FIELDS = {"version", "settings", "data", "position", "shards", "worker"}
+POSITION = ("epoch", "start", "index", "until")
+
+
+def check_state(state: Any, settings: dict, data: str) -> None:
+    """Refuse a state that does not continue this run, naming the difference."""
+    if not isinstance(state, dict) or "version" not in state:
+        raise ValueError("this is no state of a PackedDataset: it has no version")
+    if state["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {state['version']}, this nopad reads {VERSION}: "
+            "use the nopad that wrote it"
+        )
+    if set(state) - FIELDS or not {"settings", "data", "position"} <= set(state):
+        raise ValueError(f"the state has the fields {sorted(state)}, expected {sorted(FIELDS)}")
+    _check_settings(state["settings"], settings)
+    if state["data"] != data:
+        raise ValueError(
+            f"the state was made with other data: fingerprint {state['data']}, here {data}"
+        )
+    _check_position(state["position"])
+
+
+def _check_settings(theirs: Any, ours: dict) -> None:
+    if not isinstance(theirs, dict):
+        raise ValueError(f"the state's settings are {type(theirs).__name__}, not a dict")
+    for name in sorted(set(ours) | set(theirs)):
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"the state was made with {name}={theirs.get(name)!r}, "
+                f"this dataset has {name}={ours.get(name)!r}: give both the same"
+            )
+
+
+def _check_position(position: Any) -> None:
+    if not isinstance(position, dict) or set(position) != set(POSITION):
+        raise ValueError(f"the state's position must have the fields {POSITION}")
+    for name in POSITION:
+        value = position[name]
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not whole and not (name == "until" and value is None):
+            raise ValueError(f"the state's {name} is {value!r}: expected a number from 0")
+
+
+def merge_states(states: Iterable[dict]) -> dict:
+    """Join what the ranks know of a sharded run into the one state of the run.
+
+    >>> a, b = ({"position": {"index": 4}, "shards": {str(i): "x"}} for i in range(2))
+    >>> merge_states([a, b])
+    {'position': {'index': 4}, 'shards': {'0': 'x', '1': 'x'}}
+    """
+    states = list(states)
+    if not states:
+        raise ValueError("no state to merge")
+    whole = {name: value for name, value in states[0].items() if name != "shards"}
+    for state in states[1:]:
+        for name, value in whole.items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the ranks stand at different places: {name} is {value!r} on the first, "
+                    f"{state.get(name)!r} on another"
+                )
+    shards = {shard: at for state in states for shard, at in state.get("shards", {}).items()}
+    return (
+        {**whole, "shards": dict(sorted(shards.items(), key=lambda item: int(item[0])))}
+        if shards
+        else whole
+    )
