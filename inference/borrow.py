@@ -1,0 +1,93 @@
+"""Use a model that is being trained, and hand it back as it was.
+
+Everything the engine changes for its forwards is noted first and put back whatever happens: the
+training flag of each submodule, the attention implementation, the random states (Python, NumPy,
+torch on each device), autocast and gradient mode. Gradients, weights, dtypes and hooks are not
+touched at all; gradient checkpointing sleeps while a layer is not in training mode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ATTENTION = "nopad"
+
+
+@contextmanager
+def borrowed(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Set a model up for generation; on leaving, nothing shows that it was."""
+    device = next(model.parameters()).device
+    with ExitStack() as stack:
+        stack.enter_context(_random_states(device))
+        stack.enter_context(_training_flags(model))
+        stack.enter_context(_attention(model))
+        stack.enter_context(torch.no_grad())
+        dtype = autocast or torch.bfloat16
+        stack.enter_context(
+            torch.autocast(device.type, dtype, enabled=autocast is not None, cache_enabled=False)
+        )
+        yield
+
+
+def unwrap(model: Any) -> nn.Module:
+    """Find the model inside what trainers wrap around it (DDP, torch.compile)."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and not hasattr(model, "config"):
+            inner = getattr(model, "module", None)
+        if inner is None:
+            return model
+        model = inner
+
+
+@contextmanager
+def _training_flags(model: nn.Module) -> Iterator[None]:
+    # The flag itself, not train()/eval(): some modules override those and do more.
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in flags:
+            module.training = False
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def _attention(model: nn.Module) -> Iterator[None]:
+    # Layers read the name from their config at each call; setting it there, and not through
+    # set_attn_implementation, has no side effects to undo.
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [
+        (config, config._attn_implementation_internal)
+        for config in configs.values()
+        if hasattr(config, "_attn_implementation_internal")
+    ]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = ATTENTION
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    python, legacy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)

@@ -1,0 +1,420 @@
+"""Generate and score with a live model: continuous batching in the caller's thread.
+
+    prompts ─▶ Request ─▶ Scheduler ─▶ Step ─▶ model ─▶ tokens ─▶ Completion
+                             ▲                             │
+                             └────────── Loop ◀────────────┘
+
+The model may be in training: between two optimizer steps the engine borrows it and hands it back as
+it was. What it keeps for the next call (pages, graphs, cached prefixes) stays within `memory`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .borrow import borrowed, unwrap
+from .completion import Completion, Event, Score
+from .group import Group, longest_first
+from .intake import Intake, Params
+from .machine import Machine, Settings, assemble
+from .memory import SPARE, Memory
+from .prompts import Prompt, Tongue
+from .request import Request
+from .scoring import Job, pairs, rolling_windows, scored
+from .stats import Stats
+from .trace import Trace
+from .weights import WeightsVersion
+
+
+class Engine:
+    """Generation and scoring on a causal language model of Transformers.
+
+    Args:
+        memory: bytes, a share of free memory, or "spare": what training leaves.
+        page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
+        max_running: requests in one step; more raise throughput and the time between tokens.
+        tokens_per_step: tokens in one step; more finish prompts sooner and hold up the rest.
+        max_length: longest sequence; by default what the model's positions allow.
+        max_waiting: requests that may queue; None: any number.
+        keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
+        dtype: compute in this dtype although the weights are wider; by default as autocast says.
+        seed: of requests that name none.
+        debug: check every step's bookkeeping.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        *,
+        memory: Memory = SPARE,
+        page_size: int | None = None,
+        max_running: int | None = None,
+        tokens_per_step: int | None = None,
+        max_length: int | None = None,
+        max_waiting: int | None = None,
+        keep: bool = True,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        graphs: bool = True,
+        debug: bool = False,
+    ):
+        self._model = unwrap(model)
+        on_gpu = next(self._model.parameters()).device.type == "cuda"
+        self._settings = Settings(
+            memory=memory,
+            page_size=_positive("page_size", page_size or (256 if on_gpu else 16)),
+            max_running=_positive("max_running", max_running or (512 if on_gpu else 64)),
+            tokens_per_step=_positive("tokens_per_step", tokens_per_step or 8192),
+            max_length=_positive("max_length", max_length or _positions(self._model)),
+            graphs=graphs,
+            debug=debug,
+        )
+        self._tongue = Tongue(self._model, tokenizer)
+        self._intake = Intake(self._tongue, seed, self._settings.max_length)
+        self._max_waiting = max_waiting
+        self._keep = keep
+        self._dtype = dtype
+        self.stats = Stats()
+        self.trace = Trace()
+        self._weights = WeightsVersion(self._model)
+        self._machine: Machine | None = None
+        self._groups: dict[int, Group] = {}
+        """By the numbers of groups and of their requests."""
+        self._news: list[Event] = []
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params] = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        deadline: float | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete every prompt; one Completion each, in the order given.
+
+        Args:
+            params: for all prompts, or one for each.
+            priority: lower runs first; for all, or one for each.
+            deadline: seconds after which unfinished requests return what they have.
+        """
+        with self._session(), tqdm(total=len(prompts), disable=not progress, unit="req") as bar:
+            groups = self._take_in(prompts, params, priority, deadline)
+            bar.update(sum(group.done for group in groups))
+            self._finish_all(groups, longest_first(groups), bar.update)
+        return [group.result() for group in groups]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params] = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        deadline: float | None = None,
+    ) -> Iterator[Event]:
+        """Yield tokens and text as they are made; `Event.request` is the prompt's index.
+
+        The model is borrowed only while a step runs: between two events it is the trainer's.
+        """
+        with self._session():
+            groups = self._take_in(prompts, params, priority, deadline, streaming=True)
+            queue = longest_first(groups)
+        index = {group.id: i for i, group in enumerate(groups)}
+        try:
+            yield from (Event(i, [], "", g.result()) for i, g in enumerate(groups) if g.done)
+            while self._feed(queue) or not all(g.done for g in groups):
+                with self._session(light=True):
+                    events = self._advance()
+                self._news += [e for e in events if e.request not in index]
+                mine = (e for e in events if e.request in index)
+                yield from (replace(e, request=index[e.request]) for e in mine)
+        finally:
+            for group in groups:
+                self._cancel(group)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """Queue a request for `step`; its number names it in events and for `cancel`."""
+        with self._session():
+            (group,) = self._take_in([prompt], params, priority, deadline, streaming=True)
+            full = (
+                self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting
+            )
+            if full and not group.done:
+                self._groups.pop(group.id)
+                group.refuse(f"the queue is full ({self._max_waiting} waiting): step() first")
+            if group.done:
+                self._news.append(Event(group.id, [], "", group.result()))
+            for request in group.requests:
+                self._enqueue(request)
+        return group.id
+
+    def step(self) -> list[Event]:
+        """Run one step of the submitted requests; say what is new."""
+        news, self._news = self._news, []
+        if self._machine is None or not self._loop.busy:
+            return news
+        with self._session(light=True):
+            return news + self._advance()
+
+    def cancel(self, request: int) -> None:
+        """End a submitted request; its completion has what it made so far."""
+        group = self._groups.get(request)
+        if group is None:
+            return
+        self._cancel(group)
+        self._news.append(Event(group.id, [], "", group.result()))
+
+    def score(
+        self,
+        contexts: Sequence[Prompt],
+        continuations: Sequence[Any],
+        *,
+        deadline: float | None = None,
+    ) -> list[Any]:
+        """Log-likelihood of continuations, each given its context.
+
+        `continuations[i]` is one continuation of `contexts[i]`, giving one Score, or a list of
+        them, giving a list; a context is computed once for all of them.
+        """
+        jobs, shape = pairs(self._tongue, contexts, continuations)
+        return shape(self._score(jobs, deadline))
+
+    def score_rolling(
+        self, texts: Sequence[Prompt], *, max_length: int | None = None
+    ) -> list[Score]:
+        """Log-likelihood of whole texts, in windows where they are longer than the model allows.
+
+        Each token is predicted once, from the tokens before it in its window; the first one from
+        the beginning-of-text token.
+        """
+        length = min(max_length or self._settings.max_length, self._settings.max_length)
+        jobs, join = rolling_windows(self._tongue, texts, length)
+        return join(self._score(jobs, None))
+
+    @property
+    def max_running(self) -> int:
+        """Requests in one step; may be lowered and raised again while requests run."""
+        return self._dial("max_running")
+
+    @max_running.setter
+    def max_running(self, value: int) -> None:
+        most = self._settings.max_running
+        if not 1 <= value <= most:
+            raise ValueError(f"max_running is {value}; this engine was made for 1 to {most}")
+        self._turn("max_running", value)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one step; may be changed while requests run."""
+        return self._dial("tokens_per_step")
+
+    @tokens_per_step.setter
+    def tokens_per_step(self, value: int) -> None:
+        self._turn("tokens_per_step", _positive("tokens_per_step", value))
+
+    def release(self) -> None:
+        """Give back pages, graphs and copies of weights; the next call builds them anew."""
+        self._machine = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # --- below: how the calls above share one loop ---
+
+    @property
+    def _loop(self):
+        assert self._machine is not None
+        return self._machine.loop
+
+    @contextmanager
+    def _session(self, light: bool = False) -> Iterator[None]:
+        """Borrow the model, build what is missing, notice changed weights; clean up on a fault."""
+        narrow = self._narrow()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(borrowed(self._model, narrow))
+                if self._machine is None:
+                    self._machine = self._assemble(narrow)
+                if self._machine.shadow is not None:
+                    stack.enter_context(self._machine.shadow.active())
+                self._notice_weights(light)
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            if not self._keep and self._machine is not None and not self._loop.busy:
+                self.release()
+
+    def _assemble(self, narrow: torch.dtype | None) -> Machine:
+        machine = assemble(
+            self._model, self._settings, self.stats, self.trace, self._text_ends, narrow
+        )
+        self._weights.refresh()
+        machine.loop.scheduler.scope = str(self._weights.number)
+        return machine
+
+    def _narrow(self) -> torch.dtype | None:
+        """The dtype to compute in, if the weights are wider."""
+        parameter = next(self._model.parameters())
+        kind = parameter.device.type
+        dtype = self._dtype
+        if dtype is None and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return None if dtype is None or dtype == parameter.dtype else dtype
+
+    def _notice_weights(self, light: bool) -> None:
+        """Forget what other weights computed: cached prefixes, and the keys of running requests."""
+        if light and self._weights.unchanged():
+            return
+        if self._weights.refresh():
+            scheduler = self._loop.scheduler
+            self._news += self._events(self._loop.drain())
+            scheduler.restart("the weights changed")
+            scheduler.pages.forget()
+            scheduler.scope = str(self._weights.number)
+
+    def _abandon(self) -> None:
+        """After a fault: nothing of the running calls survives, the model is as it was."""
+        for group in list(self._groups.values()):
+            group.refuse("the engine stopped on an error")
+        self._groups.clear()
+        self._news.clear()
+        self._machine = None
+
+    def _take_in(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params],
+        priority: int | Sequence[int],
+        deadline: float | None,
+        streaming: bool = False,
+    ) -> list[Group]:
+        groups = self._intake.to_generate(
+            prompts, params, priority, self._until(deadline), self._room, streaming
+        )
+        self._know(groups)
+        return groups
+
+    def _until(self, deadline: float | None) -> float:
+        return float("inf") if deadline is None else self._loop.clock() + deadline
+
+    @property
+    def _room(self) -> int:
+        """Tokens the cache holds."""
+        pages = self._loop.scheduler.pages
+        return pages.num_pages * pages.page_size
+
+    def _know(self, groups: list[Group]) -> None:
+        for group in groups:
+            if not group.done:
+                self._groups[group.id] = group
+                self._groups.update({request.id: group for request in group.requests})
+
+    def _finish_all(
+        self,
+        groups: list[Group],
+        queue: deque[Request],
+        tell: Callable[[int], Any] = lambda finished: None,
+    ) -> None:
+        """Run until all groups are done; keep others' events for `step`."""
+        ours = {group.id for group in groups if not group.done}
+        while self._feed(queue) or ours:
+            for event in self._advance():
+                if event.request not in ours:
+                    self._news.append(event)
+                elif event.completion is not None:
+                    ours.remove(event.request)
+                    tell(1)
+
+    def _enqueue(self, request: Request) -> None:
+        self.stats.note_queued(request, self._loop.clock())
+        self._loop.scheduler.add(request)
+
+    def _feed(self, queue: deque[Request]) -> bool:
+        """Queue requests as far as the queue goes; say whether some are left."""
+        while queue and (
+            self._max_waiting is None or self._loop.scheduler.waiting < self._max_waiting
+        ):
+            self._enqueue(queue.popleft())
+        return bool(queue)
+
+    def _advance(self) -> list[Event]:
+        """Run a step; say what is new."""
+        events = self._events(self._loop.step())
+        if self._settings.debug:
+            self._loop.scheduler.check()
+        return events
+
+    def _events(self, news: list[Request]) -> list[Event]:
+        events = []
+        last = {self._groups[request.id].id: request for request in news}
+        for request in news:
+            group = self._groups[request.id]
+            event = group.event(request, final=group.done and last[group.id] is request)
+            if event is not None:
+                events.append(event)
+        for request in last.values():
+            if (group := self._groups[request.id]).done:
+                self._forget(group)
+        return events
+
+    def _forget(self, group: Group) -> None:
+        self._groups.pop(group.id, None)
+        for request in group.requests:
+            self._groups.pop(request.id, None)
+
+    def _cancel(self, group: Group) -> None:
+        for request in group.requests:
+            if request.finish_reason is None:
+                self._loop.cancel(request)
+        self._forget(group)
+
+    def _text_ends(self, request: Request) -> bool:
+        return self._groups[request.id].text_ends(request)
+
+    def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
+        with self._session():
+            groups = self._intake.to_score(jobs, self._until(deadline), self._room)
+            self._know(groups)
+            self._finish_all(groups, longest_first(groups))
+        return [scored(group) for group in groups]
+
+    def _dial(self, name: str) -> int:
+        return getattr(self._settings if self._machine is None else self._loop.scheduler, name)
+
+    def _turn(self, name: str, value: int) -> None:
+        if self._machine is None:
+            self._settings = replace(self._settings, **{name: value})
+        else:
+            setattr(self._loop.scheduler, name, value)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
+    return value
+
+
+def _positions(model: Any) -> int:
+    """Longest sequence a model's positions allow."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 8192

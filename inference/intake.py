@@ -1,0 +1,131 @@
+"""Requests from what callers give: checked, limited, seeded; a bad one is refused alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .draws import stream_seed
+from .group import Group
+from .params import SamplingParams
+from .prompts import Prompt, Tongue, identity
+from .request import Request
+from .scoring import Job
+
+Params = SamplingParams | Mapping[str, Any] | None
+
+
+class Intake:
+    """Make groups of requests, numbered as they come."""
+
+    def __init__(self, tongue: Tongue, seed: int, max_length: int):
+        self._tongue = tongue
+        self._seed = seed
+        self._max_length = max_length
+        self._next = 0
+
+    def to_generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params],
+        priority: int | Sequence[int],
+        until: float,
+        room: int,
+        streaming: bool,
+    ) -> list[Group]:
+        """One group a prompt; `room` is what the cache holds, in tokens."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one string; give a list of prompts")
+        each = _for_each("params", params, len(prompts), (SamplingParams, Mapping, type(None)))
+        priorities = _for_each("priority", priority, len(prompts), (int,))
+        twins: Counter[int] = Counter()
+        groups = []
+        for prompt, one, rank in zip(prompts, each, priorities, strict=True):
+            group = Group(self._number(), self._tongue, streaming)
+            try:
+                group.requests = self._requests(prompt, one, rank, until, room, twins)
+            except ValueError as error:
+                group.refuse(str(error))
+            groups.append(group)
+        return groups
+
+    def to_score(self, jobs: Sequence[Job], until: float, room: int) -> list[Group]:
+        """One group a job."""
+        groups = []
+        for job in jobs:
+            group = Group(self._number(), self._tongue, streaming=False)
+            try:
+                if isinstance(job, str):
+                    raise ValueError(job)
+                ids, first = job
+                limit = self._fit(len(ids), 0, room)
+                params = SamplingParams()
+                group.requests = [
+                    Request(self._number(), ids, limit, params, deadline=until, score_from=first)
+                ]
+            except ValueError as error:
+                group.refuse(str(error))
+            groups.append(group)
+        return groups
+
+    def _requests(
+        self,
+        prompt: Prompt,
+        params: Params,
+        priority: int,
+        until: float,
+        room: int,
+        twins: Counter[int],
+    ) -> list[Request]:
+        """The `n` requests of one prompt."""
+        settings = self._tongue.check_params(params)
+        ids = self._tongue.encode(prompt)
+        limit = self._fit(len(ids), settings.max_tokens, room)
+        who = identity(ids)
+        # Without a seed of its own, the same prompt given twice is to be answered twice.
+        salt = 0 if settings.seed is not None else twins[who] << 16
+        twins[who] += 1
+        seed = self._seed if settings.seed is None else settings.seed
+        return [
+            Request(
+                id=self._number(),
+                prompt=ids,
+                limit=limit,
+                params=settings,
+                seed=stream_seed(seed, who, salt + sibling),
+                priority=priority,
+                deadline=until,
+                stop_ids=self._tongue.stop_ids(settings),
+                score_from=None if settings.prompt_logprobs is None else 1,
+            )
+            for sibling in range(settings.n)
+        ]
+
+    def _fit(self, prompt: int, new: int, room: int) -> int:
+        """Tokens a request may reach; ValueError where model or cache cannot hold it."""
+        longest = self._max_length
+        if prompt + (new > 0) > longest:
+            raise ValueError(
+                f"the prompt has {prompt} tokens and the engine's max_length is {longest}: "
+                "shorten it, or raise max_length if the model allows"
+            )
+        limit = min(prompt + new, longest)
+        if limit - 1 > room:
+            raise ValueError(
+                f"prompt and max_tokens may reach {limit} tokens, the cache holds {room}: "
+                "lower max_tokens or give the engine more memory"
+            )
+        return limit
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+
+def _for_each(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
+    if isinstance(value, single):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
+    return list(value)

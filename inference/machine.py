@@ -1,0 +1,94 @@
+"""The engine's working parts, built for one model within `memory`, and given back whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..attention import PageAllocator, PagedCache, probe_layers, refuse
+from .loop import Loop
+from .memory import Memory, allowance
+from .request import Request
+from .runner import DeviceRunner
+from .scheduler import Scheduler
+from .slots import Slots
+from .stats import Stats
+from .trace import Trace
+from .weights import Shadow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the engine's constructor was told."""
+
+    memory: Memory
+    page_size: int
+    max_running: int
+    tokens_per_step: int
+    max_length: int
+    graphs: bool
+    debug: bool
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """Cache, scheduler, runner and loop around one model."""
+
+    loop: Loop
+    runner: DeviceRunner
+    shadow: Shadow | None
+    dtype: torch.dtype
+
+
+def assemble(
+    model: Any,
+    settings: Settings,
+    stats: Stats,
+    trace: Trace,
+    ends: Any,
+    narrow: torch.dtype | None,
+) -> Machine:
+    """Build everything; `narrow` is the dtype of autocast, if the weights are wider."""
+    refuse(model)
+    device = next(model.parameters()).device
+    shapes = probe_layers(model)
+    shadow = Shadow(model, narrow) if narrow is not None else None
+    dtype = narrow or _compute_dtype(model)
+    page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
+    most = settings.max_running * -(-settings.max_length // settings.page_size)
+    budget = allowance(settings.memory, device) - (shadow.bytes if shadow else 0)
+    count = min(budget // page, most)
+    if count < 1:
+        raise ValueError(
+            f"memory={settings.memory!r} leaves {budget} bytes, one page of {settings.page_size} "
+            f"tokens takes {page}: give more memory or a smaller page_size"
+        )
+    cache = PagedCache(count, settings.page_size, shapes, dtype, device)
+    columns = Slots(settings.max_running)
+
+    def admit(request: Request) -> None:
+        columns.admit(request)
+        stats.note_admitted(request, loop.clock())
+
+    scheduler = Scheduler(
+        PageAllocator(count, settings.page_size),
+        max_running=settings.max_running,
+        tokens_per_step=settings.tokens_per_step,
+        max_length=settings.max_length,
+        admit_at_once=max(1, settings.max_running // 16) if device.type == "cuda" else 1,
+        admit=admit,
+        trace=trace,
+    )
+    runner = DeviceRunner(model, cache, columns, device)
+    loop = Loop(scheduler, runner, columns, stats, ends=ends)
+    return Machine(loop, runner, shadow, dtype)
+
+
+def _compute_dtype(model: Any) -> torch.dtype:
+    """The dtype keys arrive in: that of the first matrix a layer multiplies with."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            return module.weight.dtype
+    return next(model.parameters()).dtype

@@ -1,0 +1,47 @@
+"""How much memory the engine may take, and how many pages that is."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+Memory = int | float | str
+
+SPARE = "spare"
+_CPU_DEFAULT = 1 << 30
+
+
+def allowance(memory: Memory, device: torch.device) -> int:
+    """Turn `memory=` into bytes.
+
+    Bytes as they are; a share (0 < x <= 1) of what is free now; or "spare": what is free now less
+    what training reached at its peak and does not hold at the moment.
+    """
+    if isinstance(memory, str):
+        if memory != SPARE:
+            raise ValueError(
+                f'memory is {memory!r}; give bytes, a share of free memory, or "spare"'
+            )
+        return _spare(device)
+    if isinstance(memory, bool) or memory <= 0:
+        raise ValueError(f"memory is {memory!r}; give bytes, or a share of free memory above 0")
+    if isinstance(memory, float) and memory <= 1:
+        return int(_free(device) * memory)
+    return int(memory)
+
+
+def _spare(device: torch.device) -> int:
+    if device.type != "cuda":
+        return min(_CPU_DEFAULT, _free(device) // 4)
+    held = torch.cuda.memory_reserved(device)
+    peak = max(torch.cuda.max_memory_reserved(device), held)
+    reusable = held - torch.cuda.memory_allocated(device)
+    # A tenth stays for what forwards allocate beside the pages.
+    return int(max(_free(device) + reusable - peak + torch.cuda.memory_allocated(device), 0) * 0.9)
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

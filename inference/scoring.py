@@ -1,0 +1,153 @@
+"""Log-likelihoods as requests: which tokens to run, which of them to score, and how to add up.
+
+    context [ c c c c ] + continuation [ x y ]   ->   ids c c c c x y, scored from position 4
+
+Continuations of one context become requests that begin alike, so the cache computes the context
+once. Only rows whose next token is scored ever meet the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .completion import Score
+from .group import Group
+from .prompts import Tongue
+
+Job = tuple[np.ndarray, int] | str
+"""Token ids and the first position scored; or why there is nothing to score."""
+
+
+def pairs(
+    tongue: Tongue, contexts: Sequence[Any], continuations: Sequence[Any]
+) -> tuple[list[Job], Callable[[list[Score]], list[Any]]]:
+    """Flatten contexts and continuations to jobs; the second value undoes that for scores."""
+    if len(contexts) != len(continuations):
+        raise ValueError(f"{len(contexts)} contexts, {len(continuations)} continuations")
+    jobs: list[Job] = []
+    counts: list[int | None] = []
+    for context, given in zip(contexts, continuations, strict=True):
+        several = _several(given)
+        jobs += [_job(tongue, context, one) for one in (given if several else [given])]
+        counts.append(len(given) if several else None)
+
+    def shape(scores: list[Score]) -> list[Any]:
+        rest = iter(scores)
+        return [next(rest) if n is None else [next(rest) for _ in range(n)] for n in counts]
+
+    return jobs, shape
+
+
+def rolling_windows(
+    tongue: Tongue, texts: Sequence[Any], length: int
+) -> tuple[list[Job], Callable[[list[Score]], list[Score]]]:
+    """Cut texts to windows that predict every token once; the second value joins their scores."""
+    jobs: list[Job] = []
+    counts = []
+    for text in texts:
+        try:
+            windows: list[Job] = list(windows_of(_with_start(tongue, text), length))
+        except ValueError as error:
+            windows = [str(error)]
+        jobs += windows
+        counts.append(len(windows))
+
+    def join(scores: list[Score]) -> list[Score]:
+        rest = iter(scores)
+        return [_joined([next(rest) for _ in range(n)]) for n in counts]
+
+    return jobs, join
+
+
+def windows_of(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
+    """Windows of at most `length` tokens, each opening with the last token of the one before.
+
+    >>> [(w.tolist(), first) for w, first in windows_of(np.arange(6), 3)]
+    [([0, 1, 2], 1), ([2, 3, 4], 1), ([3, 4, 5], 2)]
+    """
+    windows = [(ids[:length], 1)]
+    done = min(length, len(ids))
+    while done < len(ids):
+        end = min(done + length - 1, len(ids))
+        start = max(end - length, 0)
+        windows.append((ids[start:end], done - start))
+        done = end
+    return windows
+
+
+def scored(group: Group) -> Score:
+    """Add up what a finished job found."""
+    if group.error is not None or not group.requests:
+        return Score(float("nan"), False, [], group.error)
+    (request,) = group.requests
+    assert request.score_from is not None
+    wanted = range(request.score_from, len(request.prompt))
+    found = [request.scores[p] for p in wanted if p in request.scores]
+    if len(found) < len(wanted):
+        return Score(float("nan"), False, [], f"not scored: {request.finish_reason}")
+    logprobs = [f[0] for f in found]
+    return Score(sum(logprobs), all(f[1] for f in found), logprobs)
+
+
+def _joined(parts: list[Score]) -> Score:
+    error = next((p.error for p in parts if p.error), None)
+    logprobs = [x for part in parts for x in part.token_logprobs]
+    return Score(sum(p.logprob for p in parts), all(p.greedy for p in parts), logprobs, error)
+
+
+def _job(tongue: Tongue, context: Any, continuation: Any) -> Job:
+    try:
+        if isinstance(context, str) and isinstance(continuation, str):
+            return _split_text(tongue, context, continuation)
+        before = tongue.encode(context)
+        after = tongue.encode(continuation, special=False)
+    except ValueError as error:
+        return str(error)
+    return np.concatenate([before, after]), len(before)
+
+
+def _split_text(tongue: Tongue, context: str, continuation: str) -> Job:
+    """Encode both together, so that the border is where the tokenizer would put it.
+
+    A space at the end of the context belongs to the continuation's first token.
+    """
+    kept = context.rstrip()
+    continuation = context[len(kept) :] + continuation
+    if not kept:
+        start = _start_token(tongue)
+        after = tongue.encode(continuation, special=False)
+        return np.concatenate([np.array([start]), after]), 1
+    whole = tongue.encode(kept + continuation)
+    before = tongue.encode(kept)
+    if len(whole) <= len(before):
+        raise ValueError("the continuation is empty; give at least one token")
+    return whole, len(before)
+
+
+def _with_start(tongue: Tongue, text: Any) -> np.ndarray:
+    start = _start_token(tongue)
+    ids = tongue.encode(text, special=False)
+    return np.concatenate([np.array([start]), ids])
+
+
+def _start_token(tongue: Tongue) -> int:
+    tokenizer = tongue.tokenizer
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if token is not None:
+            return token
+    if tongue.ends:
+        return min(tongue.ends)
+    raise ValueError("no beginning-of-text token is known to predict the first token from")
+
+
+def _several(continuation: Any) -> bool:
+    """Whether this is a list of continuations and not one of them."""
+    return (
+        isinstance(continuation, (list, tuple))
+        and bool(continuation)
+        and not isinstance(continuation[0], (int, np.integer))
+    )

@@ -1,0 +1,56 @@
+"""Where a text ends: stop strings, found also across the borders of tokens.
+
+Tokens do not split text at characters: the bytes of one letter may come in two of them. So text is
+decoded from a window of the newest tokens, and what still may grow into another character is held
+back until it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+_HELD = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, each token decoded a bounded number of times."""
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._tokens = list(context[-4:])
+        self._start = 0
+        self._read = len(self._tokens)
+        self.text = ""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the text that is settled by them."""
+        self._tokens.extend(tokens)
+        before = self._decode(self._tokens[self._start : self._read])
+        now = self._decode(self._tokens[self._start :])
+        if now.endswith(_HELD) or len(now) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        self.text += now[len(before) :]
+        return now[len(before) :]
+
+    def flush(self) -> str:
+        """Return what was held back, as it is."""
+        before = self._decode(self._tokens[self._start : self._read])
+        rest = self._decode(self._tokens[self._start :])[len(before) :]
+        self._start = self._read = len(self._tokens)
+        self.text += rest
+        return rest
+
+
+def find_stop(text: str, new: int, stops: Sequence[str]) -> int | None:
+    """Find where the first stop string begins that ends within the last `new` characters.
+
+    >>> find_stop("one two\\n\\nthree", 7, ["\\n\\n", "three"])
+    7
+    >>> find_stop("one two", 7, ["\\n"]) is None
+    True
+    """
+    places = [text.find(s, max(0, len(text) - new - len(s) + 1)) for s in stops]
+    return min((p for p in places if p >= 0), default=None)
