@@ -1,4 +1,4 @@
-"""The step's metadata on its way to the layers: a context variable, for models that lose keywords.
+"""The step's metadata on its way to the layers, for models that lose keywords.
 
 Most models hand unknown keywords of their forward down to the attention function. A few drop them;
 there, what the caller carries arrives this way.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 from .varlen import Varlen
 
-_carried: ContextVar[Varlen | None] = ContextVar("nopad_varlen", default=None)
+_carried: list[Varlen] = []
+"""Innermost last. A list, not a context variable: torch.compile can read it, and so can the threads
+in which a backward pass recomputes checkpointed layers."""
 
 
 @contextmanager
@@ -24,13 +25,13 @@ def carry(varlen: Varlen) -> Iterator[None]:
     ...     carried().max_length
     3
     """
-    token = _carried.set(varlen)
+    _carried.append(varlen)
     try:
         yield
     finally:
-        _carried.reset(token)
+        _carried.pop()
 
 
 def carried() -> Varlen | None:
     """What the nearest `carry` around this call holds."""
-    return _carried.get()
+    return _carried[-1] if _carried else None

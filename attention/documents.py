@@ -12,7 +12,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch import Tensor
 
 log = logging.getLogger("nopad.attention")
 
-_documents: ContextVar[Tensor | None] = ContextVar("nopad_documents", default=None)
+_documents: list[Tensor] = []
+"""Innermost last. A list, not a context variable: torch.compile can read it."""
 _POINT = "_preprocess_mask_arguments"
 _EXPECTED = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
 
@@ -34,11 +34,11 @@ def keep_apart(cu_seqlens: Tensor, tokens: int) -> Iterator[None]:
             "this version of transformers prepares its masks elsewhere: documents cannot be kept "
             'apart under sdpa or eager; use attn_implementation="nopad"'
         )
-    token = _documents.set(numbers(cu_seqlens, tokens))
+    _documents.append(numbers(cu_seqlens, tokens))
     try:
         yield
     finally:
-        _documents.reset(token)
+        _documents.pop()
 
 
 def numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -86,10 +86,9 @@ def _wrapped(original: Any, name: str) -> Any:
                 "samples (nopad.collators) or generate through nopad.inference"
             )
         made = original(config, inputs_embeds, attention_mask, *rest, **named)
-        documents = _documents.get()
-        if documents is None or made[0] or inputs_embeds.shape[1] != documents.shape[1]:
+        if made[0] or not _documents or inputs_embeds.shape[1] != _documents[-1].shape[1]:
             return made
-        return (*made[:2], documents.expand(inputs_embeds.shape[0], -1), *made[3:])
+        return (*made[:2], _documents[-1].expand(inputs_embeds.shape[0], -1), *made[3:])
 
     prepare.wrapped_by = name  # pyright: ignore[reportFunctionMemberAccess]
     return prepare

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .backends import choice, sdpa
 from .backends.ask import Scores
+from .backends.sdpa_backward import packed_backward
 from .backends.write import write
 from .varlen import Pages, Varlen
 
@@ -83,21 +84,14 @@ def sdpa_packed_backward(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    sink = None if sinks is None else sinks.detach().requires_grad_()
-    with torch.enable_grad():
-        scores = Scores(scale, window, softcap, sink)
-        out = sdpa.packed(*leaves, Varlen(cu_seqlens, longest), scores)
-    wanted = leaves if sink is None else [*leaves, sink]
-    grads = [g.contiguous() for g in torch.autograd.grad(out, wanted, grad)]
-    dq, dk, dv, *rest = grads
-    return dq, dk, dv, rest[0] if rest else q.new_zeros(0)
+    scores = Scores(scale, window, softcap, sinks)
+    return packed_backward(grad, q, k, v, Varlen(cu_seqlens, longest), scores)
 
 
 @sdpa_packed_backward.register_fake
 def _(grad, q, k, v, cu_seqlens, longest, scale, window, softcap, sinks):
-    shapes = (q.shape, k.shape, v.shape, (0,) if sinks is None else sinks.shape)
-    return tuple(q.new_empty(shape) for shape in shapes)
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx, inputs, output):
