@@ -35,7 +35,7 @@ def shuffled(places: np.ndarray, n: int, shuffle_key: np.uint64) -> np.ndarray:
     """Give the document at each of these places of a shuffled epoch of n documents.
 
     >>> shuffled(np.arange(8), 8, key(0)).tolist()
-    [6, 3, 1, 0, 5, 4, 2, 7]
+    [4, 5, 3, 6, 2, 1, 0, 7]
     """
     if n < 2:
         return np.zeros(len(places), np.int64)
@@ -47,26 +47,30 @@ def shuffled(places: np.ndarray, n: int, shuffle_key: np.uint64) -> np.ndarray:
 
 @compiled
 def _walk(places, n, columns, rows, shuffle_key, out):
+    size, wide, high = np.uint64(n), np.uint64(columns), np.uint64(rows)
     for i in range(len(places)):
         at = np.uint64(places[i])
         while True:
-            x, y = at % np.uint64(columns), at // np.uint64(columns)
+            y = at // wide
+            x = at - y * wide
             for turn in range(4):
-                x = (x + _mixed(y, shuffle_key + np.uint64(2 * turn))) % np.uint64(columns)
-                y = (y + _mixed(x, shuffle_key + np.uint64(2 * turn + 1))) % np.uint64(rows)
-            at = y * np.uint64(columns) + x
-            if at < np.uint64(n):
+                x += _below(wide, y, shuffle_key + np.uint64(2 * turn))
+                x = x - wide if x >= wide else x
+                y += _below(high, x, shuffle_key + np.uint64(2 * turn + 1))
+                y = y - high if y >= high else y
+            at = y * wide + x
+            if at < size:
                 break
         out[i] = at
 
 
 @compiled
-def _mixed(value, round_key):
-    """One round's mixing: the finalizer of splitmix64, kept to 32 bits so that sums do not wrap."""
+def _below(limit, value, round_key):
+    """Mix a value (the finalizer of splitmix64) and scale it to a number below `limit`."""
     z = (value + round_key) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) & np.uint64(0xFFFFFFFF)
+    return ((z >> np.uint64(32)) * limit) >> np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,12 @@ import numpy as np
 from .sample import IGNORE, Sample
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Pack:
     """N sequences in one flat row; a sequence is a sample or a part of a split one.
+
+    A value: nothing changes it. It is not declared frozen only because that would cost 2 µs a
+    pack, a third of what making one takes.
 
     >>> pack = Pack.of([Sample(np.array([1, 2, 3])), Sample(np.array([4, 5]))], budget=8)
     >>> pack.tokens.tolist(), pack.labels.tolist(), pack.cu_seqlens.tolist()
@@ -36,7 +39,7 @@ class Pack:
     """int32 [N+1], from 0 to T. N = 0 is the empty pack of weight zero that evens out ranks."""
     budget: int
     samples: np.ndarray
-    """int64 [N]: the number of each sequence's sample in the order of the run."""
+    """int64 [N]: the number of each sequence's sample in its source, in the order it was read."""
     sources: np.ndarray
     """int16 [N]: the source of the mixture each sequence came from."""
     first_positions: np.ndarray
@@ -47,8 +50,7 @@ class Pack:
     """What a resume needs to continue after this pack, where the index alone does not say it."""
 
     def __post_init__(self):
-        assert self.cu_seqlens[0] == 0 and self.cu_seqlens[-1] == len(self.tokens) <= self.budget
-        assert len(self.tokens) == len(self.labels)
+        assert self.cu_seqlens.item(-1) == len(self.tokens) == len(self.labels) <= self.budget
 
     @classmethod
     def of(cls, samples: Sequence[Sample], budget: int, **fields) -> Pack:

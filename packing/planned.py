@@ -27,7 +27,7 @@ from .token_store import TokenStore
 
 WINDOW = 1 << 16
 """Documents planned at a time."""
-TOGETHER = 1 << 16
+TOGETHER = 1 << 17
 """Tokens laid out by one call: enough to hide the call, few enough to stay in the cache."""
 
 
@@ -64,8 +64,12 @@ class PlannedPacks:
         planner = Planner(**self.planner)
         for begin in range(0, len(self.store), WINDOW):
             places = np.arange(begin, min(begin + WINDOW, len(self.store)))
-            plan = planner.feed(self.store.lengths[self._documents(places, epoch)])
-            yield plan, self._documents(plan.items, epoch)
+            documents = self._documents(places, epoch)
+            plan = planner.feed(self.store.lengths[documents])
+            older = plan.items < begin
+            named = documents[np.maximum(plan.items - begin, 0)]
+            named[older] = self._documents(plan.items[older], epoch)
+            yield plan, named
         plan = planner.finish()
         yield plan, self._documents(plan.items, epoch)
 

@@ -144,12 +144,8 @@ def _fill(shelf, documents, starts, lengths, rows: Rows, pad: int, some=None) ->
     places = rows.places if some is None else rows.places[some]
     widths = rows.widths if some is None else rows.widths[some]
     froms = shelf.begins[documents] + starts
-    _copy(shelf.flat, froms, lengths, places, widths, pad, rows.tokens)
-    if shelf.labels is None:
-        _label(rows.tokens, lengths, places, widths, IGNORE, rows.labels)
-    else:
-        _copy(shelf.labels, froms, lengths, places, widths, IGNORE, rows.labels)
-        rows.labels[places] = IGNORE
+    labels = shelf.flat if shelf.labels is None else shelf.labels
+    _copy(shelf.flat, labels, froms, lengths, places, widths, pad, rows.tokens, rows.labels)
 
 
 @compiled
@@ -162,21 +158,16 @@ def _bound(total, offsets, bounds):
 
 
 @compiled
-def _copy(flat, froms, lengths, places, widths, pad, out):
+def _copy(flat, flat_labels, froms, lengths, places, widths, pad, tokens, labels):
     for s in range(len(froms)):
-        begin, place = froms[s], places[s]
-        for i in range(lengths[s]):
-            out[place + i] = flat[begin + i]
-        for i in range(lengths[s], widths[s]):
-            out[place + i] = pad
-
-
-@compiled
-def _label(tokens, lengths, places, widths, ignore, labels):
-    for s in range(len(lengths)):
-        place = places[s]
-        labels[place] = ignore
-        for i in range(1, lengths[s]):
-            labels[place + i] = tokens[place + i]
-        for i in range(lengths[s], widths[s]):
-            labels[place + i] = ignore
+        begin, place, n = froms[s], places[s], lengths[s]
+        ids, marks = flat[begin : begin + n], flat_labels[begin : begin + n]
+        to, label = tokens[place : place + widths[s]], labels[place : place + widths[s]]
+        for i in range(n):
+            to[i] = ids[i]
+        for i in range(n):
+            label[i] = marks[i]
+        for i in range(n, len(to)):
+            to[i] = pad
+            label[i] = -100
+        label[0] = -100
