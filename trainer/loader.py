@@ -1,8 +1,8 @@
 """One rank's batches of a run, in whole optimizer steps, and the data state of what was stepped.
 
-    PackedDataset ─▶ DataLoader workers ─▶ window of `accumulation` batches ─▶ count over ranks ─▶ batch
-                                                     │
-                                                     └─ state: after the last batch of the last whole window
+    PackedDataset ─▶ DataLoader workers ─▶ window of `accumulation` packs ─▶ count over ranks ─▶ batches
+                                                  │
+                                                  └─ state: after the last whole window handed out
 
 The loader looks one window ahead, so that every batch can carry the number of tokens that its
 whole optimizer step counts. What was fetched but not stepped is not in the state.
@@ -10,17 +10,22 @@ whole optimizer step counts. What was fetched but not stepped is not in the stat
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from ..collators import PackedCollator
 from ..packing import Pack, PackedDataset
+from .ranks import sum_over_ranks, world
+
+Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +36,24 @@ class PackInfo:
     cursor: dict
     budget: int
     lengths: np.ndarray
-    counted: int
+    counted: float
+    """What the pack weighs in the mean: its counted tokens, or its counted samples."""
+    sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
 
     @classmethod
-    def of(cls, pack: Pack) -> PackInfo:
-        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, pack.counted)
+    def of(cls, pack: Pack, batch: Batch) -> PackInfo:
+        counted = pack.counted
+        if "loss_weights" in batch:
+            counted = float(batch["loss_weights"].sum())
+        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, counted, pack.sources)
+
+
+@dataclass(slots=True)
+class _Window:
+    """The batches of one optimizer step on this rank, and the data state behind them."""
+
+    pairs: list[tuple[Batch, PackInfo]]
+    state: dict
 
 
 class PackedLoader:
@@ -51,45 +69,91 @@ class PackedLoader:
     def __init__(
         self,
         dataset: PackedDataset,
-        collator: Callable[[Pack], dict[str, Any]] | None = None,
+        collator: Callable[[Pack], Batch] | None = None,
         *,
         accumulation: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        last_window: Literal["pad", "drop"] = "pad",
+        with_items: bool = True,
     ):
+        """Say how packs become steps.
+
+        last_window: fill the last step with empty packs of weight zero, or leave it out.
+        with_items: off for trainers that count the step's tokens themselves.
+        """
+        if last_window not in ("pad", "drop"):
+            raise ValueError(f"last_window={last_window!r}: 'pad' or 'drop'")
         self.dataset = dataset
+        self.collator = collator or PackedCollator()
         self.accumulation = accumulation
+        self.last_window = last_window
+        self.with_items = with_items
         self.last: PackInfo | None = None
         """The pack of the batch handed out last."""
-        self.stepped: PackInfo | None = None
-        """The last pack of the last whole optimizer step."""
+        self.handed_out: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation + 64)
+        """The packs handed out, each with the state behind it where it ends a step."""
+        self.waited = 0.0
+        """Seconds this loader let its trainer wait for data."""
+        self._state: dict | None = None
         self._loader = DataLoader(
             dataset,
             batch_size=None,
-            collate_fn=partial(_collate, collator or PackedCollator()),
+            collate_fn=partial(_collate, self.collator),
             num_workers=num_workers,
             pin_memory=pin_memory,
         )
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        windows = _windows(iter(self._loader), self.accumulation)
-        for window, is_last in _mark_last(windows):
+    def __iter__(self) -> Iterator[Batch]:
+        self._state = None
+        for window, is_last in _mark_last(self._windows()):
             yield from self._step(window, is_last)
+        self._state = None
+        if self._loader.num_workers:  # the workers' copies moved on, ours has to follow
+            self.dataset.set_epoch(self.dataset.state_dict()["position"]["until"])
 
-    def _step(self, window: Window, is_last: bool) -> Iterator[dict[str, Any]]:
-        items = self.count([info for _, info in window])
-        for (batch, info), ends_window in _mark_last(window):
+    def state(self) -> dict:
+        """Return this rank's view of the data state after the last step handed out."""
+        return self._state or self.dataset.state_dict()
+
+    def load_state(self, state: dict) -> None:
+        """Go on where a state was taken, from the next iteration on."""
+        self._state = None
+        self.dataset.load_state_dict(state)
+
+    def _windows(self) -> Iterator[_Window]:
+        packs = iter(self._loader)
+        while True:
+            began = time.perf_counter()
+            pairs = list(islice(packs, self.accumulation))
+            self.waited += time.perf_counter() - began
+            if not pairs or (len(pairs) < self.accumulation and self.last_window == "drop"):
+                return
+            state = self.dataset.state_after(pairs[-1][1])
+            pairs += [self._empty(pairs[0][1]) for _ in range(self.accumulation - len(pairs))]
+            yield _Window(pairs, state)
+
+    def _empty(self, like: PackInfo) -> tuple[Batch, PackInfo]:
+        return _collate(self.collator, Pack.of([], like.budget))
+
+    def _step(self, window: _Window, is_last: bool) -> Iterator[Batch]:
+        extra = {}
+        if self.with_items:
+            extra["num_items_in_batch"] = self._items([info for _, info in window.pairs])
+        for (batch, info), ends_window in _mark_last(window.pairs):
             self.last = info
+            self.handed_out.append((info, window.state if ends_window else None))
             if ends_window:
-                self.stepped = info
+                self._state = window.state
                 self.on_step_end(is_last)
-            yield self.place({**batch, "num_items_in_batch": items})
+            yield self.place({**batch, **extra})
 
-    def count(self, infos: list[PackInfo]) -> Any:
-        """Return the counted tokens of a window over all ranks, per micro-batch and rank."""
-        return max(1, sum(info.counted for info in infos)) / self.accumulation
+    def _items(self, infos: list[PackInfo]) -> Any:
+        """Count a window over all ranks, per micro-batch and rank."""
+        total = sum_over_ranks(sum(info.counted for info in infos))
+        return total.clamp(min=1).float() / (self.accumulation * world())
 
-    def place(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def place(self, batch: Batch) -> Batch:
         """Move a batch to where the model is."""
         return batch
 
@@ -97,17 +161,12 @@ class PackedLoader:
         """Hear that a step's last batch is handed out, and whether the stream ends with it."""
 
 
-Window = list[tuple[dict[str, Any], PackInfo]]
 T = TypeVar("T")
 
 
-def _collate(collator: Callable[[Pack], dict[str, Any]], pack: Pack) -> tuple[dict, PackInfo]:
-    return collator(pack), PackInfo.of(pack)
-
-
-def _windows(pairs: Iterator[tuple[dict, PackInfo]], size: int) -> Iterator[Window]:
-    while window := list(islice(pairs, size)):
-        yield window
+def _collate(collator: Callable[[Pack], Batch], pack: Pack) -> tuple[Batch, PackInfo]:
+    batch = collator(pack)
+    return batch, PackInfo.of(pack, batch)
 
 
 def _mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -1,45 +1,111 @@
-"""What a training loop did: tokens and samples per second, fill, samples per pack."""
+"""What a training loop did: tokens and samples per second, fill, waste, MFU, waits, sources.
+
+for batch in loader:
+    ...
+    meter.add(loader.last)
+meter.read()     {"tokens_per_second": ..., "fill": ..., "mfu": ..., ...} since the last reset
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from ..packing import IGNORE
+from .flops import ModelFlops
 from .loader import PackInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Meter:
-    """Count packs as they are stepped; read the rates since the last reading.
+    """Count packs as they are stepped; read the rates since the last reset.
 
     >>> meter = Meter(ranks=2)
     >>> meter.seconds = lambda: 2.0
-    >>> meter.add(PackInfo(0, {}, 10, [4, 5], 7))
-    >>> meter.read()["tokens_per_second"], meter.read()["fill"], meter.read()["samples_per_pack"]
+    >>> meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
+    >>> rates = meter.read()
+    >>> rates["tokens_per_second"], rates["fill"], rates["samples_per_pack"]
     (9.0, 0.9, 2.0)
     """
 
-    def __init__(self, ranks: int = 1):
+    def __init__(
+        self,
+        ranks: int = 1,
+        *,
+        flops: ModelFlops | None = None,
+        peak: float | None = None,
+        waited: Callable[[], float] | None = None,
+    ):
+        """Say what to measure against.
+
+        flops, peak: the model's arithmetic and one device's FLOP/s, for the MFU.
+        waited: seconds spent waiting for data so far, as `PackedLoader.waited` has it.
+        """
         self.ranks = ranks
+        self.flops, self.peak = flops, peak
+        self._waited = waited or (lambda: 0.0)
+        self._by_source: dict[int, list[Tensor]] = {}
+        self.seen = {"tokens": 0, "samples": 0, "packs": 0}
+        """Of this rank, since the beginning."""
         self.reset()
 
     def reset(self) -> None:
-        self._start = time.perf_counter()
+        """Begin a new reading."""
+        self._start, self._waited_before = time.perf_counter(), self._waited()
         self._packs = self._tokens = self._budget = self._samples = 0
+        self._counted = self._flops = 0.0
+        self._by_source.clear()
 
     def seconds(self) -> float:
+        """Return the seconds since the last reset."""
         return time.perf_counter() - self._start
 
     def add(self, info: PackInfo) -> None:
+        """Count one stepped pack."""
+        tokens, samples = int(np.sum(info.lengths)), len(info.lengths)
         self._packs += 1
-        self._tokens += int(sum(info.lengths))
+        self._tokens += tokens
         self._budget += info.budget
-        self._samples += len(info.lengths)
+        self._samples += samples
+        self._counted += info.counted
+        for name, more in (("tokens", tokens), ("samples", samples), ("packs", 1)):
+            self.seen[name] += more
+        if self.flops is not None:
+            self._flops += self.flops.of(info.lengths)
+
+    def add_losses(self, info: PackInfo, labels: Tensor, token_losses: Tensor) -> None:
+        """Book each counted token's loss on the source its sample came from, without a sync."""
+        owner = torch.from_numpy(np.repeat(info.sources, info.lengths).astype(np.int64))
+        owner = owner.to(labels.device, non_blocking=True)
+        losses, labels = token_losses.flatten()[: len(owner)], labels.flatten()[: len(owner)]
+        counted = (labels != IGNORE).float()
+        for source in np.unique(info.sources).tolist():
+            here = counted * (owner == source)
+            pair = torch.stack([(losses * here).sum(), here.sum()])
+            self._by_source.setdefault(source, []).append(pair)
 
     def read(self) -> dict[str, float]:
         """Rates over all ranks, taking this rank's packs for typical."""
-        seconds, packs = self.seconds(), max(1, self._packs)
-        return {
+        seconds, packs = max(self.seconds(), 1e-9), max(1, self._packs)
+        rates = {
             "tokens_per_second": self.ranks * self._tokens / seconds,
             "samples_per_second": self.ranks * self._samples / seconds,
             "fill": self._tokens / max(1, self._budget),
+            "padding": 1 - self._tokens / max(1, self._budget),
             "samples_per_pack": self._samples / packs,
+            "data_wait": (self._waited() - self._waited_before) / seconds,
+            "tokens_seen": self.ranks * self.seen["tokens"],
+            "samples_seen": self.ranks * self.seen["samples"],
         }
+        if self.flops is not None and self.peak:
+            rates["mfu"] = self._flops / seconds / self.peak
+        for source, pairs in sorted(self._by_source.items()):
+            total, count = torch.stack(pairs).sum(0).tolist()
+            rates[f"loss_source_{source}"] = total / max(1.0, count)
+        return rates

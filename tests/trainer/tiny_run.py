@@ -1,0 +1,138 @@
+"""What every front end is held against: a tiny model, samples of uneven lengths, and the gold gradient."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from nopad.packing import IGNORE, PackedDataset
+
+VOCABULARY = 61
+BUDGET = 32
+
+
+def samples(count: int = 40, seed: int = 0) -> list[dict]:
+    """Samples of 2 to 20 tokens; of some, only few tokens count."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        ids = rng.integers(1, VOCABULARY, rng.integers(2, 21))
+        labels = ids.copy()
+        if number % 3 == 0:
+            labels[: len(ids) - 1] = IGNORE
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+def dataset(count: int = 40, **settings) -> PackedDataset:
+    return PackedDataset(samples(count), **{"budget": BUDGET, "seed": 3, **settings})
+
+
+def model(attention: str = "nopad", **settings):
+    import nopad.attention  # noqa: F401
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation=attention,
+        **settings,
+    )
+    return LlamaForCausalLM(config)
+
+
+def packs(data: PackedDataset, count: int) -> list:
+    """The first packs of the run, whoever makes them."""
+    whole = dataset(len(samples()), rank=0, world=1) if data is None else data
+    return [pack for pack, _ in zip(whole, range(count), strict=False)]
+
+
+def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Tensor]:
+    """Run every sequence of the packs alone; the mean goes over all counted tokens (or samples)."""
+    model.zero_grad()
+    total, count = torch.zeros(()), 0.0
+    for pack in packs:
+        for a, b in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
+            ids, labels = (
+                torch.from_numpy(x[a:b].copy())[None] for x in (pack.tokens, pack.labels)
+            )
+            counted = int((labels != IGNORE).sum())
+            if not counted:
+                continue
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
+            total = total + (loss if mean == "token" else loss / counted)
+            count += counted if mean == "token" else 1
+    (total / count).backward()
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return gradient
+
+
+def distance(ours: dict, gold: dict) -> float:
+    """Largest difference of any gradient, relative to the largest gradient."""
+    scale = max(g.abs().max().item() for g in gold.values())
+    return max((ours[name] - gold[name]).abs().max().item() for name in gold) / scale
+
+
+def digest(model) -> str:
+    """Say in one string what the weights are, to the bit."""
+    state = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        state.update(name.replace("module.", "").encode())
+        state.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def launch(script: Path, *arguments, world: int = 2, timeout: float = 120, check: bool = True):
+    """Run a script as `world` processes that find each other; return each one's last line as JSON."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true",
+        }
+        command = [sys.executable, str(script), *map(str, arguments)]
+        children.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    return [_result(child, timeout, check) for child in children]
+
+
+def _result(child: subprocess.Popen, timeout: float, check: bool):
+    try:
+        out, err = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, err = child.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{err[-3000:]}") from None
+    if check:
+        assert child.returncode == 0, err[-3000:]
+        return json.loads(out.strip().splitlines()[-1])
+    return child.returncode, out, err

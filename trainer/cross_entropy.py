@@ -1,0 +1,175 @@
+"""Cross-entropy straight from hidden states: the logits of all tokens never exist at once.
+
+    hidden [T, H] ─┬─ chunk ─▶ logits [C, V] ─▶ losses [C]
+                   │              └─ overwritten by their own gradient ─▶ d hidden, d weight
+                   └─ next chunk reuses the memory
+
+The gradient is computed together with the loss, chunk by chunk, because it needs the very logits
+that are thrown away. The op is opaque to torch.compile, so that it breaks no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..packing import IGNORE
+
+CHUNK_BYTES = 1 << 30
+"""How large a chunk of logits may be on an accelerator."""
+CHUNK_BYTES_CPU = 1 << 24
+"""On a CPU a chunk should stay near the caches."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of token losses, and each token's loss (detached, fp32).
+
+    hidden [T, H], weight [V, H], targets [T] with IGNORE where nothing counts. `z_loss` adds
+    that multiple of the squared log-normalizer to every counted token.
+
+    >>> hidden, weight = torch.eye(2), torch.zeros(4, 2)
+    >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE]))
+    >>> round(total.item(), 4), [round(x, 4) for x in losses.tolist()]
+    (1.3863, [1.3863, 0.0])
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if token_weights is None:
+        token_weights = torch.ones_like(targets, dtype=torch.float32)
+    wants = torch.is_grad_enabled()
+    total, losses, *_ = _losses(
+        hidden,
+        weight,
+        bias,
+        targets,
+        token_weights,
+        label_smoothing,
+        z_loss,
+        wants and hidden.requires_grad,
+        wants and weight.requires_grad,
+    )
+    return total, losses.detach()
+
+
+@torch.library.custom_op("nopad::linear_cross_entropy", mutates_args=())
+def _losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    token_weights: Tensor,
+    smoothing: float,
+    z_loss: float,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return total, token losses, and the gradients of hidden, weight and bias (or empty)."""
+    step = _rows(hidden, weight)
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
+    d_weight = _zeros_fp32(weight if wants_weight else weight[:0])
+    d_bias = _zeros_fp32(weight[:0, 0] if bias is None or not wants_weight else bias)
+    kernel = _kernel(hidden.device.type)
+    for start in range(0, len(hidden), step):
+        rows = slice(start, start + step)
+        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+        losses[rows] = kernel(logits, targets[rows], token_weights[rows], smoothing, z_loss)
+        if wants_hidden:
+            torch.mm(logits, weight, out=d_hidden[rows])
+        if wants_weight:
+            d_weight.add_(logits.T @ hidden[rows])
+        if wants_weight and bias is not None:
+            d_bias.add_(logits.sum(0, dtype=torch.float32))
+        del logits
+    total = (losses * token_weights).sum()
+    return total, losses, d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+
+
+@_losses.register_fake
+def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, wants_hidden, wants_weight):
+    has_bias = bias is not None and wants_weight
+    return (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape[:1], dtype=torch.float32),
+        torch.empty_like(hidden if wants_hidden else hidden[:0]),
+        torch.empty_like(weight if wants_weight else weight[:0]),
+        weight.new_empty(weight.shape[:1] if has_bias else (0,)),
+    )
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.has_bias = inputs[2] is not None
+    ctx.save_for_backward(*output[2:])
+    ctx.wants = inputs[7], inputs[8]
+
+
+def _backward(ctx, d_total, *_):
+    d_hidden, d_weight, d_bias = (_scaled(grad, d_total) for grad in ctx.saved_tensors)
+    wants_hidden, wants_weight = ctx.wants
+    return (
+        d_hidden if wants_hidden else None,
+        d_weight if wants_weight else None,
+        d_bias if ctx.has_bias and wants_weight else None,
+        *[None] * 6,
+    )
+
+
+_losses.register_autograd(_backward, setup_context=_keep)
+
+
+def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
+    """Multiply in fp32 and round once: `by` is no power of two and would lose bits in bf16."""
+    if gradient.dtype == torch.float32:
+        return gradient * by
+    return (gradient.flatten().float() * by).to(gradient.dtype).view_as(gradient)
+
+
+def _zeros_fp32(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.float32)
+
+
+def _rows(hidden: Tensor, weight: Tensor) -> int:
+    """How many tokens a chunk holds: equal chunks, each within the allowance."""
+    room = CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES
+    most = max(1, room // (len(weight) * hidden.element_size()))
+    chunks = -(-len(hidden) // most)
+    return max(1, -(-len(hidden) // max(1, chunks)))
+
+
+def _losses_and_gradient(
+    logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
+) -> Tensor:
+    """Return the losses of a chunk, and overwrite its logits by the gradient of their sum."""
+    counted = targets != IGNORE
+    x = logits.float()
+    normalizer = torch.logsumexp(x, dim=-1)
+    picked = x.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]
+    losses = normalizer - (1 - smoothing) * picked - smoothing * x.mean(-1)
+    losses = losses + z_loss * normalizer.square()
+    share = torch.exp(x - normalizer[:, None]) * (1 + 2 * z_loss * normalizer)[:, None]
+    is_target = torch.arange(x.shape[1], device=x.device)[None] == targets[:, None]
+    gradient = share - smoothing / x.shape[1] - (1 - smoothing) * is_target
+    logits.copy_(gradient * (weights * counted)[:, None])
+    return torch.where(counted, losses, 0.0)
+
+
+@cache
+def _kernel(device: str) -> Callable[..., Tensor]:
+    """On an accelerator, fuse the chunk's arithmetic into two passes over it."""
+    if device == "cpu":
+        return _losses_and_gradient
+    return torch.compile(_losses_and_gradient, dynamic=True)

@@ -1,0 +1,45 @@
+"""What the processes of a run tell each other: sums, objects, and nothing where there is one.
+
+Every front end sits on torch.distributed, so one file serves them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def world() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return which of them this is."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+def sum_over_ranks(value: float) -> torch.Tensor:
+    """Return the sum of every rank's value, on the device the processes talk through, unread."""
+    device = "cuda" if world() > 1 and dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor(float(value), dtype=torch.float64, device=device)
+    if world() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks, on every rank."""
+    if world() == 1:
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def wait_for_all() -> None:
+    """Return when every rank has come here."""
+    if world() > 1:
+        dist.barrier()
