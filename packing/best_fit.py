@@ -1,85 +1,96 @@
 """Best fit over a small pool: the fullest packs go out, the others go back and wait.
 
-    arrivals ─▶ pool ──▶ a trial pack for every segment ──▶ fullest packs ─▶ out
-                 ▲       (largest first, then the                │
-                 │        largest that fits, and an              │ the rest
-                 └────────exact pair to finish) ◀────────────────┘
+    arrivals ─▶ pool ─▶ a trial pack for every segment ─▶ full enough? ─▶ out
+                 ▲                                             │ no
+                 └─────────────────────────────────────────────┘
 
-A round happens whenever the pool is full. Long segments choose their company first, so what is
-hard to place has the whole pool to choose from, round after round; only a pack that is full
-enough leaves. A segment that was put back `patience` times leaves in the next round whatever its
-pack looks like: the delay is bounded. What a round does depends on the pool alone, so the packs
-do not depend on how the arrivals were cut into calls.
+A round happens whenever the pool is full. The longest segment opens a trial pack, the largest
+that fits comes next, and where a pair fills the rest exactly, the pair. Long segments choose
+first, so what is hard to place has the whole pool to choose from, round after round, and what is
+put back keeps its partner from those that are easy to place.
+
+A pack is full enough if it lacks at most 0.5 % of the budget, or belongs to the fullest 40 % of
+its round. Each time a segment is put back its pack may lack half as much again, and after
+PATIENCE times anything: no segment sees more than PATIENCE + 1 rounds, in each of which at most
+`pool` packs go out. What a round does depends on the pool alone, so the packs do not depend on
+how the arrivals were cut into calls.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .bitset import add, contains, discard, empty_bitset, largest_at_most
+from .bitset import add, at, contains, discard, empty_bitset, largest_at_most
 from .compiled import compiled
 
 PATIENCE = 31
-"""Rounds a segment may be put back."""
-PROBES = 16
-"""Pairs tried in search of an exact end of a pack."""
+"""How often a segment may be put back."""
+PROBES = 12
+"""Pairs tried in search of one that fills the rest of a pack exactly."""
+ALLOWANCE = 1.5 ** np.arange(PATIENCE)
+"""By what factor a pack may be less full when its most patient segment was put back n times."""
 
 
 @compiled
 def best_fit(places, waits, budget, pool, final):
     """Pack segments of these places (rounded lengths), given in order of arrival.
 
-    `waits` says how often each was put back so far. Gives the segments of the packs that go out,
-    the offsets of these packs, the segments held back, and how often those were put back.
+    `waits` says how often each of the first ones was put back. Gives the segments of the packs
+    that go out, the offsets of these packs, the segments held back and their waits.
     """
     n = len(places)
     order = np.empty(n, np.int64)
     offsets = np.zeros(n + 1, np.int64)
-    waits = waits.copy()
     held = np.empty(pool, np.int64)
-    low, high = empty_bitset(budget)
-    heads = np.full(budget + 1, -1, np.int32)
-    links = np.empty(pool, np.int32)
-    pack_of = np.empty(pool, np.int32)
+    wait = np.zeros(pool, np.int64)
+    trial = np.empty(pool, np.int64), np.zeros(pool + 1, np.int64)
     slack = np.empty(pool, np.int64)
-    number = np.empty(pool, np.int64)
-    done = packs = m = source = 0
+    oldest = np.empty(pool, np.int64)
+    lists = np.full(budget + 1, -1, np.int32), np.empty(pool, np.int32)
+    levels = empty_bitset(budget)
+    wait[: len(waits)] = waits
+    packs = m = source = 0
     while True:
-        fresh = min(pool - m, n - source)
-        held[m : m + fresh] = np.arange(source, source + fresh)
-        source += fresh
-        m += fresh
+        while m < pool and source < n:
+            held[m] = source
+            source += 1
+            m += 1
         last = final and source == n
         if m == 0 or (m < pool and not last):
             break
-        trial = _trial_packs(places, held[:m], budget, low, high, heads, links, pack_of, slack)
-        limit = budget if last else _slack_limit(slack[:trial], budget)
-        leaving = _number_packs(held[:m], waits, pack_of, slack, limit, number[:trial])
-        m = _let_go(held[:m], waits, pack_of, number, leaving, order, done, offsets, packs)
+        k = _trial_packs(places, held[:m], wait, budget, lists, levels, trial, slack, oldest)
+        limit = budget if last else _slack_limit(slack[:k], budget)
+        leaving, m = _let_go(held, wait, trial, slack[:k], oldest, limit, order, offsets, packs)
         packs += leaving
-        done = offsets[packs]
-    return order[:done], offsets[: packs + 1], held[:m].copy(), waits[held[:m]]
+    return order[: offsets[packs]], offsets[: packs + 1], held[:m].copy(), wait[:m].copy()
 
 
 @compiled
-def _trial_packs(places, held, budget, low, high, heads, links, pack_of, slack):
-    """Give every held segment a trial pack; long segments choose first."""
-    for s in range(len(held) - 1, -1, -1):  # newest first, so that the oldest heads its list
+def _trial_packs(places, held, wait, budget, lists, levels, trial, slack, oldest):
+    """Give every held segment a trial pack; gives the number of packs."""
+    heads, links = lists
+    low, high = levels
+    slots, ends = trial
+    for s in range(len(held) - 1, -1, -1):
         place = places[held[s]]
-        links[s] = heads[place]
-        heads[place] = s
+        links[at(s)] = heads[at(place)]
+        heads[at(place)] = s
         add(low, high, place)
-    packs = 0
-    place = largest_at_most(low, high, budget)
-    while place >= 0:
+    n = packs = 0
+    opening = largest_at_most(low, high, budget)
+    while opening >= 0:
         room = budget
+        age = np.int64(0)
+        place = opening
         pair = np.int64(-1)
         while place >= 0:
-            s = heads[place]
-            heads[place] = links[s]
-            if links[s] < 0:
+            s = heads[at(place)]
+            heads[at(place)] = links[at(s)]
+            if links[at(s)] < 0:
                 discard(low, high, place)
-            pack_of[s] = packs
+            slots[at(n)] = s
+            n += 1
+            age = max(age, wait[at(s)])
             room -= place
             if room == 0:
                 break
@@ -87,76 +98,92 @@ def _trial_packs(places, held, budget, low, high, heads, links, pack_of, slack):
                 place = pair
                 pair = np.int64(-1)
             else:
-                place, pair = _next_segments(room, low, high, heads, links)
+                place = largest_at_most(low, high, room)
+                if place < room < 2 * place:
+                    first = _first_of_pair(room, place, low, high, heads, links)
+                    if first >= 0:
+                        place = first
+                        pair = room - first
         slack[packs] = room
+        oldest[packs] = age
         packs += 1
-        place = largest_at_most(low, high, budget)
+        ends[packs] = n
+        opening = largest_at_most(low, high, opening)
     return packs
 
 
 @compiled
-def _next_segments(room, low, high, heads, links):
-    """Choose the largest that fits, or a pair that fills the room exactly."""
-    largest = largest_at_most(low, high, room)
-    if largest < 0 or largest == room:
-        return largest, np.int64(-1)
+def _first_of_pair(room, largest, low, high, heads, links):
+    """Find the larger of two segments that fill the room exactly, or -1."""
     first = largest
-    for _ in range(PROBES):
+    probes = PROBES
+    while 2 * first >= room and probes > 0:
         second = room - first
-        if second > first:
-            break
         if contains(low, second) and (second != first or links[heads[first]] >= 0):
-            return first, second
+            return first
         first = largest_at_most(low, high, first - 1)
-        if first < 0:
-            break
-    return largest, np.int64(-1)
+        probes -= 1
+    return np.int64(-1)
 
 
 @compiled
 def _slack_limit(slack, budget):
-    """Choose how empty a pack that goes out may be: a quarter of the packs go out at least."""
-    limit = budget // 500
-    enough = (len(slack) + 3) // 4
-    if np.sum(slack <= limit) >= enough:
+    """Choose what a pack may lack: 0.5 % of the budget, or what the fullest 40 % lack."""
+    limit = budget // 200
+    enough = (2 * len(slack) + 4) // 5
+    full = 0
+    for p in range(len(slack)):
+        full += slack[p] <= limit
+    if full >= enough:
         return limit
-    return np.sort(slack)[enough - 1]
+    shift = 0
+    while budget >> shift > 255:
+        shift += 1
+    histogram = np.zeros(256, np.int64)
+    for p in range(len(slack)):
+        histogram[slack[p] >> shift] += 1
+    bucket = 0
+    full = histogram[0]
+    while full < enough:
+        bucket += 1
+        full += histogram[bucket]
+    return ((bucket + 1) << shift) - 1
 
 
 @compiled
-def _number_packs(held, waits, pack_of, slack, limit, number):
-    """Number the packs that go out by their oldest segment; -1 for those that go back."""
-    number[:] = -2
-    for s in range(len(held)):
-        if slack[pack_of[s]] <= limit or waits[held[s]] >= PATIENCE:
-            number[pack_of[s]] = -1
-    leaving = 0
-    for s in range(len(held)):
-        if number[pack_of[s]] == -1:
-            number[pack_of[s]] = leaving
+def _let_go(held, wait, trial, slack, oldest, limit, order, offsets, packs):
+    """Write the packs that go out, put the others back; gives how many went and stayed."""
+    slots, ends = trial
+    back = np.empty(ends[len(slack)], np.int64)
+    back_wait = np.empty_like(back)
+    stride = _golden_stride(len(slack))
+    p = leaving = stay = 0
+    done = offsets[packs]
+    for _ in range(len(slack)):
+        p += stride
+        if p >= len(slack):
+            p -= len(slack)
+        if oldest[p] >= PATIENCE or slack[p] < (limit + 1) * ALLOWANCE[oldest[p]]:
+            for j in range(ends[p], ends[p + 1]):
+                order[done] = held[slots[j]]
+                done += 1
             leaving += 1
-    return leaving
+            offsets[packs + leaving] = done
+        else:
+            for j in range(ends[p], ends[p + 1]):
+                back[stay] = held[slots[j]]
+                back_wait[stay] = wait[slots[j]] + 1
+                stay += 1
+    held[:stay] = back[:stay]
+    wait[:] = 0
+    wait[:stay] = back_wait[:stay]
+    return leaving, stay
 
 
 @compiled
-def _let_go(held, waits, pack_of, number, leaving, order, done, offsets, packs):
-    """Write the packs that go out, segments in order of arrival; put the others back."""
-    ends = np.zeros(leaving + 1, np.int64)
-    for s in range(len(held)):
-        if number[pack_of[s]] >= 0:
-            ends[number[pack_of[s]] + 1] += 1
-    ends[0] = done
-    for p in range(leaving):
-        ends[p + 1] += ends[p]
-        offsets[packs + p + 1] = ends[p + 1]
-    back = 0
-    for s in range(len(held)):
-        p = number[pack_of[s]]
-        if p >= 0:
-            order[ends[p]] = held[s]
-            ends[p] += 1
-        else:
-            held[back] = held[s]
-            waits[held[back]] += 1
-            back += 1
-    return back
+def _golden_stride(packs):
+    """Choose steps that visit all packs so that neighbours differ: near the golden section."""
+    stride = max(1, int(packs * 0.618))
+    while np.gcd(stride, packs) > 1:
+        stride += 1
+    return stride

@@ -24,7 +24,7 @@ class Counts:
     items: int = 0
     tokens: int = 0
     split: int = 0
-    """Items that were split."""
+    """Items that were split because they are longer than a pack."""
     truncated: int = 0
     """Items that were truncated."""
     truncated_tokens: int = 0
@@ -41,27 +41,22 @@ class Counts:
 
 
 def cut(lengths: np.ndarray, room: int, overflow: Overflow, counts: Counts) -> Segments:
-    """Turn the next items into segments of at most `room` tokens, and count what was done.
+    """Turn items, some longer than `room`, into segments that are not; count what is done.
 
     >>> counts = Counts()
     >>> cut(np.array([3, 10, 4]), room=4, overflow="split", counts=counts).lengths.tolist()
     [3, 4, 4, 2, 4]
-    >>> counts.items, counts.split
-    (3, 1)
+    >>> counts.split
+    1
     """
-    first = counts.items
-    items = np.arange(first, first + len(lengths), dtype=np.int64)
+    items = np.arange(counts.items, counts.items + len(lengths), dtype=np.int64)
     long = lengths > room
-    if overflow == "error" and long.any():
+    if overflow == "error":
         worst = int(np.argmax(long))
         raise ValueError(
-            f"item {first + worst} has {lengths[worst]} tokens, a pack holds {room}: raise the "
+            f"item {items[worst]} has {lengths[worst]} tokens, a pack holds {room}: raise the "
             'budget, or choose overflow="split", "truncate" or "drop"'
         )
-    counts.items += len(lengths)
-    counts.tokens += int(lengths.sum())
-    if not long.any():
-        return Segments(items, np.zeros_like(items), lengths)
     if overflow == "split":
         counts.split += int(long.sum())
         return _parts(items, lengths, room)

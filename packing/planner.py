@@ -17,6 +17,7 @@ import numpy as np
 
 from .best_fit import best_fit
 from .compact import from_text, to_text
+from .compiled import compiled
 from .in_order import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut
 from .plan import Plan
@@ -68,15 +69,27 @@ class Planner:
         }
         self.counts = Counts()
         self._room = budget // align * align
-        self._held = [Segments.join([])]
+        self._held = Segments.none()
         self._waits = np.zeros(0, np.int64)
 
     def feed(self, lengths: np.ndarray) -> Plan:
-        """Take the lengths of the next items; give the packs that are decided now."""
-        room = self._room if self.settings["strategy"] != "concat" else np.iinfo(np.int64).max
-        self._held.append(cut(_checked(lengths), room, self.settings["overflow"], self.counts))
-        few = sum(map(len, self._held)) < self.settings["pool"]
-        if few and self.settings["strategy"] == "best_fit":
+        """Take the lengths of the next items; give the packs that are decided now.
+
+        Where an item is refused, none of this call's items were taken.
+        """
+        lengths = _integers(lengths)
+        least, most, total = _measure(lengths)
+        if least < 1:
+            where = self.counts.items + int(np.argmin(lengths))
+            raise ValueError(f"item {where} has length {least}: leave empty items out")
+        if most <= self._room or self.settings["strategy"] == "concat":
+            self._held = self._held.followed_by_items(self.counts.items, lengths)
+        else:
+            segments = cut(lengths, self._room, self.settings["overflow"], self.counts)
+            self._held = self._held.followed_by(segments)
+        self.counts.items += len(lengths)
+        self.counts.tokens += total
+        if self.settings["strategy"] == "best_fit" and len(self._held) < self.settings["pool"]:
             return Plan.join([])
         return self._decide(final=False)
 
@@ -85,32 +98,27 @@ class Planner:
         return self._decide(final=True)
 
     def _decide(self, final: bool) -> Plan:
-        held, align = Segments.join(self._held), self.settings["align"]
+        held, align = self._held, self.settings["align"]
         if self.settings["strategy"] == "concat":
-            held = Segments(*cut_stream(*_columns(held), self._room, align))
-        places = -(-held.lengths // align) * align
+            held = Segments(*cut_stream(*held.columns, self._room, align))
+        places = held.lengths if align == 1 else -(-held.lengths // align) * align
         if self.settings["strategy"] == "best_fit":
-            waits = np.zeros(len(held), np.int64)
-            waits[: len(self._waits)] = self._waits
             order, offsets, left, self._waits = best_fit(
-                places, waits, self._room, self.settings["pool"], final
+                places, self._waits, self._room, self.settings["pool"], final
             )
         else:
             offsets = next_fit(places, self._room, final)
             order, left = np.split(np.arange(len(held)), offsets[-1:])
-            self._waits = np.zeros(len(left), np.int64)
-        self._held = [held.take(left)]
-        plan = Plan(*_columns(held.take(order)), offsets)
+        self._held = held.take(left)
+        plan = Plan(*held.take(order).columns, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())
         return plan
 
     def state_dict(self) -> dict:
         """Give what a planner of the same settings needs to continue: small, JSON, no tokens."""
-        held = Segments.join(self._held)
-        first = int(held.items[0]) if len(held) else 0
-        waits = np.zeros(len(held), np.int64)
-        waits[: len(self._waits)] = self._waits
+        held = self._held
+        first = int(held.items.min(initial=self.counts.items))
         return {
             "version": VERSION,
             "settings": dict(self.settings),
@@ -119,7 +127,7 @@ class Planner:
             "items": to_text(held.items - first),
             "starts": to_text(held.starts),
             "lengths": to_text(held.lengths),
-            "waits": to_text(waits),
+            "waits": to_text(self._waits),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -136,19 +144,25 @@ class Planner:
             from_text(state[name]) for name in ("items", "starts", "lengths", "waits")
         )
         self.counts = Counts(**state["counts"])
-        self._held = [Segments(items + state["first"], starts, lengths)]
+        self._held = Segments(items + state["first"], starts, lengths)
         self._waits = waits
 
 
-def _checked(lengths: np.ndarray) -> np.ndarray:
-    """Refuse what are not lengths of items."""
+def _integers(lengths: np.ndarray) -> np.ndarray:
+    """Refuse what is not one row of integers."""
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
         raise ValueError(f"lengths must be one row of integers, got {lengths.dtype}{lengths.shape}")
-    if len(lengths) and lengths.min() < 1:
-        raise ValueError(f"item {np.argmin(lengths)} of this call has length {lengths.min()} < 1")
-    return lengths.astype(np.int64)
+    return lengths.astype(np.int64, copy=False)
 
 
-def _columns(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return segments.items, segments.starts, segments.lengths
+@compiled
+def _measure(lengths):
+    """Give the least, the most and the sum; of nothing, 1, 0 and 0."""
+    least = np.int64(1) if len(lengths) == 0 else lengths[0]
+    most = total = np.int64(0)
+    for length in lengths:
+        least = min(least, length)
+        most = max(most, length)
+        total += length
+    return least, most, total
