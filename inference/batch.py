@@ -61,6 +61,11 @@ class ChoiceArrays:
     penalty_rows: np.ndarray | None
     edits: tuple[np.ndarray, np.ndarray, np.ndarray] | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether every row just takes its likeliest token."""
+        return self.temperature is None and self.edits is None and self.penalty_rows is None
+
 
 def build(requests: list[Request], table: np.ndarray, page_size: int, columns: Slots) -> Step:
     """Lay out the planned tokens of the requests as one step."""

@@ -16,10 +16,9 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 def scramble(x: np.ndarray) -> np.ndarray:
     """Hash 64-bit words, each on its own (the finaliser of SplitMix64)."""
-    x = np.asarray(x, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * _MIX1
-        x = (x ^ (x >> np.uint64(27))) * _MIX2
+    x = np.atleast_1d(np.asarray(x, dtype=np.uint64))  # arrays wrap around, scalars would warn
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
     return x ^ (x >> np.uint64(31))
 
 
@@ -29,11 +28,9 @@ def stream_seed(seed: int, request: int, sibling: int = 0) -> int:
     >>> stream_seed(0, 0) != stream_seed(0, 1) != stream_seed(0, 1, 1)
     True
     """
-    words = np.array([seed % 2**64, request, sibling], dtype=np.uint64)
     state = np.zeros(1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for word in words:
-            state = scramble(state * _MIX1 + word + _GOLDEN)
+    for word in (seed, request, sibling):
+        state = scramble(state * _MIX1 + np.uint64(word % 2**64) + _GOLDEN)
     return int(state[0])
 
 
@@ -43,6 +40,5 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     >>> uniforms(np.array([7, 7]), np.array([0, 1])).round(3).tolist()
     [0.39, 0.018]
     """
-    with np.errstate(over="ignore"):
-        words = np.asarray(seeds, np.uint64) + np.asarray(positions, np.uint64) * _GOLDEN + _GOLDEN
+    words = np.asarray(seeds, np.uint64) + np.asarray(positions, np.uint64) * _GOLDEN + _GOLDEN
     return (scramble(words) >> np.uint64(11)) * 2.0**-53

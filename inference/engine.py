@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from .borrow import borrowed, unwrap
 from .completion import Completion, Event, Score
+from .fused import fused
 from .group import Group, longest_first
 from .intake import Intake, Params
 from .machine import Machine, Settings, assemble
@@ -251,6 +252,7 @@ class Engine:
                     self._machine = self._assemble(narrow)
                 if self._machine.shadow is not None:
                     stack.enter_context(self._machine.shadow.active())
+                stack.enter_context(fused(self._model, self._machine.fused))
                 self._notice_weights(light)
                 yield
         except BaseException:
@@ -279,8 +281,11 @@ class Engine:
 
     def _notice_weights(self, light: bool) -> None:
         """Forget what other weights computed: cached prefixes, and the keys of running requests."""
+        assert self._machine is not None
         if light and self._weights.unchanged():
             return
+        if self._weights.moved():
+            self._machine.runner.forget_graphs()
         if self._weights.refresh():
             scheduler = self._loop.scheduler
             self._news += self._events(self._loop.drain())

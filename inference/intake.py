@@ -44,7 +44,7 @@ class Intake:
         for prompt, one, rank in zip(prompts, each, priorities, strict=True):
             group = Group(self._number(), self._tongue, streaming)
             try:
-                group.requests = self._requests(prompt, one, rank, until, room, twins)
+                group.requests = self._requests(prompt, one, rank, until, room, twins, streaming)
             except ValueError as error:
                 group.refuse(str(error))
             groups.append(group)
@@ -77,6 +77,7 @@ class Intake:
         until: float,
         room: int,
         twins: Counter[int],
+        streaming: bool,
     ) -> list[Request]:
         """The `n` requests of one prompt."""
         settings = self._tongue.check_params(params)
@@ -98,6 +99,7 @@ class Intake:
                 deadline=until,
                 stop_ids=self._tongue.stop_ids(settings),
                 score_from=None if settings.prompt_logprobs is None else 1,
+                watched=streaming or bool(settings.stop) or settings.logprobs is not None,
             )
             for sibling in range(settings.n)
         ]

@@ -11,7 +11,7 @@ Only token ids here: no text, no model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -20,6 +20,7 @@ import numpy as np
 
 from ..attention.allocator import Copy
 from .batch import Step, build
+from .canary import Canary
 from .request import Request
 from .scheduler import Scheduler
 from .slots import Slots
@@ -58,6 +59,7 @@ class Loop:
         stats: Stats,
         clock: Callable[[], float] = perf_counter,
         ends: Callable[[Request], bool] = lambda request: False,
+        canary: Canary | None = None,
     ):
         self.scheduler = scheduler
         self.stats = stats
@@ -65,7 +67,9 @@ class Loop:
         self._runner = runner
         self._columns = columns
         self._ends = ends
-        self._flying: deque[tuple[Step, float, Callable[[], Results]]] = deque()
+        self._canary = canary
+        self._depth = 0 if canary is not None else runner.depth
+        self._flying: deque[tuple[Step, Callable[[], Results]]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -73,7 +77,7 @@ class Loop:
         return bool(self._flying or self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that got something new, finished or not."""
+        """Run one step; return the requests that ended, and the watched ones with a new token."""
         news = self._expire()
         plan = self.scheduler.plan()
         if plan.copies:
@@ -81,10 +85,13 @@ class Loop:
         if plan.requests:
             page = self.scheduler.pages.page_size
             step = build(plan.requests, self.scheduler.table, page, self._columns)
-            self._flying.append((step, self.clock(), self._runner.launch(step)))
+            if self._canary is not None:
+                self._canary.copy(plan.copies)
+                self._canary.check(step, self.scheduler.scope)
+            self._flying.append((step, self._runner.launch(step)))
             self.scheduler.commit(plan)
             self.stats.note_step(self.clock(), step, self.scheduler)
-        while self._flying and (len(self._flying) > self._runner.depth or not plan.requests):
+        while self._flying and (len(self._flying) > self._depth or not plan.requests):
             news += self._receive(*self._flying.popleft())
         return news
 
@@ -106,34 +113,43 @@ class Loop:
             self._finish(request, "deadline")
         return late
 
-    def _receive(self, step: Step, launched: float, read: Callable[[], Results]) -> list[Request]:
+    def _receive(self, step: Step, read: Callable[[], Results]) -> list[Request]:
+        """Take in what a step gave; requests that ended meanwhile get nothing more."""
         results = read()
-        now = self.clock()
+        self.stats.note_tokens(step.yield_slots, self.clock())
         if results.logprob is not None:
             self._score(step, results)
         news = []
         for row, (request, token) in enumerate(
             zip(step.yielding, results.tokens.tolist(), strict=True)
         ):
-            if request.finish_reason is None:
-                self._accept(request, token, row, results, now)
+            if request.finish_reason is not None:
+                continue
+            if request.watched or token < 0:
+                self._accept(request, token, row, results)
+                news.append(request)
+                continue
+            output = request.output
+            output.append(token)
+            if token in request.stop_ids:
+                self._finish(request, "stop")
+                news.append(request)
+            elif len(output) >= request.limit - len(request.prompt):
+                self._finish(request, "length")
                 news.append(request)
         for request, span in step.scored:
-            # A score request ends with the row before its last token.
-            if request.finish_reason is None and request.limit == len(request.prompt) == (
-                span.stop + 1
-            ):
+            whole = request.limit == len(request.prompt) == span.stop + 1
+            if whole and request.finish_reason is None:
                 self._finish(request, "length")
                 news.append(request)
         return news
 
-    def _accept(self, request: Request, token: int, row: int, results: Results, now: float) -> None:
-        """Add a new token to its request, and end it if that was the last."""
+    def _accept(self, request: Request, token: int, row: int, results: Results) -> None:
+        """Add a token to a request whose every token is looked at."""
         if token < 0:
             self._finish(request, "error", "the model's logits are not numbers (NaN)")
             return
         request.output.append(token)
-        self.stats.note_token(request, now)
         if request.params.logprobs is not None:
             request.logprobs.append((token, *_likelihood(results, row, request.params.logprobs)))
         if token in request.stop_ids or self._ends(request):
@@ -162,9 +178,3 @@ def _likelihood(results: Results, row: int, top: int) -> tuple[float, list[int],
     assert results.top_tokens is not None and results.top_logprobs is not None
     best = results.top_tokens[row, :top].tolist()
     return float(results.logprob[row]), best, results.top_logprobs[row, :top].tolist()
-
-
-def run(loop: Loop) -> Iterable[Request]:
-    """Step until nothing is left; yield requests as they get something new."""
-    while loop.busy:
-        yield from loop.step()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..attention import PageAllocator, PagedCache, probe_layers, refuse
+from .canary import Canary
+from .fused import Part, provable_parts
 from .loop import Loop
 from .memory import Memory, allowance
 from .request import Request
@@ -39,7 +41,8 @@ class Machine:
     loop: Loop
     runner: DeviceRunner
     shadow: Shadow | None
-    dtype: torch.dtype
+    fused: list[Part]
+    """Fused kernels that fit the model."""
 
 
 def assemble(
@@ -81,9 +84,10 @@ def assemble(
         admit=admit,
         trace=trace,
     )
-    runner = DeviceRunner(model, cache, columns, device)
-    loop = Loop(scheduler, runner, columns, stats, ends=ends)
-    return Machine(loop, runner, shadow, dtype)
+    runner = DeviceRunner(model, cache, columns, stats, device, settings.graphs)
+    canary = Canary(count, settings.page_size) if settings.debug else None
+    loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
+    return Machine(loop, runner, shadow, provable_parts(model))
 
 
 def _compute_dtype(model: Any) -> torch.dtype:

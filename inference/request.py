@@ -41,6 +41,8 @@ class Request:
     """Tokens that end it."""
     score_from: int | None = None
     """First position of the prompt whose own log-probability is wanted; None: none."""
+    watched: bool = False
+    """Whether each new token is looked at one by one: streamed, stop strings, log-probabilities."""
 
     order: int = 0
     """Place in the queue among equals; kept through preemption."""

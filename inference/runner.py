@@ -17,25 +17,40 @@ from torch import Tensor
 from ..attention import PagedCache, Pages, Varlen, carry, expect_layers
 from ..attention.allocator import Copy
 from .batch import Step
+from .graphs import DecodeGraphs
 from .loop import Results
 from .sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
 from .slots import Slots
 from .staging import Staging
+from .stats import Stats
 
 
 class DeviceRunner:
     """Run steps of a model whose keys and values live in a paged cache."""
 
-    def __init__(self, model: Any, cache: PagedCache, columns: Slots, device: torch.device):
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache,
+        columns: Slots,
+        stats: Stats,
+        device: torch.device,
+        graphs: bool,
+    ):
         self.depth = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
         self._columns = columns
         self._device = device
         self._staging = Staging(device)
-        self._newest = torch.zeros(len(columns.seed), dtype=torch.int64, device=device)
+        # One entry more than slots: what padding rows of a graph yield goes there.
+        self._newest = torch.zeros(len(columns.seed) + 1, dtype=torch.int64, device=device)
         self._history = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._proven = False
+        self._stats = stats
+        self._graphs: DecodeGraphs | None = None
+        if graphs and device.type == "cuda":
+            self._graphs = DecodeGraphs(self.forward, cache, self._newest)
 
     def copy_pages(self, copies: list[Copy]) -> None:
         """Copy pages before the next step."""
@@ -43,8 +58,14 @@ class DeviceRunner:
 
     def launch(self, step: Step) -> Callable[[], Results]:
         """Start a step; the result is read by calling what is returned."""
-        logits = self._forward(step)
-        tokens = self._sample(step, logits[: len(step.yielding)])
+        if self._graphs is not None and self._graphs.serves(step):
+            logits, tokens, padded = self._graphs.run(step)
+            self._stats.note_graph(padded, len(self._graphs))
+            if not step.choice.plain:
+                tokens = self._sample(step, logits)
+        else:
+            logits = self._forward(step)
+            tokens = self._sample(step, logits[: len(step.yielding)])
         outputs = [tokens]
         if step.top >= 0:
             (targets,) = self._staging.put([step.targets])
@@ -52,6 +73,11 @@ class DeviceRunner:
             outputs += [found.logprob, found.greedy, found.top_tokens, found.top_logprobs]
         read = self._staging.fetch(outputs)
         return lambda: Results(*read())
+
+    def forget_graphs(self) -> None:
+        """Drop captured graphs: the weights have moved."""
+        if self._graphs is not None:
+            self._graphs = DecodeGraphs(self.forward, self.cache, self._newest)
 
     def _forward(self, step: Step) -> Tensor:
         """Logits [R, V] of the wanted rows."""
@@ -105,7 +131,7 @@ class DeviceRunner:
     def _choice(self, step: Step) -> Choice:
         """The sampler's inputs, on the device."""
         c = step.choice
-        if c.temperature is None and c.edits is None and c.penalty_rows is None:
+        if c.plain:
             return Choice()
         temperature = uniform = None
         if c.temperature is not None and c.uniform is not None:

@@ -97,21 +97,25 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose what the next step runs."""
         plan = Plan()
-        tokens, rows = self.tokens_per_step, self.rows_per_step
-        preempted = False
-        place = 0
+        tokens, rows, size = self.tokens_per_step, self.rows_per_step, self.pages.page_size
+        before, place = self.preemptions, 0
         while place < len(self.running) and tokens > 0:
             request = self.running[place]
-            others = len(self.running) - place - 1
-            run = self._portion(request, max(1, tokens - others), rows)
-            kept = self._grow(request, request.computed + run)
-            preempted |= not kept
-            if not kept:
+            computed = request.computed
+            need = min(request.length, request.limit - 1) - computed
+            # Those after it shall get a token each, too.
+            run = min(need, max(1, tokens - len(self.running) + place + 1))
+            if request.score_from is not None:
+                run = self._scorable(request, run, rows)
+                rows -= len(request.scored_rows(computed, computed + run))
+            if computed + run > request.held * size and not self._grow(request, computed + run):
                 break
             if run:
-                tokens, rows = self._take(plan, request, run, tokens, rows)
+                request.planned = run
+                plan.requests.append(request)
+                tokens -= run
             place += 1
-        if not preempted and len(self._slots) >= 1:
+        if self.preemptions == before:
             self._admit(plan, tokens, rows)
         return plan
 
@@ -152,22 +156,10 @@ class Scheduler:
             assert r.computed <= len(held) * self.pages.page_size, f"request {r.id} lacks pages"
             assert self.table[r.slot, : len(held)].tolist() == held, f"request {r.id}: wrong table"
 
-    def _portion(self, request: Request, tokens: int, rows: int) -> int:
-        """How many tokens a request runs, given what is left of the step."""
-        run = min(request.need, tokens)
-        if request.score_from is not None:
-            scored = request.scored_rows(request.computed, request.computed + run)
-            if len(scored) > rows:
-                run = max(scored.start + rows - request.computed, 0)
-        return run
-
-    def _take(
-        self, plan: Plan, request: Request, run: int, tokens: int, rows: int
-    ) -> tuple[int, int]:
-        request.planned = run
-        plan.requests.append(request)
-        scored = len(request.scored_rows(request.computed, request.computed + run))
-        return tokens - run, rows - scored
+    def _scorable(self, request: Request, run: int, rows: int) -> int:
+        """How many of `run` tokens a request may take, with so many scored rows left."""
+        scored = request.scored_rows(request.computed, request.computed + run)
+        return run if len(scored) <= rows else max(scored.start + rows - request.computed, 0)
 
     def _grow(self, request: Request, length: int) -> bool:
         """Give a running request pages for its first `length` tokens, preempting if need be."""
@@ -198,9 +190,14 @@ class Scheduler:
             if not self._start(request, plan, brewing):
                 return
             heappop(self._waiting)
-            run = self._portion(request, tokens, rows)
+            run = min(request.need, tokens)
+            if request.score_from is not None:
+                run = self._scorable(request, run, rows)
+                rows -= len(request.scored_rows(request.computed, request.computed + run))
             if run:
-                tokens, rows = self._take(plan, request, run, tokens, rows)
+                request.planned = run
+                plan.requests.append(request)
+                tokens -= run
                 brewing.add(self._next_stride(request, request.computed))
 
     def _start(self, request: Request, plan: Plan, brewing: set[tuple[int, bytes]]) -> bool:

@@ -28,24 +28,8 @@ class Staging:
         """Bring arrays to the device."""
         if not self._pinned:
             return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-        packed, places = self.pack(arrays)
+        packed, places = pack(arrays)
         return views(packed.to(self._device, non_blocking=True), arrays, places)
-
-    def pack(self, arrays: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
-        """Lay arrays into one pinned buffer; say where each begins.
-
-        Pinned memory comes from torch's caching allocator, which hands a block out again only
-        when the copies that read it are done.
-        """
-        places, size = [], 0
-        for a in arrays:
-            places.append(size)
-            size += -(-a.nbytes // _ALIGN) * _ALIGN
-        packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        raw = packed.numpy()
-        for a, place in zip(arrays, places, strict=True):
-            raw[place : place + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
-        return packed, places
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[np.ndarray]]:
         """Start the way back to the host; calling the result waits for it."""
@@ -62,6 +46,23 @@ class Staging:
             return [t.numpy() for t in held]
 
         return read
+
+
+def pack(arrays: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
+    """Lay arrays into one pinned buffer; say where each begins.
+
+    Pinned memory comes from torch's caching allocator, which hands a block out again only when the
+    copies that read it are done.
+    """
+    places, size = [], 0
+    for a in arrays:
+        places.append(size)
+        size += -(-a.nbytes // _ALIGN) * _ALIGN
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    raw = packed.numpy()
+    for a, place in zip(arrays, places, strict=True):
+        raw[place : place + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+    return packed, places
 
 
 def views(packed: Tensor, arrays: Sequence[np.ndarray], places: Sequence[int]) -> list[Tensor]:

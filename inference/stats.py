@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,6 @@ from .request import Request
 if TYPE_CHECKING:
     from .batch import Step
     from .scheduler import Scheduler
-
-
-@dataclass(slots=True)
-class _Times:
-    queued: float
-    started: float | None = None
-    first: float | None = None
-    last: float | None = None
 
 
 class Stats:
@@ -45,15 +36,30 @@ class Stats:
         self.prompt_tokens = 0
         self.steps_log: list[tuple[float, int, int, int, int]] = []
         """Of each step: time, requests in it, waiting, tokens, pages in use."""
-        self._times: dict[int, _Times] = {}
+        self._queued_at: dict[int, float] = {}
+        self._since = np.empty(0)
+        """By slot: when its request was queued."""
+        self._last = np.empty(0)
+        """By slot: when its request's newest token came."""
         self._queue: list[float] = []
-        self._first: list[float] = []
-        self._between: list[float] = []
+        self._first: list[np.ndarray] = []
+        self._between: list[np.ndarray] = []
         self._slots = 1
         self._pages = 1
 
     def note_queued(self, request: Request, now: float) -> None:
-        self._times[request.id] = _Times(now)
+        self._queued_at[request.id] = now
+
+    def note_admitted(self, request: Request, now: float) -> None:
+        if request.slot >= len(self._last):
+            grow = request.slot + 1 - len(self._last)
+            self._last = np.append(self._last, np.full(grow, np.nan))
+            self._since = np.append(self._since, np.full(grow, np.nan))
+        queued = self._queued_at.get(request.id, now)
+        self._since[request.slot] = queued
+        self._last[request.slot] = now if request.output else np.nan
+        if not request.preempted:
+            self._queue.append(now - queued)
 
     def note_step(self, now: float, step: Step, scheduler: Scheduler) -> None:
         self.steps += 1
@@ -65,27 +71,27 @@ class Stats:
         self.preemptions = scheduler.preemptions
         self.prefix_tokens, self.prompt_tokens = scheduler.prefix_hits, scheduler.prompt_tokens
 
-    def note_admitted(self, request: Request, now: float) -> None:
-        times = self._times.get(request.id)
-        if times is not None and times.started is None:
-            times.started = now
-            self._queue.append(now - times.queued)
+    def note_graph(self, padded: int, captured: int) -> None:
+        self.graph_steps += 1
+        self.rows_padded += padded
+        self.graphs_captured = captured
 
-    def note_token(self, request: Request, now: float) -> None:
-        self.new_tokens += 1
-        times = self._times.get(request.id)
-        if times is None:
+    def note_tokens(self, slots: np.ndarray, now: float) -> None:
+        """A step's tokens reached the host; whole columns, no Python per request."""
+        self.new_tokens += len(slots)
+        if len(self._last) == 0:
             return
-        if times.last is None:
-            self._first.append(now - times.queued)
-        else:
-            self._between.append(now - times.last)
-        times.last = now
+        last = self._last[slots]
+        fresh = np.isnan(last)
+        if fresh.any():
+            self._first.append(now - self._since[slots[fresh]])
+        self._between.append(now - last[~fresh])
+        self._last[slots] = now
 
     def note_finish(self, request: Request, now: float) -> None:
         reason = request.finish_reason or "error"
         self.finished[reason] = self.finished.get(reason, 0) + 1
-        self._times.pop(request.id, None)
+        self._queued_at.pop(request.id, None)
 
     @property
     def occupancy(self) -> float:
@@ -129,13 +135,14 @@ class Stats:
             "preemptions": self.preemptions,
         }
         figures |= {f"finished_{reason}": n for reason, n in self.finished.items()}
-        for name, values in (
-            ("queue", self._queue),
+        for name, parts in (
+            ("queue", [np.array(self._queue)]),
             ("first_token", self._first),
             ("between_tokens", self._between),
         ):
+            values = np.concatenate([np.empty(0), *parts])
             for q in (50, 95, 99):
-                figures[f"{name}_p{q}"] = float(np.percentile(values, q)) if values else 0.0
+                figures[f"{name}_p{q}"] = float(np.percentile(values, q)) if len(values) else 0.0
         return figures
 
     def plot(self, path: str | Path) -> None:

@@ -24,6 +24,7 @@ class WeightsVersion:
         self.number = 0
         self._counters: tuple[int, ...] = ()
         self._checksum = 0.0
+        self._places: tuple[int, ...] = ()
 
     def refresh(self) -> bool:
         """Look at the weights; say whether they changed since the last look."""
@@ -42,9 +43,10 @@ class WeightsVersion:
         """Version counter of every parameter and buffer."""
         return tuple(0 if t.is_inference() else t._version for t in self._tensors())
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where every parameter lies: captured graphs are good for these only."""
-        return tuple(t.data_ptr() for t in self._model.parameters())
+    def moved(self) -> bool:
+        """Whether a parameter lies elsewhere than at the last look: graphs hold addresses."""
+        before, self._places = self._places, tuple(t.data_ptr() for t in self._tensors())
+        return before != self._places
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()

@@ -1,0 +1,128 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds.
+
+A graph is good for one batch size and one width of the page table, so both go up a ladder; rows
+past the batch carry no request and write nowhere. Graphs are captured when first needed and stay
+good while the weights stay where they are: an optimizer updates them in place.
+
+    host ─one copy─▶ ids, positions, slots, lengths, table ─▶ [ graph: model, likeliest token ]
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import PagedCache, Pages, Varlen
+from .batch import Step
+from .sampler import Choice, sample
+from .staging import pack, views
+
+Forward = Callable[[Tensor, Tensor, Varlen, int], Tensor]
+
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def rung(count: int) -> int:
+    """The smallest size of the ladder that holds `count` rows.
+
+    >>> [rung(n) for n in (1, 3, 100, 256, 257, 1000)]
+    [1, 4, 112, 256, 320, 1024]
+    """
+    if count > LADDER[-1]:
+        return -(-count // 64) * 64
+    return LADDER[bisect_left(LADDER, count)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    logits: Tensor
+    tokens: Tensor
+
+
+class DecodeGraphs:
+    """Graphs of one model over one cache."""
+
+    def __init__(self, forward: Forward, cache: PagedCache, newest: Tensor):
+        self._forward = forward
+        self._cache = cache
+        self._newest = newest
+        """Newest token of each slot; the last entry takes what padding yields."""
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    @staticmethod
+    def serves(step: Step) -> bool:
+        """Whether every request of the step runs one token and yields one."""
+        return step.max_tokens == 1 and len(step.yielding) == len(step.requests) == len(step.rows)
+
+    def run(self, step: Step) -> tuple[Tensor, Tensor, int]:
+        """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows."""
+        count = len(step.requests)
+        size = rung(count)
+        width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
+        arrays = _padded(step, size, width, len(self._newest) - 1)
+        key = size, width
+        if key not in self._captured:
+            self._captured[key] = self._capture(arrays)
+        captured = self._captured[key]
+        captured.inputs.copy_(pack(arrays)[0], non_blocking=True)
+        captured.graph.replay()
+        return captured.logits[:count], captured.tokens[:count], size - count
+
+    def _capture(self, arrays: list[np.ndarray]) -> _Captured:
+        blank = [np.zeros_like(a) for a in arrays]
+        blank[_SLOTS] -= 1
+        blank[_LENGTHS] += 1
+        blank[_OWNERS] += len(self._newest) - 1
+        packed, places = pack(blank)
+        inputs = packed.to(self._newest.device)
+        parts = views(inputs, blank, places)
+        width = arrays[_TABLE].shape[1]
+        size = len(arrays[0])
+        bounds = torch.arange(size + 1, dtype=torch.int32, device=inputs.device)
+
+        def body() -> tuple[Tensor, Tensor]:
+            ids, positions, slots, lengths, owners, table = parts
+            pages = Pages(self._cache, table, lengths, slots, width * self._cache.page_size)
+            logits = self._forward(ids, positions, Varlen(bounds, 1, pages), 0)
+            tokens = sample(logits, Choice())
+            self._newest.index_copy_(0, owners, tokens.clamp(min=0))
+            return logits, tokens
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits, tokens = body()
+        return _Captured(graph, inputs, logits, tokens)
+
+
+_SLOTS, _LENGTHS, _OWNERS, _TABLE = 2, 3, 4, 5
+
+
+def _padded(step: Step, size: int, width: int, nobody: int) -> list[np.ndarray]:
+    """The step's arrays, with rows that carry no request up to `size`."""
+    count = len(step.requests)
+    ids, positions, slots = (np.zeros(size, np.int64) for _ in range(3))
+    ids[:count], positions[:count] = step.ids, step.positions
+    slots[:count], slots[count:] = step.slots, -1
+    lengths = np.ones(size, np.int32)
+    lengths[:count] = step.lengths
+    owners = np.full(size, nobody, np.int64)
+    owners[:count] = step.yield_slots
+    table = np.zeros((size, width), np.int32)
+    table[:count, : step.table.shape[1]] = step.table
+    return [ids, positions, slots, lengths, owners, table]

@@ -1,0 +1,152 @@
+"""A model that cannot be fooled: its next token is a hash of the keys it reads.
+
+No numerics are involved, so a single wrong slot, stale page or shifted position changes the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nopad.attention import PageAllocator
+from nopad.inference.batch import Step
+from nopad.inference.canary import Canary
+from nopad.inference.draws import scramble
+from nopad.inference.loop import Loop, Results
+from nopad.inference.request import Request
+from nopad.inference.scheduler import Scheduler
+from nopad.inference.slots import Slots
+from nopad.inference.stats import Stats
+
+VOCABULARY = 50
+
+
+def content(positions, tokens) -> np.ndarray:
+    """What a slot holds once a token was written there."""
+    return scramble(
+        np.asarray(positions, np.uint64) * np.uint64(1009) + np.asarray(tokens, np.uint64)
+    )
+
+
+def follow(contents: np.ndarray, draw: float = 0.0) -> int:
+    """The token that follows what was read, slot by slot."""
+    place = np.arange(1, len(contents) + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        total = scramble(contents ^ scramble(place)).sum(dtype=np.uint64)
+    salt = np.uint64(int(draw * 2**40))
+    return int(scramble(np.array([total ^ salt]))[0] % np.uint64(VOCABULARY))
+
+
+class OracleRunner:
+    """Runs steps on an array of slots instead of a model."""
+
+    def __init__(self, num_pages: int, page_size: int, slots: int, depth: int, canary: bool = True):
+        self.depth, self.page_size = depth, page_size
+        self.kv = np.zeros((num_pages, page_size), np.uint64)
+        self.newest = np.zeros(slots, np.int64)
+        self.canary = Canary(num_pages, page_size) if canary and depth == 0 else None
+        self.scope = ""
+        self.ran = 0
+
+    def copy_pages(self, copies) -> None:
+        self.kv[[c.target for c in copies]] = self.kv[[c.source for c in copies]]
+        if self.canary:
+            self.canary.copy(copies)
+
+    def launch(self, step: Step):
+        if self.canary:
+            self.canary.check(step, self.scope)
+        self.ran += len(step.ids)
+        ids = np.where(step.ids < 0, self.newest[np.maximum(-1 - step.ids, 0)], step.ids)
+        flat = self.kv.reshape(-1)
+        flat[step.slots] = content(step.positions, ids)
+        draws, heat = step.choice.uniform, step.choice.temperature
+        tokens = []
+        for i, row in enumerate(step.rows[: len(step.yielding)]):
+            which = int(np.searchsorted(step.cu_seqlens, row, side="right")) - 1
+            place = np.arange(step.lengths[which])
+            read = flat[
+                step.table[which, place // self.page_size] * self.page_size + place % self.page_size
+            ]
+            drawn = draws is not None and heat is not None and heat[i] > 0
+            tokens.append(follow(read, float(draws[i]) if drawn else 0.0))
+        self.newest[step.yield_slots] = tokens
+        made = np.array(tokens, np.int64)
+        return lambda: Results(made)
+
+
+class World:
+    """Scheduler, loop and oracle over one small cache."""
+
+    def __init__(self, num_pages, page_size, *, max_running=4, tokens_per_step=32, depth=0, **more):
+        self.columns = Slots(max_running)
+        self.scheduler = Scheduler(
+            PageAllocator(num_pages, page_size),
+            max_running=max_running,
+            tokens_per_step=tokens_per_step,
+            max_length=1024,
+            admit=self.columns.admit,
+            **more,
+        )
+        self.runner = OracleRunner(num_pages, page_size, max_running, depth)
+        self.time = 0.0
+        self.stats = Stats()
+        self.loop = Loop(self.scheduler, self.runner, self.columns, self.stats, lambda: self.time)
+
+    def step(self) -> list[Request]:
+        self.time += 1
+        news = self.loop.step()
+        self.scheduler.check()
+        return news
+
+    def drain(self, bound: int) -> int:
+        """Run to the end; the number of steps it took, at most `bound`."""
+        steps = 0
+        while self.loop.busy:
+            assert steps < bound, f"not done after {bound} steps"
+            self.step()
+            steps += 1
+        return steps
+
+
+def alone(request: Request) -> list[int]:
+    """The tokens the request would get if nothing else existed."""
+    from nopad.inference.draws import uniforms
+
+    tokens = request.prompt.tolist()
+    made: list[int] = []
+    while len(tokens) < request.limit:
+        draw = 0.0
+        if request.params.temperature:
+            draw = float(uniforms(np.array([request.seed]), np.array([len(tokens)]))[0])
+        made.append(follow(content(np.arange(len(tokens)), tokens), draw))
+        tokens.append(made[-1])
+        if made[-1] in request.stop_ids:
+            break
+    return made
+
+
+@pytest.fixture
+def world():
+    return World
+
+
+@pytest.fixture
+def expected():
+    return alone
+
+
+@pytest.fixture
+def oracle_parts():
+    return OracleRunner, content, follow
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real models and data; tests that need it skip where it is absent."""
+    folder = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[3] / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}; set NOPAD_SHARED")
+    return folder
