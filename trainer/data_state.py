@@ -1,4 +1,4 @@
-"""The data position of a checkpoint: one small file that every rank writes together and reads alone.
+"""The data position of a checkpoint: one small file, written by all ranks together.
 
 Ranks of a sharded stream know different cursors, so saving is a collective: call it on all ranks.
 The file holds its own checksum and appears whole or not at all.
@@ -39,3 +39,22 @@ def load_data_state(loader: PackedLoader, folder: Path) -> None:
             "or its save was cut short; choose another checkpoint"
         )
     loader.load_state(read_state(path))
+
+
+def last_whole_checkpoint(folder: Path, last_file: str) -> Path:
+    """Return the newest `checkpoint-N` that was saved to its end and whose data state is sound.
+
+    last_file: what the trainer writes last.
+    """
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    reasons = []
+    for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
+        try:
+            read_state(path / STATE_FILE)
+        except (ValueError, OSError) as error:
+            reasons.append(f"{path.name}: {error}")
+            continue
+        if (path / last_file).is_file():
+            return path
+        reasons.append(f"{path.name}: no {last_file}, its save was cut short")
+    raise ValueError(f"{folder} has no whole checkpoint" + "".join(f"; {r}" for r in reasons))

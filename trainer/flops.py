@@ -1,7 +1,7 @@
 """How much arithmetic a training step must do, counted from the model's shape.
 
-    matrices   6 FLOPs per weight and token (2 forward, 4 backward); experts: only those a token visits
-    attention  12 FLOPs per query head, head dimension and pair of query and key that see each other
+    matrices   6 FLOPs per weight that a token meets (2 forward, 4 backward)
+    attention  12 FLOPs per query head, head dimension and pair of query and key of one sequence
 
 Attention is counted per sequence, with its causal half and its window: counting T x T would praise
 packing for work that it does not do.

@@ -1,8 +1,8 @@
 """One rank's batches of a run, in whole optimizer steps, and the data state of what was stepped.
 
-    PackedDataset ─▶ DataLoader workers ─▶ window of `accumulation` packs ─▶ count over ranks ─▶ batches
-                                                  │
-                                                  └─ state: after the last whole window handed out
+    PackedDataset ─▶ DataLoader workers ─▶ window: one step's packs ─▶ count over ranks ─▶ batches
+                                              │
+                                              └─ state: after the last whole window handed out
 
 The loader looks one window ahead, so that every batch can carry the number of tokens that its
 whole optimizer step counts. What was fetched but not stepped is not in the state.
@@ -93,6 +93,8 @@ class PackedLoader:
         """The pack of the batch handed out last."""
         self.handed_out: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation + 64)
         """The packs handed out, each with the state behind it where it ends a step."""
+        self.first_check: Callable[[list[Batch]], None] | None = None
+        """Called once, with the batches of the first step, before any of them is handed out."""
         self.waited = 0.0
         """Seconds this loader let its trainer wait for data."""
         self._state: dict | None = None
@@ -137,6 +139,9 @@ class PackedLoader:
         return _collate(self.collator, Pack.of([], like.budget))
 
     def _step(self, window: _Window, is_last: bool) -> Iterator[Batch]:
+        if self.first_check is not None:
+            self.first_check([batch for batch, _ in window.pairs])
+            self.first_check = None
         extra = {}
         if self.with_items:
             extra["num_items_in_batch"] = self._items([info for _, info in window.pairs])

@@ -1,6 +1,6 @@
 """The exact loss of a step, from the model's own forward.
 
-    model(**batch).loss  =  sum of weighted token losses / num_items_in_batch  (+ the model's own extras)
+    model(**batch).loss  =  sum of token losses / num_items_in_batch   (+ the model's own extras)
 
 `attach_loss` wraps the forward of one model object, and nothing global. While labels are given,
 the LM head hands its input on and the loss is taken straight from the hidden states, so that
@@ -11,12 +11,14 @@ logits are special keep computing logits, and only their loss becomes exact.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..attention import keep_apart
 from ..packing import IGNORE
 from .cross_entropy import linear_cross_entropy
 
@@ -32,19 +34,25 @@ class ModelLoss:
         """Whether the loss comes straight from the hidden states."""
         self.token_losses: Tensor | None = None
         """Of the last batch: the loss of each label [B, T], at the label's position, detached."""
+        self.apart = False
+        """Whether stock masks are told the boundaries, for models that do not pass positions on."""
         self._request: tuple[Tensor, Any, Tensor | None] | None = None
         self._forward, self._head_forward = model.forward, self.head.forward
-        self._loss_function = model.loss_function
         model.forward = self._wrap(model.forward)
         if self.fused:
             self.head.forward = self._hand_on
             model.loss_function = self._from_hidden
 
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        del self.model.forward
+    def keep_logits(self) -> None:
+        """Compute logits after all, for metrics that need them."""
         if self.fused:
             del self.head.forward, self.model._loss_function
+        self.fused = False
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self.keep_logits()
+        del self.model.forward
         del self.model.nopad_loss
 
     def _wrap(self, original: Callable) -> Callable:
@@ -63,15 +71,21 @@ class ModelLoss:
             weights = None if loss_weights is None else _shift(loss_weights, 0.0)
             self._request = targets, num_items_in_batch, weights
             try:
-                if self.fused:
-                    outputs = original(*args, labels=labels, **kwargs)
+                with self._boundaries(kwargs, targets):
+                    if not self.fused:
+                        return self._from_logits(original(*args, **kwargs))
+                    outputs = original(*args, labels=targets, **kwargs)
                     outputs.logits = None  # they were hidden states
                     return outputs
-                return self._from_logits(original(*args, **kwargs))
             finally:
                 self._request = None
 
         return forward
+
+    def _boundaries(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
+        if self.apart and "cu_seq_lens_q" in kwargs:
+            return keep_apart(kwargs["cu_seq_lens_q"], targets.shape[-1])
+        return nullcontext()
 
     def _hand_on(self, hidden: Tensor) -> Tensor:
         return self._head_forward(hidden) if self._request is None else hidden

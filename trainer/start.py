@@ -1,0 +1,175 @@
+"""Before the first step: refuse what would train wrongly, and say what is about to happen.
+
+nopad: llama, attention nopad, boundaries by cu_seq_lens, leak self-test 0.0
+nopad: 1,024 packs of 8192 an epoch, fill 99.8 %, 9.1 samples a pack; split 12, truncated 0, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ..attention import keep_apart
+from ..collators import PackedCollator
+from ..packing import PackedDataset, Planner
+from .ranks import rank
+
+MOST_LENGTHS = 1 << 20
+"""How many documents are planned to foretell an epoch."""
+
+
+def check_run(model: nn.Module, data: PackedDataset, collator: Any = None) -> list[str]:
+    """Raise where this model, data and collator do not go together; else return the banner."""
+    config: Any = model.config.get_text_config()
+    attention = getattr(config, "_attn_implementation", "eager")
+    _check_lengths(data, config)
+    _check_weights(model, collator)
+    found, how = leak(model), _route(attention)
+    if found and attention != "nopad":
+        found, how = leak(model, apart=True), "document numbers in the mask"
+        if not found:
+            _keep_apart_from_now_on(model)
+    if found:
+        raise ValueError(
+            f"{config.model_type} with attn_implementation={attention!r} lets packed samples see "
+            f'each other (logits move by {found:.2g}): use attn_implementation="nopad", or train '
+            "without packing; check=False trains regardless"
+        )
+    first = f"{config.model_type}, attention {attention}, boundaries by {how}, leak self-test 0.0"
+    return [first, *_foretell(data)]
+
+
+def say_start(lines: list[str]) -> None:
+    """Print the banner, on the first rank."""
+    if rank() == 0:
+        for line in lines:
+            tqdm.write(f"nopad: {line}")
+
+
+def leak(model: nn.Module, apart: bool = False) -> float:
+    """Change the first of three packed samples; return how far the others' logits move.
+
+    The movement is relative to the largest logit; 0.0 is what packing promises.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(0, vocabulary, n) for n in (6, 9, 5)]
+    other = [(rows[0] + 1) % vocabulary, *rows[1:]]
+    with evaluating(model), torch.no_grad():
+        before, after = (_logits(model, ids, apart) for ids in (rows, other))
+    moved = (before - after)[0, len(rows[0]) :].abs().max() / before.abs().max()
+    return 0.0 if moved < 1e-3 else float(moved)
+
+
+def _logits(model: nn.Module, rows: list[np.ndarray], apart: bool) -> torch.Tensor:
+    device = next(model.parameters()).device
+    batch = PackedCollator(seq_idx=True)([{"input_ids": ids} for ids in rows])
+    del batch["labels"]
+    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+    if not apart:
+        return model(**batch).logits.float()
+    with keep_apart(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
+        return model(**batch).logits.float()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation, and back into the mode each one was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _route(attention: str) -> str:
+    return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
+
+
+def _keep_apart_from_now_on(model: nn.Module) -> None:
+    loss = getattr(model, "nopad_loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} needs the repaired masks: nopad.trainer.loss.attach_loss(model)"
+        )
+    loss.apart = True
+
+
+def _check_lengths(data: PackedDataset, config: Any) -> None:
+    most = getattr(config, "max_position_embeddings", None)
+    longest = min(int(_lengths(data).max(initial=0)), data.settings["budget"])
+    if most is not None and longest > most:
+        raise ValueError(
+            f"a sequence of {longest} tokens is beyond the model's {most} positions: "
+            f"lower the budget to {most}, or choose a model that reaches farther"
+        )
+
+
+def _check_weights(model: nn.Module, collator: Any) -> None:
+    if getattr(collator, "mean", "token") == "sample" and not hasattr(model, "nopad_loss"):
+        raise ValueError(
+            'mean="sample" needs the exact loss: call nopad.trainer.loss.attach_loss(model) first'
+        )
+
+
+def _lengths(data: PackedDataset) -> np.ndarray:
+    """The lengths of the first documents, none where they are not known before reading."""
+    store = getattr(getattr(data, "packs", None), "store", None)
+    return np.zeros(0, np.int64) if store is None else np.asarray(store.lengths[:MOST_LENGTHS])
+
+
+def _foretell(data: PackedDataset) -> list[str]:
+    lengths = _lengths(data)
+    if not len(lengths):
+        return [f"packs of {data.settings['budget']}, lengths not known before reading"]
+    names = ("budget", "pool", "strategy", "overflow", "align")
+    planner = Planner(**{name: data.settings[name] for name in names})
+    planner.feed(lengths)
+    planner.finish()
+    counts = planner.counts
+    fill = counts.packed_tokens / max(1, counts.packs * data.settings["budget"])
+    return [
+        f"{counts.packs:,} packs of {data.settings['budget']} an epoch, fill {fill:.1%}, "
+        f"{counts.items / max(1, counts.packs):.1f} samples a pack; split {counts.split:,}, "
+        f"truncated {counts.truncated:,}, dropped {counts.dropped:,}"
+    ]
+
+
+def first_check(model: nn.Module) -> Callable[[list[dict]], None]:
+    """Return what a loader should do with the batches of the first step."""
+    config: Any = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return partial(check_batches, vocabulary=config.vocab_size, positions=positions)
+
+
+def check_batches(batches: list[dict], vocabulary: int, positions: int | None) -> None:
+    """Refuse the first step's batches if they cannot be what the model was meant for."""
+    counted = 0
+    for batch in batches:
+        labels, ids = batch["labels"], batch["input_ids"]
+        counted += int((labels >= 0).sum())
+        worst = max(int(ids.max()), int(labels.max()))
+        if worst >= vocabulary or int(ids.min()) < 0:
+            raise ValueError(
+                f"token {worst} is outside the model's vocabulary of {vocabulary}: "
+                "the data was tokenized for another model"
+            )
+        if positions is not None and int(batch["position_ids"].max()) >= positions:
+            raise ValueError(
+                f"position {int(batch['position_ids'].max())} is beyond the model's {positions}: "
+                "lower the budget"
+            )
+    if not counted:
+        raise ValueError(
+            "no label of the first step counts for the loss: check the loss mask "
+            "(a chat template without marked answers leaves nothing to learn)"
+        )

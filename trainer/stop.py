@@ -1,0 +1,54 @@
+"""Stopping when asked: a signal on any rank stops all ranks after the same step.
+
+    SIGTERM, SIGINT, SIGUSR1 ─▶ a flag ─▶ agreed by all ranks at the end of a step ─▶ save, leave
+
+A second signal leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .ranks import sum_over_ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Listen for signals from now on; `agreed` is a collective, call it once a step on every rank."""
+
+    def __init__(self):
+        self.asked: signal.Signals | None = None
+        self._pending: torch.Tensor | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            os._exit(128 + number)
+        self.asked = signal.Signals(number)
+
+    def agreed(self) -> bool:
+        """Say whether any rank was asked, the same on all.
+
+        On an accelerator the answer is that of the step before: reading this one's would wait
+        for the device.
+        """
+        total = sum_over_ranks(self.asked is not None)
+        if total.device.type == "cpu":
+            return bool(total)
+        total, self._pending = self._pending, total
+        return total is not None and bool(total)
+
+    def release(self) -> None:
+        """Give the signals back to whom they belonged."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

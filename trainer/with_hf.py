@@ -1,0 +1,192 @@
+"""Packs in the HF Trainer, and in any trainer made of it, TRL's SFTTrainer among them.
+
+    class PackedTrainer(Packed, Trainer): pass          # defined here
+    class PackedSFTTrainer(Packed, SFTTrainer): pass    # two lines of yours
+
+    PackedTrainer(model, args, train_dataset=PackedDataset(...)).train(resume_from_checkpoint=True)
+
+The training loop is the stock one. What changes: the loader hands out whole packs in whole
+accumulation windows, the loss is exact and takes no memory for logits, checkpoints hold the data
+position, and the log tells fill, rates and MFU.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ..packing import PackedDataset
+from .data_state import last_whole_checkpoint, load_data_state, save_data_state
+from .flops import ModelFlops, stated_peak
+from .loader import Batch, PackedLoader
+from .loss import attach_loss
+from .meter import Meter
+from .ranks import sum_over_ranks, world
+from .start import check_run, first_check, say_start
+from .stop import StopRequest
+
+_Base = Trainer if TYPE_CHECKING else object
+LAST_FILE = "trainer_state.json"
+"""What the stock Trainer writes last into a checkpoint."""
+
+
+class _Loader(PackedLoader):
+    _is_accelerate_prepared = True  # else Accelerate would dispatch and slice our rows
+
+
+class Packed(_Base):
+    """Mix this in before a Trainer whose `train_dataset` is a `PackedDataset`."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: PackedDataset | None = None,
+        *,
+        z_loss: float = 0.0,
+        check: bool = True,
+        **kwargs: Any,
+    ):
+        """Take what the trainer takes.
+
+        z_loss: weight of the squared log-normalizer in the loss.
+        check: refuse, before the first step, what would train wrongly.
+        """
+        args = args or TrainingArguments()
+        if not isinstance(train_dataset, PackedDataset):
+            raise ValueError(
+                f"train_dataset is a {type(train_dataset).__name__}: wrap your data in "
+                "nopad.packing.PackedDataset, or use the trainer without Packed"
+            )
+        smoothing = _settle(args, train_dataset)
+        super().__init__(model, args, data_collator, self._stand_in(train_dataset), **kwargs)
+        self.train_dataset = train_dataset
+        self.packed_collator = data_collator
+        bare = _bare(self.accelerator.unwrap_model(self.model))
+        self.model_loss = attach_loss(bare, label_smoothing=smoothing, z_loss=z_loss)
+        if self.compute_metrics is not None:
+            self.model_loss.keep_logits()
+        self.model_accepts_loss_kwargs = True  # the attached loss does, whatever the model did
+        self.packed_check = check
+        self._loader: _Loader | None = None
+        self._meter: Meter | None = None
+        self._resume: Path | None = None
+
+    def _stand_in(self, data: PackedDataset) -> Any:
+        """What the stock __init__ looks at; trainers with checks of their own override it."""
+        return data
+
+    def get_train_dataloader(self) -> Any:
+        self._loader = _Loader(
+            self.train_dataset,
+            self.packed_collator,
+            accumulation=self.args.gradient_accumulation_steps,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            with_items=False,
+        )
+        if self._resume is not None:
+            load_data_state(self._loader, self._resume)
+        bare = _bare(self.accelerator.unwrap_model(self.model))
+        if self.packed_check:
+            say_start(check_run(bare, self.train_dataset, self._loader.collator))
+            self._loader.first_check = first_check(bare)
+        self._meter = Meter(
+            world(),
+            flops=ModelFlops.of_model(bare),
+            peak=stated_peak(self.args.device),
+            waited=lambda: self._loader.waited if self._loader else 0.0,
+        )
+        return self._loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if not isinstance(data, PackedDataset):
+            return super().get_eval_dataloader(eval_dataset)
+        # The whole set is one window: the stock mean of batch losses is then the token mean.
+        data.set_epoch(0)
+        packs = math.ceil(data.count() / world())
+        return _Loader(data, self.packed_collator, accumulation=packs)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
+        if resume_from_checkpoint is True:
+            found = last_whole_checkpoint(Path(self.args.output_dir), LAST_FILE)
+            resume_from_checkpoint = str(found)
+        self._resume = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._loader is not None and self._meter is not None:
+            info, _ = self._loader.handed_out.popleft()
+            self._meter.add(info)
+            if self.model_loss.token_losses is not None and len(set(info.sources.tolist())) > 1:
+                labels = inputs["labels"].to(loss.device)
+                self._meter.add_losses(info, labels, self.model_loss.token_losses)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
+        # Straight to the stock one: trainers in between take their loss from logits.
+        return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        if not batch_samples or "loss_weights" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        weight = sum(float(batch["loss_weights"].sum()) for batch in batch_samples)
+        return sum_over_ranks(weight).clamp(min=1).float().to(device)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self._meter is not None:
+            logs = {**logs, **{f"pack/{k}": v for k, v in self._meter.read().items()}}
+            self._meter.reset()
+        super().log(logs, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._loader is not None:
+            folder = Path(self._get_output_dir(trial=trial))
+            save_data_state(self._loader, folder / f"checkpoint-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
+
+class PackedTrainer(Packed, Trainer):
+    """The HF Trainer on packs."""
+
+
+class StopCallback(TrainerCallback):
+    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.request = StopRequest()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.request.agreed():
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.request.release()
+
+
+def _settle(args: TrainingArguments, data: PackedDataset) -> float:
+    """Set what packs need in the arguments; return the label smoothing, which is ours to do."""
+    args.remove_unused_columns = False
+    args.ignore_data_skip = True  # the data state does it, without replaying
+    smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
+    if args.max_steps <= 0:
+        data.epochs = max(1, math.ceil(args.num_train_epochs))
+        state = data.state_dict()
+        state["position"]["until"] = data.epochs
+        data.load_state_dict(state)
+        packs = sum(data.count(epoch) for epoch in range(data.epochs))
+        per_rank = math.ceil(packs / args.world_size)
+        args.max_steps = math.ceil(per_rank / args.gradient_accumulation_steps)
+    return smoothing
+
+
+def _bare(model: Any) -> Any:
+    """The causal LM inside PEFT's wrappers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

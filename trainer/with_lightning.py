@@ -1,0 +1,165 @@
+"""Packs in Lightning: a data module and a callback; the module's `training_step` stays yours.
+
+    data = PackedDataModule(PackedDataset(...), num_workers=2)
+    Trainer(callbacks=[PackedCallback(data)], accumulate_grad_batches=4, ...).fit(module, data)
+
+    def training_step(self, batch, _):
+        return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
+
+Lightning keeps the state of rank 0's loader, one batch ahead. Here the callback keeps the state of
+the last batch that was stepped, joined over ranks, in the checkpoint itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..packing import Pack, PackedDataset
+from .data_state import gathered_state
+from .flops import ModelFlops, stated_peak
+from .loader import Batch, PackedLoader
+from .loss import attach_loss
+from .meter import Meter
+from .ranks import world
+from .start import check_run, say_start
+from .stop import StopRequest
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    import pytorch_lightning as pl
+
+KEY = "nopad_data"
+
+
+class PackedDataModule(pl.LightningDataModule):
+    """Training packs, and packs to validate on if there are any."""
+
+    def __init__(
+        self,
+        train: PackedDataset,
+        validation: PackedDataset | None = None,
+        collator: Callable[[Pack], Batch] | None = None,
+        num_workers: int = 0,
+    ):
+        super().__init__()
+        self.train, self.validation = train, validation
+        self.collator, self.num_workers = collator, num_workers
+        self.loader: PackedLoader | None = None
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.loader = PackedLoader(
+            self.train,
+            self.collator,
+            accumulation=self.trainer.accumulate_grad_batches,
+            num_workers=self.num_workers,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        return self.loader
+
+    def val_dataloader(self) -> Any:
+        if self.validation is None:
+            return []
+        # The whole set is one window: the mean of batch losses is then the token mean.
+        self.validation.set_epoch(0)
+        packs = math.ceil(self.validation.count() / world())
+        return PackedLoader(self.validation, self.collator, accumulation=packs)
+
+
+class PackedCallback(pl.Callback):
+    """Attach the exact loss, check the run, keep the data state, log what packing does."""
+
+    def __init__(self, data: PackedDataModule, *, z_loss: float = 0.0, check: bool = True):
+        self.data, self.z_loss, self.check = data, z_loss, check
+        self.meter = Meter()
+        self._loss: Any = None
+        self._state: dict | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._loss = attach_loss(causal_lm(pl_module), z_loss=self.z_loss)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = causal_lm(pl_module)
+        if self.check:
+            say_start(check_run(model, self.data.train, self.data.collator))
+        self.meter = Meter(
+            world(),
+            flops=ModelFlops.of_model(model),
+            peak=stated_peak(pl_module.device),
+            waited=lambda: self.data.loader.waited if self.data.loader else 0.0,
+        )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.meter.reset()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        assert self.data.loader is not None
+        info, state = self.data.loader.handed_out.popleft()
+        self.meter.add(info)
+        if self._loss.token_losses is not None and len(set(info.sources.tolist())) > 1:
+            self.meter.add_losses(info, batch["labels"], self._loss.token_losses)
+        if state is None:
+            return
+        self._state = state
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
+            pl_module.log_dict(rates, batch_size=1)
+            pl_module.log("tok/s", rates["pack/tokens_per_second"], prog_bar=True, batch_size=1)
+            self.meter.reset()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
+    ) -> None:
+        if self.data.loader is not None:
+            start = self._state or self.data.train.state_dict()
+            checkpoint[KEY] = gathered_state(self.data.loader, start)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
+    ) -> None:
+        if KEY not in checkpoint:
+            raise ValueError(
+                f"the checkpoint holds no data position ({KEY}): it was saved without "
+                "PackedCallback; start a new run from its weights instead"
+            )
+        self.data.train.load_state_dict(checkpoint[KEY])
+
+
+class StopCallback(pl.Callback):
+    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
+
+    def __init__(self, path: Path):
+        """path: the checkpoint to write then."""
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.request = StopRequest()
+        self._last = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._last:
+            return  # between two steps: what is accumulated would be lost
+        self._last = trainer.global_step
+        if self.request.agreed() and not trainer.should_stop:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.request.release()
+
+
+def causal_lm(module: nn.Module) -> nn.Module:
+    """Find the HF causal LM inside a Lightning module."""
+    for part in module.modules():
+        if hasattr(part, "get_output_embeddings") and hasattr(part, "loss_function"):
+            return part
+    raise ValueError(f"{type(module).__name__} holds no HF causal LM: keep it as an attribute")
