@@ -65,13 +65,20 @@ class PlannedPacks:
         for begin in range(0, len(self.store), WINDOW):
             places = np.arange(begin, min(begin + WINDOW, len(self.store)))
             documents = self._documents(places, epoch)
-            plan = planner.feed(self.store.lengths[documents])
+            plan = self._mixed(planner.feed(self.store.lengths[documents]), epoch, begin)
             older = plan.items < begin
             named = documents[np.maximum(plan.items - begin, 0)]
             named[older] = self._documents(plan.items[older], epoch)
             yield plan, named
-        plan = planner.finish()
+        plan = self._mixed(planner.finish(), epoch, len(self.store))
         yield plan, self._documents(plan.items, epoch)
+
+    def _mixed(self, plan: Plan, epoch: int, begin: int) -> Plan:
+        """Shuffle a window's packs, or the parts of one long document would follow each other."""
+        if not self.shuffle:
+            return plan
+        order_key = key("packs", self.seed, epoch, begin)
+        return plan.take(shuffled(np.arange(len(plan)), len(plan), order_key))
 
     def _documents(self, places: np.ndarray, epoch: int) -> np.ndarray:
         """Give the documents that stand at these places of an epoch."""
