@@ -34,25 +34,25 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "hub name; without it, Python's standard library")  # fmt: skip
     add("--text-column", default="text", help="column that holds the text")
     add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
-    add("--budget", type=int, default=2048, help="tokens a pack may hold")
+    add("--budget", type=int, default=1024, help="tokens a pack may hold")
     add("--workers", type=int, default=0, help="data loading processes per rank")
     add = parser.add_argument_group("model").add_argument
     add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
     add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=150, help="optimizer steps")
+    add("--steps", type=int, default=300, help="optimizer steps")
     add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=4e-3, help="at its peak")
-    add("--warmup", type=int, default=10, help="steps until the peak")
+    add("--learning-rate", type=float, default=6e-3, help="at its peak")
+    add("--warmup", type=int, default=20, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--seed", type=int, default=0, help="of the weights and of the order of packs")
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
     add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
-    add("--save-every", type=int, default=50, help="steps between checkpoints")
-    add("--eval-every", type=int, default=75, help="steps between generations")
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--eval-every", type=int, default=150, help="steps between generations")
     add("--prompt", action="append", help="what to continue then; may be repeated")
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
     return parser.parse_args(argv)
@@ -70,10 +70,10 @@ def load_data(args: argparse.Namespace):
         import stdlib_corpus
 
         texts = stdlib_corpus.documents()
+        if tokenizer is None and source is None:
+            source = stdlib_corpus.encoded(texts)
+        source = source or [{"text": text} for text in texts]
         tokenizer = tokenizer or stdlib_corpus.tokenizer(texts)
-    if source is None:
-        ends = [tokenizer.eos_token_id]
-        source = [{"input_ids": ids + ends} for ids in tokenizer(texts)["input_ids"]]
     return tokenizer, PackedDataset(
         source,
         tokenizer=tokenizer,
@@ -93,13 +93,14 @@ def load_model(args: argparse.Namespace, tokenizer):
     if args.model is None:
         config = LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=6,
-            num_key_value_heads=2,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
             max_position_embeddings=max(args.budget, 2048),
             tie_word_embeddings=True,
+            initializer_range=1 / 16,  # 1 / sqrt(hidden size): it learns from the first step
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
@@ -171,6 +172,7 @@ class Pretraining:
         self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
         self.meter = Meter(accelerator.num_processes)
+        self.engine = None
         self.step = 0
 
     def say(self, text: str) -> None:
@@ -181,11 +183,13 @@ class Pretraining:
 
     def describe(self) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
+        ranks = self.accelerator.num_processes
         self.say(
             f"{self.accelerator.unwrap_model(self.model).config.model_type}, "
             f"{parameters / 1e6:.1f} M parameters, vocabulary {len(self.tokenizer)}, "
-            f"attention {self.args.attention}, {self.accelerator.num_processes} process(es) on "
-            f"{self.accelerator.device.type}, packs of {self.args.budget} tokens -> {self.folder.path}"
+            f"attention {self.args.attention}, packs of {self.args.budget} tokens, "
+            f"{ranks} process{'es' if ranks > 1 else ''} on {self.accelerator.device.type} "
+            f"-> {self.folder.path}"
         )
 
     def resume(self) -> None:
@@ -194,6 +198,8 @@ class Pretraining:
             raise ValueError(f"{self.folder.path} has no checkpoint yet: start a new run")
         self.accelerator.load_state(str(self.folder.checkpoint(step)))
         self.step = step
+        if self.accelerator.is_main_process:
+            self.folder.forget_after(step)
         self.say(f"resumed {self.folder.path} at step {step}")
 
     def train(self) -> None:
@@ -242,8 +248,10 @@ class Pretraining:
             f"loss {loss:.3f}, {rates['tokens_per_second']:.0f} tok/s, "
             f"fill {rates['fill']:.2%}, {rates['samples_per_pack']:.1f} samples/pack"
         )
-        learning_rate = self.scheduler.get_last_lr()[0]
-        self.accelerator.log({"loss": loss, "learning_rate": learning_rate, **rates}, self.step)
+        values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0], **rates}
+        self.accelerator.log(values, self.step)
+        if self.accelerator.is_main_process:
+            self.folder.log(self.step, values)
 
     def after_step(self) -> None:
         last = self.step == self.args.steps
@@ -257,7 +265,8 @@ class Pretraining:
         if self.accelerator.is_main_process:
             from nopad.inference import Engine, SamplingParams
 
-            engine = Engine(self.accelerator.unwrap_model(self.model), self.tokenizer)
+            model = self.accelerator.unwrap_model(self.model)
+            engine = self.engine = self.engine or Engine(model, self.tokenizer)
             prompts = self.args.prompt or PROMPTS
             params = SamplingParams(temperature=0.7, max_tokens=32, seed=self.args.seed)
             self.say(f"after {self.step} steps:")

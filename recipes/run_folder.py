@@ -1,6 +1,7 @@
 """The folder of a run: numbered checkpoints that appear whole or not at all.
 
     runs/pretrain-1/run.json            what the run was started with
+    runs/pretrain-1/log.jsonl           loss and rates, one line a step
     runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 """
 
@@ -70,6 +71,17 @@ class RunFolder:
         """Let the checkpoint appear under its name, in one rename."""
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         self.unfinished(step).rename(self.checkpoint(step))
+
+
+    def log(self, step: int, values: dict) -> None:
+        with (self.path / "log.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop log lines of steps that a resumed run will take again."""
+        path = self.path / "log.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
 def _numbers(folder: Path, name: str) -> list[int]:

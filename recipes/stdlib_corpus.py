@@ -1,7 +1,7 @@
 """A corpus any machine has: the Python standard library's own sources, one file a document.
 
-The tokenizer is a byte-level BPE trained on that corpus. It is kept in the user's cache folder,
-under a name that changes with the corpus, so a second run starts at once.
+The tokenizer is a byte-level BPE trained on that corpus. It and the encoded documents are kept in
+the user's cache folder, under a name that changes with the corpus: a second run starts at once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-VOCABULARY = 2048
+VOCABULARY = 512
 END = "<|endoftext|>"
 
 
@@ -28,15 +31,34 @@ def tokenizer(texts: list[str]):
     """Load this corpus's tokenizer from the cache, or train it."""
     from transformers import PreTrainedTokenizerFast
 
+    path = _cached(texts, ".json", lambda unfinished: _train(texts).save(str(unfinished)))
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, bos_token=END)
+
+
+def encoded(texts: list[str]) -> list[np.ndarray]:
+    """Load the documents' ids from the cache, or encode them; each ends with the end token."""
+
+    def write(unfinished: Path) -> None:
+        end = tokenizer(texts).eos_token_id
+        rows = [[*ids, end] for ids in tokenizer(texts)(texts)["input_ids"]]
+        ends = np.cumsum([len(row) for row in rows])
+        with unfinished.open("wb") as file:
+            np.savez(file, ids=np.concatenate(rows).astype(np.uint16), ends=ends)
+
+    with np.load(_cached(texts, ".npz", write)) as stored:
+        return np.split(stored["ids"].astype(np.int64), stored["ends"][:-1])
+
+
+def _cached(texts: list[str], suffix: str, write: Callable[[Path], None]) -> Path:
     digest = hashlib.sha256("\0".join([str(VOCABULARY), *texts]).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nopad"
-    path = cache / f"stdlib-{digest}.json"
+    path = cache / f"stdlib-{digest}{suffix}"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")  # ranks may race; the last rename wins
-        _train(texts).save(str(unfinished))
+        unfinished = path.with_suffix(f"{suffix}.{os.getpid()}")  # ranks may race: one rename wins
+        write(unfinished)
         unfinished.replace(path)
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, bos_token=END)
+    return path
 
 
 def _train(texts: list[str]):

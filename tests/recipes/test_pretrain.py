@@ -1,0 +1,234 @@
+"""The pretraining recipe as a user runs it: processes, exit codes, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "recipes" / "pretrain.py")
+SMALL = ["--budget", "128", "--save-every", "2", "--eval-every", "100"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A config small enough that start-up is the whole cost."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=600,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.0,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "corpus.jsonl"
+    words = "def class import return self for in range print".split()
+    generator = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(400):
+            text = " ".join(generator.choices(words, k=generator.randint(1, 120)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """The recipe's own tokenizer, saved where --tokenizer finds it."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import stdlib_corpus
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    stdlib_corpus.tokenizer(stdlib_corpus.documents()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def arguments(model, corpus, tokenizer) -> list[str]:
+    return ["--model", str(model / "config.json"), "--tokenizer", str(tokenizer),
+            "--data", str(corpus), *SMALL]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(*arguments: str, cwd: Path, launcher: tuple[str, ...] = (sys.executable,)):
+    return subprocess.run(
+        [*launcher, RECIPE, *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    return left.keys() == right.keys() and all((left[k] == right[k]).all() for k in left)
+
+
+def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_path, arguments):
+    for name in ("whole", "again"):
+        done = run(*arguments, "--steps", "9", "--output", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    whole, again, killed = tmp_path / "whole", tmp_path / "again", tmp_path / "killed"
+    assert losses(whole) == losses(again)
+    assert [step for step, _ in losses(whole)] == list(range(1, 10))
+
+    child = subprocess.Popen(
+        [sys.executable, RECIPE, *arguments, "--steps", "9", "--output", "killed"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(killed / f"checkpoint-{random.choice([2, 4, 6])}", child)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(30) == -signal.SIGKILL
+    assert not (killed / "checkpoint-9").exists()
+
+    done = run(*arguments, "--steps", "9", "--resume", "killed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(killed) == losses(whole)
+    assert same_weights(killed / "checkpoint-9", whole / "checkpoint-9")
+
+
+def wait_for(path: Path, child: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert child.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.005)
+
+
+def test_two_ranks_train_like_one_rank_that_accumulates_twice(tmp_path, arguments):
+    one = run(*arguments, "--steps", "4", "--accumulation", "2", "--output", "one", cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    two = run(
+        *arguments, "--steps", "4", "--output", "two", cwd=tmp_path,
+        launcher=(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+    )  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    assert "2 processes on cpu" in two.stdout + two.stderr
+    for (step, a), (other, b) in zip(
+        losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True
+    ):
+        assert step == other and a == pytest.approx(b, rel=1e-5)
+
+
+def test_the_checkpoint_is_a_model_that_transformers_loads(tmp_path, arguments):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = run(*arguments, "--steps", "2", "--eval-every", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "after 2 steps" in done.stdout + done.stderr
+    folder = tmp_path / "runs" / "pretrain-1" / "checkpoint-2"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    loaded = model.state_dict()
+    assert all((loaded[name] == tensor).all() for name, tensor in stored.items())
+    assert len(AutoTokenizer.from_pretrained(folder)) <= model.config.vocab_size
+
+
+BAD = {
+    "an unknown file type": (["--data", "corpus.xyz"], "corpus.xyz"),
+    "a missing column": (["--text-column", "body"], "body"),
+    "an empty corpus": (["--data", "empty.jsonl"], "empty.jsonl"),
+    "a budget below 2": (["--budget", "1"], "budget"),
+    "a vocabulary too small": (["--model", "tiny/config.json"], "vocabulary"),
+    "a resume folder of nothing": (["--resume", "nowhere"], "nowhere"),
+    "a resume folder of another run": (["--resume", "other"], "seed"),
+    "an output folder in use": (["--output", "other"], "other"),
+}
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory, model) -> Path:
+    """A folder with the bad things in it."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "corpus.xyz").write_text("x")
+    (folder / "empty.jsonl").write_text("")
+    config = json.loads((model / "config.json").read_text())
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    (folder / "other").mkdir()
+    (folder / "other" / "run.json").write_text(json.dumps({"seed": 7}))
+    return folder
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_gets_one_line_and_status_2(what, used, arguments):
+    extra, word = BAD[what]
+    before = snapshot(used)
+    done = run(*arguments, "--steps", "1", *extra, cwd=used)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("pretrain: ") and word in last, done.stderr
+    assert snapshot(used) == before, "something was written"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_pack_trains_like_its_samples_one_by_one():
+    """The recipe's own model: loss and gradients of a pack against each sample run alone."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import numpy as np
+    import pretrain
+    import torch
+    from nopad.collators import PackedCollator
+    from nopad.packing import Pack, Sample
+
+    class Tokenizer:
+        bos_token_id = eos_token_id = 0
+
+        def __len__(self):
+            return 512
+
+    torch.manual_seed(0)
+    model = pretrain.load_model(pretrain.options([]), Tokenizer())
+    generator = np.random.default_rng(0)
+    samples = [Sample(generator.integers(0, 512, n)) for n in (1, 2, 97, 31, 256, 5)]
+    pack = Pack.of(samples, budget=1024)
+
+    def gradients(batches):
+        model.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = model(**batch, num_items_in_batch=pack.counted).loss
+            loss.backward()
+            total += loss.item()
+        return total, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    collate = PackedCollator()
+    packed, packed_grads = gradients([collate(pack)])
+    alone, alone_grads = gradients([collate([sample]) for sample in samples if len(sample) > 1])
+    assert packed == pytest.approx(alone, rel=1e-6)
+    for name, grad in packed_grads.items():
+        torch.testing.assert_close(grad, alone_grads[name], rtol=1e-4, atol=2e-6, msg=name)
