@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .ahead import Skipped, encode_ahead
+from .ahead import Skipped
+from .building import Choices, build, fingerprint_of, open_all, settings_of
 from .encoder import Encoder
-from .fingerprint import tokenizer_fingerprint
+from .mixture import Stop, as_mixture
 from .order import Share
 from .overflow import Overflow
 from .pack import Pack
 from .planned import PlannedPacks, Position
 from .planner import Strategy
-from .sources import RowSource, open_source
+from .progress import Progress, done
 from .state import VERSION, check_state
-from .token_store import TokenStore
 
 
 class PackedDataset(IterableDataset):
@@ -45,14 +46,20 @@ class PackedDataset(IterableDataset):
         budget: int,
         seed: int = 0,
         epochs: int | None = 1,
+        packs: int | None = None,
         rank: int | None = None,
         world: int | None = None,
+        shuffle: bool | int = True,
+        shards: int | None = None,
         pool: int = 1024,
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
         align: int = 1,
+        pad: int = 0,
         continue_positions: bool = False,
-        shuffle: bool | int = True,
+        level: bool = False,
+        stop: Stop = "first",
+        ahead: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         column: str = "text",
         eos: bool | int = True,
@@ -60,129 +67,141 @@ class PackedDataset(IterableDataset):
         glob: str | None = None,
         dtype: str | None = None,
     ):
-        """Open the source; small ones are encoded at once.
+        """Open the source.
 
-        source: a path, a list, an iterable, a function that returns an iterator or a dataset.
-        epochs: passes over the data, or None for no end.
+        source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a
+            function that returns an iterator, a datasets.Dataset, or a list of (source, weight).
+        epochs: passes over the data, or None for no end; packs: end after so many, over all ranks.
         rank, world: which of how many processes this is; else found out when iteration begins.
+        shuffle: of everything where rows are known by number, else of windows of 1024 or so many.
+        shards: into how many parts a stream of unknown lengths is cut; ranks x workers divide it.
+        ahead: encode everything at once, so that lengths are known; default for what is small.
+        stop: what ends an epoch of a mixture; see `mixture`.
         """
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs {epochs}: at least 1, or None for no end")
-        self.encoder = Encoder(tokenizer, column=column, eos=eos, vocab_size=vocab_size)
-        self.skipped = Skipped() if on_error == "skip" else None
-        opened = open_source(source, column=column, glob=glob, dtype=dtype, eos=self.encoder.eos)
-        self.source = opened
-        planner = {"budget": budget, "pool": pool, "strategy": strategy}
-        planner |= {"overflow": overflow, "align": align}
-        if isinstance(opened, RowSource):
-            opened = [encode_ahead(opened, self.encoder, self.skipped)]
-        self.packs = PlannedPacks(
-            TokenStore(opened),
-            planner,
-            seed=seed,
-            shuffle=bool(shuffle),
-            continue_positions=continue_positions,
-        )
-        self.settings = {
-            **planner,
-            "seed": seed,
-            "shuffle": bool(shuffle),
-            "continue_positions": continue_positions,
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-        }
-        self.data = self.packs.store.fingerprint()
+        _check(on_error, epochs, packs)
+        pairs = as_mixture(source) or [(source, 1)]
+        weights = [weight for _, weight in pairs]
+        packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
+        packer |= {"align": align, "pad": pad, "continue_positions": continue_positions}
+        encoder = Encoder(tokenizer, column=column, eos=eos, vocab_size=vocab_size)
+        skip = on_error == "skip"
+        choices = Choices(packer, encoder, seed, shuffle, shards, ahead, stop, level, packs, skip)
+        self.skipped = Skipped()
+        opened = open_all(pairs, encoder, glob=glob, dtype=dtype)
+        self.packs = build(opened, weights, choices, self.skipped)
+        self.settings = settings_of(self.packs, choices, weights)
+        self.data = fingerprint_of(self.packs)
         self.rank, self.world, self.epochs = rank, world, epochs
-        self._position = Position(until=epochs)
-        self._last: Pack | None = None
-        self._taken = 0
-        self._resumed: dict | None = None
+        self._begin_pass(0)
 
     def __iter__(self) -> Iterator[Pack]:
-        share = self._share()
-        base, position = self._position.index, self._position
-        self._taken, resumed = 0, self._resumed
-        if resumed is not None:
-            self._taken = resumed["taken"]
-            index = share.first(base) + self._taken * share.stride
-            position = Position(resumed["epoch"], resumed["start"], index, position.until)
-        for pack in self.packs.read(position, share, base):
-            self._last, self._taken = pack, self._taken + 1
+        share, begin = self._share(), self._begin
+        given = Progress(begin.position, dict(begin.cursors))
+        position = begin.position
+        if self._worker is not None:
+            given.taken = self._worker["taken"]
+            index = share.first(position.index) + given.taken * share.stride
+            position = Position(self._worker["epoch"], self._worker["start"], index, position.until)
+        self._given = given
+        for pack in self._read(position, share, begin.position.index, begin.cursors):
+            given.add(pack.index, pack.cursor)
             yield pack
-        self._next_pass()
+        if get_worker_info() is None:
+            self._begin_pass(begin.position.until or 0)
+
+    def _read(self, position: Position, share: Share, base: int, cursors: dict) -> Iterator[Pack]:
+        if isinstance(self.packs, PlannedPacks):
+            return self.packs.read(position, share, base)
+        return self.packs.read(position, share, base, cursors)
 
     def count(self, epoch: int = 0) -> int:
-        """Count the packs of one epoch over all ranks."""
+        """Count the packs of one epoch over all ranks; lengths must be known."""
+        if not isinstance(self.packs, PlannedPacks):
+            raise ValueError("packs of a stream cannot be counted before it was read")
         return self.packs.count(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless the run stands in it already."""
-        if self._position.epoch != epoch:
+        if self._begin.position.epoch != epoch:
             self._begin_pass(epoch)
 
-    def state_dict(self) -> dict:
-        """Give the state after the last pack that this process was given."""
-        if get_worker_info() is None:
-            return (
-                self._state(self._position) if self._last is None else self.state_after(self._last)
-            )
-        info, last = get_worker_info(), self._last
-        at = {"epoch": self._position.epoch, "start": self._position.start}
-        worker = {"id": info.id, "of": info.num_workers, "taken": self._taken}
-        return self._state(self._position, worker={**worker, **(last.cursor if last else at)})
+    def stepped(self, pack: Pack | dict) -> None:
+        """Say that a pack was trained on: from now on the state is that of the stepped packs.
 
-    def state_after(self, pack: Pack) -> dict:
-        """Give the state after a pack was stepped, on this rank and, in its round, on the others.
-
-        Use it where packs are prefetched: the state is then that of the pack you have trained on,
-        whoever else has read ahead.
+        Without it, the state is that of the packs given out, which counts prefetched ones too.
         """
-        index = self._share().round_end(pack.index, self._position.index)
-        position = Position(pack.cursor["epoch"], pack.cursor["start"], index)
-        return self._state(position)
+        if self._done is None:
+            self._done = Progress(self._begin.position, dict(self._begin.cursors))
+        self._done.add(*done(pack))
+
+    def state_after(self, pack: Pack | dict) -> dict:
+        """Give the state after a pack was stepped; call it, or `stepped`, for every pack."""
+        self.stepped(pack)
+        return self.state_dict()
+
+    def state_dict(self) -> dict:
+        """Give the state: small JSON that any number of ranks and workers can continue from.
+
+        Where lengths are unknown a rank knows its own shards only: `merge_states` joins them.
+        """
+        info = get_worker_info()
+        if info is None:
+            progress = self._done or self._given
+            return self._state(progress.reached(self._share()), progress.shards())
+        at = self._begin.position if self._given.last is None else None
+        epoch, start = (at.epoch, at.start) if at else self._given.last[1:]
+        worker = {"id": info.id, "of": info.num_workers, "taken": self._given.taken}
+        state = self._state(self._begin.position, self._given.shards())
+        return {**state, "worker": {**worker, "epoch": epoch, "start": start}}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue where the state was taken; it must be of the same data and settings."""
         check_state(state, self.settings, self.data)
-        self._position, self._last, self._resumed = Position(**state["position"]), None, None
-        if "worker" in state:
-            info = get_worker_info()
-            here = None if info is None else (info.id, info.num_workers)
-            if here != (state["worker"]["id"], state["worker"]["of"]):
-                raise ValueError(
-                    f"the state is of worker {state['worker']['id']} of {state['worker']['of']}, "
-                    "and belongs to that worker: keep num_workers, or use state_after(pack)"
-                )
-            self._resumed = state["worker"]
+        worker = state.get("worker")
+        info = get_worker_info()
+        here = None if info is None else (info.id, info.num_workers)
+        if worker is not None and here != (worker["id"], worker["of"]):
+            raise ValueError(
+                f"the state is that of worker {worker['id']} of {worker['of']}: keep num_workers, "
+                "or save the state of the packs that were stepped, which any number can continue"
+            )
+        cursors = {
+            int(shard): {**at, "shard": int(shard)} for shard, at in state.get("shards", {}).items()
+        }
+        self._begin = Progress(Position(**state["position"]), deepcopy(cursors))
+        self._given, self._done, self._worker = self._begin, None, worker
 
-    def _state(self, position: Position, **extra: Any) -> dict:
-        at = {**asdict(position), "until": self._position.until}
-        return {
+    def _state(self, position: Position, shards: dict) -> dict:
+        state = {
             "version": VERSION,
             "settings": dict(self.settings),
             "data": self.data,
-            "position": at,
-            **extra,
+            "position": asdict(position),
         }
-
-    def _next_pass(self) -> None:
-        self._begin_pass(self._position.until or 0)
+        return {**state, "shards": shards} if shards else state
 
     def _begin_pass(self, epoch: int) -> None:
         until = None if self.epochs is None else epoch + self.epochs
-        self._position, self._last, self._resumed = Position(epoch, 0, 0, until), None, None
+        self._begin = self._given = Progress(Position(epoch, 0, 0, until))
+        self._done: Progress | None = None
+        self._worker: dict | None = None
 
     def _share(self) -> Share:
         info = get_worker_info()
         rank, world = self.rank, self.world
-        if (
-            world is None
-            and torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-        ):
+        live = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if world is None and live:
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         elif world is None:
             rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return Share(rank or 0, world, worker, workers)
+
+
+def _check(on_error: str, epochs: int | None, packs: int | None) -> None:
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs {epochs}: at least 1, or None for no end")
+    if packs is not None and packs < 1:
+        raise ValueError(f"packs {packs}: at least 1, or None")

@@ -21,8 +21,8 @@ from .sample import IGNORE, Sample
 class Pack:
     """N sequences in one flat row; a sequence is a sample or a part of a split one.
 
-    A value: nothing changes it. It is not declared frozen only because that would cost 2 µs a
-    pack, a third of what making one takes.
+    A value: nothing changes it once it is given out. It is not declared frozen only because that
+    would cost 2 µs a pack, a third of what making one takes.
 
     >>> pack = Pack.of([Sample(np.array([1, 2, 3])), Sample(np.array([4, 5]))], budget=8)
     >>> pack.tokens.tolist(), pack.labels.tolist(), pack.cu_seqlens.tolist()

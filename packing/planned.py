@@ -12,21 +12,22 @@ a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from .order import Share, key, shuffled
+from .epoch_order import MixedOrder, epoch_order
+from .mixture import Stop, Weight
+from .order import Share
 from .pack import Pack
 from .plan import Plan
 from .planner import Planner
 from .token_store import TokenStore
 
-WINDOW = 1 << 16
-"""Documents planned at a time."""
 TOGETHER = 1 << 17
 """Tokens laid out by one call: enough to hide the call, few enough to stay in the cache."""
 
@@ -52,43 +53,47 @@ class PlannedPacks:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        weights: Sequence[Weight] = (1,),
+        stop: Stop = "first",
+        level: bool = False,
+        vocab_size: int | None = None,
         continue_positions: bool = False,
         pad: int = 0,
+        packs: int | None = None,
     ):
+        store.check(vocab_size)
         self.store, self.planner = store, planner
-        self.seed, self.shuffle = seed, shuffle
-        self.continue_positions, self.pad = continue_positions, pad
+        self.seed, self.shuffle, self.level = seed, shuffle, level
+        self.weights, self.stop = weights, stop
+        self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
 
-    def plans(self, epoch: int) -> Iterator[tuple[Plan, np.ndarray]]:
-        """Plan an epoch window by window; beside each plan, the document of every segment."""
-        planner = Planner(**self.planner)
-        for begin in range(0, len(self.store), WINDOW):
-            places = np.arange(begin, min(begin + WINDOW, len(self.store)))
-            documents = self._documents(places, epoch)
-            plan = self._mixed(planner.feed(self.store.lengths[documents]), epoch, begin)
-            older = plan.items < begin
-            named = documents[np.maximum(plan.items - begin, 0)]
-            named[older] = self._documents(plan.items[older], epoch)
-            yield plan, named
-        plan = self._mixed(planner.finish(), epoch, len(self.store))
-        yield plan, self._documents(plan.items, epoch)
+    def plans(self, epoch: int) -> Iterator[Plan]:
+        """Plan an epoch window by window; the items are the documents of the store."""
+        planner, leveller = Planner(**self.planner), self._leveller()
+        named, first = np.zeros(0, np.int64), 0
+        for documents in self._order(epoch):
+            named = np.concatenate([named, documents])
+            plan = planner.feed(self.store.lengths[documents])
+            yield leveller.feed(_renamed(plan, named, first))
+            needed = max(first, planner.state_dict()["first"])
+            named, first = named[needed - first :], needed
+        yield leveller.feed(_renamed(planner.finish(), named, first))
+        yield leveller.finish()
+        self.counts = planner.counts
 
-    def _mixed(self, plan: Plan, epoch: int, begin: int) -> Plan:
-        """Shuffle a window's packs, or the parts of one long document would follow each other."""
-        if not self.shuffle:
-            return plan
-        order_key = key("packs", self.seed, epoch, begin)
-        return plan.take(shuffled(np.arange(len(plan)), len(plan), order_key))
+    def _order(self, epoch: int) -> Iterator[np.ndarray]:
+        if len(self.weights) == 1:
+            return epoch_order(len(self.store), self.seed, epoch, self.shuffle)
+        firsts, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
+        mixed = MixedOrder(firsts, lengths, self.weights, self.stop, self.seed, self.shuffle)
+        return mixed.epoch(epoch)
 
-    def _documents(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        """Give the documents that stand at these places of an epoch."""
-        if not self.shuffle:
-            return places
-        return shuffled(places, len(self.store), key("epoch", self.seed, epoch))
+    def _leveller(self) -> Any:
+        return Unlevelled()
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading a token."""
-        return sum(len(plan) for plan, _ in self.plans(epoch))
+        return sum(len(plan) for plan in self.plans(epoch))
 
     def read(self, position: Position, share: Share, base: int) -> Iterator[Pack]:
         """Give the share's packs from `position` on, through the epochs before its `until`.
@@ -97,32 +102,33 @@ class PlannedPacks:
         """
         following, at = share.next(base, position.index), position.start
         begins = [(position.epoch, position.start)]
+        last = sys.maxsize if self.packs is None else self.packs
         for epoch in count(position.epoch):
-            if epoch == position.until:
+            if epoch == position.until or at >= last:
                 break
             begins.append((epoch, at))
-            for plan, documents in self.plans(epoch):
-                mine = np.arange(following, at + len(plan), share.stride)
+            for plan in self.plans(epoch):
+                mine = np.arange(following, min(at + len(plan), last), share.stride)
                 if len(mine):
-                    yield from self._packs(plan, documents, mine - at, mine, begins, share, base)
+                    yield from self._packs(plan, mine - at, mine, begins, share, base)
                     following = int(mine[-1]) + share.stride
                 at += len(plan)
             if at == begins[-1][1]:
                 raise ValueError("there is nothing to pack: the data is empty, or all was dropped")
             begins = [begin for begin in begins if begin[0] > epoch - share.world]
-        while following < share.round_end(at - 1, base):
+        while following < share.round_end(min(at, last) - 1, base):
             cursor = _cursor(begins, share.round_start(following, base))
             yield Pack.of([], self.planner["budget"], index=following, cursor=cursor)
             following += share.stride
 
-    def _packs(self, plan: Plan, documents, numbers, indices, begins, share, base):
+    def _packs(self, plan: Plan, numbers, indices, begins, share, base) -> Iterator[Pack]:
         """Lay out some packs of a plan, several at a time, and cut them apart."""
         budget, align = self.planner["budget"], self.planner.get("align", 1)
         together = max(1, TOGETHER // budget)
         current = {"epoch": begins[-1][0], "start": begins[-1][1]}
         for first in range(0, len(numbers), together):
             segments, offsets = _segments(plan, numbers[first : first + together])
-            starts, named = plan.starts[segments], documents[segments]
+            starts, named = plan.starts[segments], plan.items[segments]
             lengths = plan.lengths[segments]
             rows = self.store.lay(named, starts, lengths, offsets, align, self.pad)
             sources, shown = self.store.sources(named), self.store.numbers(named)
@@ -143,6 +149,23 @@ class PlannedPacks:
                     index,
                     current if begin >= current["start"] else _cursor(begins, begin),
                 )
+
+
+class Unlevelled:
+    """Leaves packs as they were planned."""
+
+    def feed(self, plan: Plan) -> Plan:
+        """Give the packs back."""
+        return plan
+
+    def finish(self) -> Plan:
+        """Nothing was kept."""
+        return Plan.join([])
+
+
+def _renamed(plan: Plan, named: np.ndarray, first: int) -> Plan:
+    """Name the documents of a plan instead of their places in the order."""
+    return Plan(named[plan.items - first], plan.starts, plan.lengths, plan.offsets)
 
 
 def _cursor(begins: list[tuple[int, int]], index: int) -> dict:

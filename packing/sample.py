@@ -21,7 +21,7 @@ class Sample:
     tokens: np.ndarray
     """int64 [n], n >= 1."""
     labels: np.ndarray = None  # pyright: ignore[reportAssignmentType]
-    """int64 [n], IGNORE where a token does not count; left out, every token but the first counts."""
+    """int64 [n], IGNORE where a token does not count; left out, all but the first count."""
     source: int = 0
     """Which source of a mixture it came from."""
 

@@ -77,6 +77,21 @@ class TokenStore:
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
+    def check(self, vocab_size: int | None = None) -> None:
+        """Refuse empty documents, and ids beyond the vocabulary, naming where they stand."""
+        for shelf in self.shelves:
+            if len(shelf.lengths) and shelf.lengths.min() < 1:
+                row = int(np.argmin(shelf.lengths))
+                raise ValueError(f"{shelf.name}, document {row} is empty: leave it out")
+        self.limit = vocab_size
+
+    def source_bounds(self, sources: int) -> list[int]:
+        """Give the first document of each source, and the end."""
+        counts = np.zeros(sources, np.int64)
+        for shelf in self.shelves:
+            counts[shelf.source] += len(shelf.lengths)
+        return [0, *np.cumsum(counts).tolist()]
+
     def fingerprint(self) -> str:
         """Identify all documents."""
         return Fingerprint(*(shelf.fingerprint() for shelf in self.shelves)).text()

@@ -52,33 +52,37 @@ class Iterated(RowSource):
     def __init__(self, make: Iterable | Callable[[], Iterator], name: str = "iterable"):
         self.make, self.name = make, name
         self.once = isinstance(make, Iterator)
-        self._taken = False
+        self._at = 0
 
     def read(self, shard, shards, cursor=None, shuffle=None):
-        if self.once and (self._taken or shards > 1):
-            raise ValueError(
-                f"{self.name}: an iterator can be read only once, by one shard and for one epoch: "
-                "pass a function that makes a new one"
-            )
-        self._taken = True
-        begin = cursor[0] if cursor else shard
-        rows = islice(self._rows(), begin, None, shards)
-        number = begin
+        number = cursor[0] if cursor else shard
+        rows = self._rows_from(number, shards)
         while True:
             try:
                 row = next(rows)
             except StopIteration:
                 return
             except Exception as error:  # whatever the user's code raises, with its place
-                where = f"{self.name}, row {number}"
-                raise type(error)(f"{where}: {error}") from error
-            yield Row(row, f"{self.name}, row {number}", [number + shards])
+                raise RuntimeError(f"{self.name}, row {number}: {error!r}") from error
             number += shards
+            self._at = number
+            yield Row(row, f"{self.name}, row {number - shards}", [number])
 
-    def _rows(self) -> Iterator[Any]:
-        return iter(self.make() if callable(self.make) else self.make)
+    def _rows_from(self, number: int, shards: int) -> Iterator[Any]:
+        if not self.once:
+            return islice(
+                iter(self.make() if callable(self.make) else self.make), number, None, shards
+            )
+        if shards > 1 or number < self._at:
+            raise ValueError(
+                f"{self.name}: an iterator can be read only once, by one shard and for one epoch: "
+                "pass a function that makes a new one"
+            )
+        return islice(self.make, number - self._at, None)
 
     def fingerprint(self):
         if self.once:
             return "iterator"
-        return Fingerprint("rows", *(repr(row)[:4096] for row in islice(self._rows(), 4))).text()
+        return Fingerprint(
+            "rows", *(repr(row)[:4096] for row in islice(self._rows_from(0, 1), 4))
+        ).text()

@@ -1,0 +1,49 @@
+"""How far a process has come: the last pack it counts as done, and where its shards stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .order import Share
+from .pack import Pack
+from .planned import Position
+
+
+@dataclass(slots=True)
+class Progress:
+    """Packs done since a position; rounds of one pack per rank are counted from its index."""
+
+    position: Position
+    cursors: dict[int, dict] = field(default_factory=dict)
+    taken: int = 0
+    """Packs of this share done since the position."""
+    last: tuple[int, int, int] | None = None
+    """(index, epoch, start) of the last pack done."""
+
+    def add(self, index: int, cursor: dict) -> None:
+        """Count a pack as done."""
+        self.taken += 1
+        if "shard" in cursor:
+            self.cursors[cursor["shard"]] = {name: cursor[name] for name in ("made", "state")}
+            self.last = (index, self.position.epoch, self.position.start)
+        else:
+            self.last = (index, cursor["epoch"], cursor["start"])
+
+    def reached(self, share: Share) -> Position:
+        """Give the position behind the round of the last pack: the same on every rank."""
+        if self.last is None:
+            return self.position
+        index, epoch, start = self.last
+        following = share.round_end(index, self.position.index)
+        return Position(epoch, start, following, self.position.until)
+
+    def shards(self) -> dict[str, dict]:
+        """Give the cursors as JSON wants them."""
+        return {str(shard): self.cursors[shard] for shard in sorted(self.cursors)}
+
+
+def done(pack: Pack | dict) -> tuple[int, dict]:
+    """Read the index and cursor of a pack, or of a batch that carries them."""
+    if isinstance(pack, dict):
+        return int(pack["index"]), pack["cursor"]
+    return pack.index, pack.cursor

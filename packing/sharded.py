@@ -1,0 +1,74 @@
+"""Packs of streams whose lengths are not known: logical shards, each read by one worker.
+
+    pack k comes from shard k mod S          S = 8:   0 1 2 3 4 5 6 7 | 0 1 2 ...
+    pack k goes to rank k mod world
+
+So the sequence of packs depends on S, not on who reads: any ranks x workers that divides S gives
+the same packs in the same order. A shard that ends before the others gives empty packs of weight
+zero. One rank ends with its last shard. Several cannot know when the others end without talking:
+there the length of the run must be said, in packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from .order import Share
+from .pack import Pack
+from .planned import Position
+from .shard import ShardPacks, ShardSettings
+
+
+class ShardedPacks:
+    """The sequence of packs of a sharded stream, readable from any state by any share."""
+
+    def __init__(self, settings: ShardSettings, packs: int | None = None):
+        self.settings, self.packs = settings, packs
+
+    def read(
+        self, position: Position, share: Share, base: int, cursors: Mapping[int, dict]
+    ) -> Iterator[Pack]:
+        """Give the share's packs from `position` on; cursors are those of the shards so far."""
+        self._check(position, share)
+        following = share.next(base, position.index)
+        streams = self._open(position, share, following, cursors)
+        end = None if self.packs is None else share.round_end(self.packs - 1, base)
+        while not all(s.ended for s in streams.values()) if end is None else following < end:
+            stream = streams[following % self.settings.shards]
+            pack = stream.next()
+            if pack is None:
+                pack = Pack.of([], self.settings.packer["budget"], cursor=stream.cursor())
+            pack.index = following
+            yield pack
+            following += share.stride
+
+    def _open(self, position: Position, share: Share, following: int, cursors: Mapping[int, dict]):
+        """Open the shards of a share, each behind the last of its packs that was stepped."""
+        shards, streams = self.settings.shards, {}
+        for pack in range(following, following + shards, share.stride):
+            shard = pack % shards
+            streams[shard] = ShardPacks(self.settings, shard, position.epoch, position.until)
+            if shard in cursors:
+                streams[shard].load(cursors[shard])
+            elif shard < position.index:
+                raise ValueError(
+                    f"the state does not say where shard {shard} stands: join the states of all "
+                    "ranks with merge_states before loading"
+                )
+        return streams
+
+    def _check(self, position: Position, share: Share) -> None:
+        shards = self.settings.shards
+        if shards % share.stride:
+            fits = [n for n in range(1, shards + 1) if shards % n == 0]
+            near = sorted(fits, key=lambda n: abs(n - share.stride))[:2]
+            raise ValueError(
+                f"{share.world} ranks x {share.workers} workers = {share.stride} readers do not "
+                f"divide {shards} shards: use {' or '.join(map(str, sorted(near)))} readers, or "
+                f"another number of shards (which makes another sequence of packs)"
+            )
+        if share.world > 1 and position.until is not None and self.packs is None:
+            raise ValueError(
+                "ranks that stream their own shards cannot know when the others end: say how long "
+                "the run is with packs= (over all ranks), or use epochs=None and stop by steps"
+            )
