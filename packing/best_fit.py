@@ -10,10 +10,10 @@ first, so what is hard to place has the whole pool to choose from, round after r
 put back keeps its partner from those that are easy to place.
 
 A pack is full enough if it lacks at most 0.5 % of the budget, or belongs to the fullest 40 % of
-its round. Each time a segment is put back its pack may lack half as much again, and after
-PATIENCE times anything: no segment sees more than PATIENCE + 1 rounds, in each of which at most
-`pool` packs go out. What a round does depends on the pool alone, so the packs do not depend on
-how the arrivals were cut into calls.
+its round. Each time a segment is put back its next pack may lack half as much again, so after
+PATIENCE times any pack will do (0.5 % · 1.5^14 > 100 %): a segment sees at most 15 rounds, and a
+round comes at the latest after `pool` arrivals. What a round does depends on the pool alone, so
+the packs do not depend on how the arrivals were cut into calls.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 from .bitset import add, at, contains, discard, empty_bitset, largest_at_most
 from .compiled import compiled
 
-PATIENCE = 31
+PATIENCE = 14
 """How often a segment may be put back."""
 PROBES = 12
 """Pairs tried in search of one that fills the rest of a pack exactly."""
-ALLOWANCE = 1.5 ** np.arange(PATIENCE)
+ALLOWANCE = 1.5 ** np.arange(PATIENCE + 1)
 """By what factor a pack may be less full when its most patient segment was put back n times."""
 
 
@@ -163,7 +163,7 @@ def _let_go(held, wait, trial, slack, oldest, limit, order, offsets, packs):
         p += stride
         if p >= len(slack):
             p -= len(slack)
-        if oldest[p] >= PATIENCE or slack[p] < (limit + 1) * ALLOWANCE[oldest[p]]:
+        if slack[p] < (limit + 1) * ALLOWANCE[oldest[p]]:
             for j in range(ends[p], ends[p + 1]):
                 order[done] = held[slots[j]]
                 done += 1

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from .best_fit import best_fit
+from .best_fit import PATIENCE, best_fit
 from .compact import from_text, to_text
 from .compiled import compiled
 from .in_order import cut_stream, next_fit
@@ -143,9 +143,25 @@ class Planner:
         items, starts, lengths, waits = (
             from_text(state[name]) for name in ("items", "starts", "lengths", "waits")
         )
-        self.counts = Counts(**state["counts"])
-        self._held = Segments(items + state["first"], starts, lengths)
-        self._waits = waits
+        held, counts = Segments(items + state["first"], starts, lengths), Counts(**state["counts"])
+        if not self._can_hold(held, waits, counts):
+            raise ValueError("the planner state contradicts itself: it was damaged or edited")
+        self._held, self._waits, self.counts = held, waits, counts
+
+    def _can_hold(self, held: Segments, waits: np.ndarray, counts: Counts) -> bool:
+        """Tell whether a state is one that a planner can be in; the loops rely on it."""
+        if not len(held.items) == len(held.starts) == len(held.lengths) >= len(waits):
+            return False
+        if len(held) == 0:
+            return counts.held_tokens == 0
+        most = self.settings["pool"] if self.settings["strategy"] == "best_fit" else self._room
+        return bool(
+            len(held) < most
+            and held.items.max() < counts.items
+            and 1 <= held.lengths.min() <= held.lengths.max() <= self._room
+            and held.lengths.sum() == counts.held_tokens
+            and waits.max(initial=0) <= PATIENCE
+        )
 
 
 def _integers(lengths: np.ndarray) -> np.ndarray:
