@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .ahead import SMALL, Skipped, encode_ahead
 from .encoder import Encoder
 from .fingerprint import Fingerprint, tokenizer_fingerprint
@@ -123,7 +125,7 @@ class Shelved(Indexed):
         return [self._row(number) for number in numbers.tolist()]
 
     def _row(self, number: int) -> dict:
-        shelf_number = int(self.store.shelf_of(number))
+        shelf_number = int(self.store.shelf_of(np.array(number)))
         shelf = self.store.shelves[shelf_number]
         own = number - int(self.store.firsts[shelf_number])
         part = slice(int(shelf.begins[own]), int(shelf.begins[own] + shelf.lengths[own]))

@@ -148,8 +148,8 @@ class PackedDataset(IterableDataset):
         if info is None:
             progress = self._done or self._given
             return self._state(progress.reached(self._share()), progress.shards())
-        at = self._begin.position if self._given.last is None else None
-        epoch, start = (at.epoch, at.start) if at else self._given.last[1:]
+        at = self._begin.position
+        _, epoch, start = self._given.last or (0, at.epoch, at.start)
         worker = {"id": info.id, "of": info.num_workers, "taken": self._given.taken}
         state = self._state(self._begin.position, self._given.shards())
         return {**state, "worker": {**worker, "epoch": epoch, "start": start}}

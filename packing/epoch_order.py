@@ -13,7 +13,7 @@ WINDOW = 1 << 16
 """Documents ordered at a time."""
 
 
-def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, source: int = 0) -> Iterator:
+def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, lap: str = "") -> Iterator:
     """Give the documents 0..n-1 in the order of an epoch, in windows.
 
     >>> [window.tolist() for window in epoch_order(3, seed=0, epoch=0, shuffle=False)]
@@ -21,7 +21,7 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, source: int = 0) -
     """
     for begin in range(0, n, WINDOW):
         places = np.arange(begin, min(begin + WINDOW, n))
-        yield shuffled(places, n, key("epoch", seed, epoch, source)) if shuffle else places
+        yield shuffled(places, n, key("epoch", seed, epoch, lap)) if shuffle else places
 
 
 class MixedOrder:
@@ -38,7 +38,8 @@ class MixedOrder:
     ):
         """Source s holds the documents firsts[s]:firsts[s + 1] of `lengths`."""
         self.firsts, self.lengths = firsts, lengths
-        self.weights, self.stop = weights, stop
+        self.weights: Sequence[Weight] = weights
+        self.stop: Stop = stop
         self.seed, self.shuffle = seed, shuffle
 
     def epoch(self, epoch: int, drawn: np.ndarray | None = None) -> Iterator[np.ndarray]:

@@ -43,12 +43,13 @@ def checked_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) 
     """Build a sample from a row's own ids and labels, or say what is wrong with them."""
     ids = checked_ids(ids)
     _within(ids, vocab_size, "input_ids")
-    if labels is not None:
-        labels = checked_ids(labels, "labels")
-        if len(labels) != len(ids):
-            raise ValueError(f"{len(ids)} input_ids but {len(labels)} labels: one label per token")
-        _within(labels[labels != IGNORE], vocab_size, "labels")
-    return Sample(ids, labels)
+    if labels is None:
+        return Sample(ids)
+    marks = checked_ids(labels, "labels")
+    if len(marks) != len(ids):
+        raise ValueError(f"{len(ids)} input_ids but {len(marks)} labels: one label per token")
+    _within(marks[marks != IGNORE], vocab_size, "labels")
+    return Sample(ids, marks)
 
 
 def _within(ids: np.ndarray, vocab_size: int | None, what: str) -> None:

@@ -100,7 +100,7 @@ def _knots(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
         if not line or places != sorted(set(places)) or any(w < 0 for _, w in line):
             raise ValueError(f"the weight {line}: give (tokens, weight >= 0) pairs, tokens rising")
     at = np.array(sorted({place for line in lines for place, _ in line} | {0}), np.int64)
-    table = np.array([np.interp(at, *zip(*line, strict=True)) for line in lines]).T
+    table = np.array([np.interp(at, *np.array(line, float).T) for line in lines]).T
     if (table.sum(1) <= 0).any() or not np.isfinite(table).all():
         raise ValueError(f"the weights {weights} must be finite, and not all zero at any time")
     return at, np.rint(table / table.sum(1, keepdims=True) * SCALE).astype(np.int64)

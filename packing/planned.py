@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from .epoch_order import MixedOrder, epoch_order
+from .levelling import Leveller
 from .mixture import Stop, Weight
 from .order import Share
 from .pack import Pack
@@ -61,15 +62,18 @@ class PlannedPacks:
         pad: int = 0,
         packs: int | None = None,
     ):
-        store.check(vocab_size)
+        store.check()
+        self.vocab_size = vocab_size
+        self.stop: Stop = stop
         self.store, self.planner = store, planner
         self.seed, self.shuffle, self.level = seed, shuffle, level
-        self.weights, self.stop = weights, stop
+        self.weights = weights
         self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
 
-    def plans(self, epoch: int) -> Iterator[Plan]:
+    def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
         """Plan an epoch window by window; the items are the documents of the store."""
-        planner, leveller = Planner(**self.planner), self._leveller()
+        planner = Planner(**self.planner)
+        leveller = Leveller(seed=self.seed, first=first_pack) if self.level else Unlevelled()
         named, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
             named = np.concatenate([named, documents])
@@ -79,17 +83,34 @@ class PlannedPacks:
             named, first = named[needed - first :], needed
         yield leveller.feed(_renamed(planner.finish(), named, first))
         yield leveller.finish()
-        self.counts = planner.counts
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
         if len(self.weights) == 1:
             return epoch_order(len(self.store), self.seed, epoch, self.shuffle)
-        firsts, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
-        mixed = MixedOrder(firsts, lengths, self.weights, self.stop, self.seed, self.shuffle)
-        return mixed.epoch(epoch)
+        return self._mixed().epoch(epoch, self._drawn_before(epoch))
 
-    def _leveller(self) -> Any:
-        return Unlevelled()
+    def _mixed(self) -> MixedOrder:
+        firsts, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
+        return MixedOrder(firsts, lengths, self.weights, self.stop, self.seed, self.shuffle)
+
+    def _drawn_before(self, epoch: int) -> np.ndarray:
+        """Count the tokens of each source in the epochs before, where weights follow them."""
+        drawn = np.zeros(len(self.weights), np.int64)
+        if any(isinstance(weight, list | tuple) for weight in self.weights):
+            for earlier in range(epoch):
+                for documents in self._mixed().epoch(earlier, drawn.copy()):
+                    np.add.at(drawn, self.store.sources(documents), self.store.lengths[documents])
+        return drawn
+
+    def survey(self, epoch: int = 0) -> dict:
+        """Count what an epoch holds, without reading a token."""
+        tokens = np.zeros(len(self.weights), np.int64)
+        packs = samples = 0
+        for plan in self.plans(epoch):
+            np.add.at(tokens, self.store.sources(plan.items), plan.lengths)
+            packs += len(plan)
+            samples += int((plan.starts == 0).sum())
+        return {"packs": packs, "samples": samples, "tokens": tokens.tolist()}
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading a token."""
@@ -107,7 +128,7 @@ class PlannedPacks:
             if epoch == position.until or at >= last:
                 break
             begins.append((epoch, at))
-            for plan in self.plans(epoch):
+            for plan in self.plans(epoch, at):
                 mine = np.arange(following, min(at + len(plan), last), share.stride)
                 if len(mine):
                     yield from self._packs(plan, mine - at, mine, begins, share, base)
@@ -131,6 +152,7 @@ class PlannedPacks:
             starts, named = plan.starts[segments], plan.items[segments]
             lengths = plan.lengths[segments]
             rows = self.store.lay(named, starts, lengths, offsets, align, self.pad)
+            self.store.check_ids(rows, named, self.vocab_size)
             sources, shown = self.store.sources(named), self.store.numbers(named)
             if not self.continue_positions:
                 starts = np.zeros_like(starts)

@@ -166,12 +166,16 @@ class ShardPacks:
         """Give the lengths of the samples that are ready, up to the first row in error."""
         ready, lengths = self._ready[source], []
         while self.settings.skip and ready and isinstance(ready[0][1], RowError):
-            self.skipped.add(ready.popleft()[1])
+            self._skip(ready.popleft()[1])
         for _, one in ready:
             if isinstance(one, RowError):
                 break
             lengths.append(len(one))
         return np.array(lengths, np.int64)
+
+    def _skip(self, error: Sample | RowError) -> None:
+        assert isinstance(error, RowError)
+        self.skipped.add(error)
 
     def _pop(self, source: int) -> tuple[int, int, Sample]:
         number, sample = self._ready[source].popleft()

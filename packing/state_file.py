@@ -1,7 +1,7 @@
 """A state on disk: JSON with a checksum, whole or not there at all, and the one before it.
 
-    write   name.json.tmp ─▶ fsync ─▶ name.json kept as name.json.previous ─▶ renamed ─▶ folder fsync
-    read    name.json, or name.json.previous if that one is torn; refused if neither is whole
+    write   x.json.tmp ─▶ fsync ─▶ x.json kept as x.json.previous ─▶ renamed ─▶ folder fsync
+    read    x.json, or x.json.previous if that one is torn; refused if neither is whole
 
 A crash at any point leaves at least one whole state behind. What cannot be trusted (a checksum
 that does not match, too large, nested too deep) is never used in silence.
@@ -31,7 +31,7 @@ def write_state(path: str | Path, state: dict) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    if path.exists():
+    if _whole(path):  # a torn one must not push out the last good one
         _keep(path, _previous(path))
     temporary.replace(path)
     _sync_folder(path.parent)
@@ -73,6 +73,14 @@ def _unsealed(path: Path) -> dict:
     if _sealed(whole["state"]) != data:
         raise ValueError("torn or corrupt: the checksum does not match")
     return whole["state"]
+
+
+def _whole(path: Path) -> bool:
+    try:
+        _unsealed(path)
+        return True
+    except (ValueError, OSError):
+        return False
 
 
 def _previous(path: Path) -> Path:

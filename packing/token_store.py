@@ -77,13 +77,28 @@ class TokenStore:
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    def check(self, vocab_size: int | None = None) -> None:
-        """Refuse empty documents, and ids beyond the vocabulary, naming where they stand."""
+    def check(self) -> None:
+        """Refuse empty documents, naming the first."""
         for shelf in self.shelves:
             if len(shelf.lengths) and shelf.lengths.min() < 1:
                 row = int(np.argmin(shelf.lengths))
                 raise ValueError(f"{shelf.name}, document {row} is empty: leave it out")
-        self.limit = vocab_size
+
+    def check_ids(self, rows: Rows, documents: np.ndarray, vocab_size: int | None) -> None:
+        """Refuse ids below 0 or beyond the vocabulary, naming the document."""
+        if _within(rows.tokens, np.iinfo(np.int64).max if vocab_size is None else vocab_size):
+            return
+        bad = rows.tokens < 0
+        if vocab_size is not None:
+            bad |= rows.tokens >= vocab_size
+        place = int(np.argmax(bad))
+        segment = int(np.searchsorted(rows.places, place, side="right")) - 1
+        name = self.shelves[int(self.shelf_of(documents[segment]))].name
+        number = int(self.numbers(documents[segment : segment + 1])[0])
+        raise ValueError(
+            f"{name}, document {number} holds the id {rows.tokens[place]}: ids go from 0 to "
+            f"{'the vocabulary' if vocab_size is None else vocab_size - 1}"
+        )
 
     def source_bounds(self, sources: int) -> list[int]:
         """Give the first document of each source, and the end."""
@@ -161,6 +176,15 @@ def _fill(shelf, documents, starts, lengths, rows: Rows, pad: int, some=None) ->
     froms = shelf.begins[documents] + starts
     labels = shelf.flat if shelf.labels is None else shelf.labels
     _copy(shelf.flat, labels, froms, lengths, places, widths, pad, rows.tokens, rows.labels)
+
+
+@compiled
+def _within(tokens, limit):
+    """Whether 0 <= token < limit for all: one sign bit collects every violation, without branches."""
+    signs = 0
+    for i in range(len(tokens)):
+        signs |= tokens[i] | (limit - 1 - tokens[i])
+    return signs >= 0
 
 
 @compiled

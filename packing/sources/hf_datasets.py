@@ -8,6 +8,8 @@ its own state is the cursor.
 from __future__ import annotations
 
 import json
+from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +93,43 @@ class StreamedRows(RowSource):
     """Rows of an IterableDataset, in its own order."""
 
     def __init__(self, data: Any, name: str):
+        if "Shuffled" in _chain(data._ex_iterable):
+            raise ValueError(
+                f"{name} was shuffled through a buffer, which no state can bring back: pass it "
+                "unshuffled, PackedDataset(shuffle=...) shuffles windows and resumes exactly"
+            )
         self.data, self.name = data, name
 
     def read(self, shard, shards, cursor=None, shuffle=None):
-        own = self.data.num_shards >= shards and self.data.num_shards % shards == 0
-        data = self.data.shard(shards, shard) if own else self.data
-        step, number = (1, 0) if own else (shards, 0)
-        if cursor:
+        own = self.data.num_shards % shards == 0
+        data = copy(self.data.shard(shards, shard) if own else self.data)
+        number = 0
+        if isinstance(cursor, dict):
             data.load_state_dict(cursor["state"])
             number = cursor["row"]
-        for row in data:
+
+        def place() -> dict:
+            return {"state": data.state_dict(), "row": number}
+
+        # `iter` by batches of one, since plain iteration inside a worker takes a share of its own.
+        for batch in data.iter(batch_size=1):
             number += 1
-            if own or (number - 1) % step == shard:
-                state = {"state": data.state_dict(), "row": number}
-                yield Row(row, f"{self.name}, row {number - 1} of shard {shard}", state)
+            if own or (number - 1) % shards == shard:
+                row = {name: values[0] for name, values in batch.items()}
+                yield Row(row, f"{self.name}, row {number - 1} of shard {shard}", place)
 
     def fingerprint(self):
-        rows = [repr(row)[:4096] for row in self.data.take(4)]
+        rows = [repr(row)[:4096] for row in islice(self.data.iter(batch_size=1), 4)]
         return Fingerprint("stream", self.data.num_shards, *rows).text()
+
+
+def _chain(examples: Any) -> str:
+    """Name the steps an IterableDataset goes through."""
+    names = []
+    while examples is not None:
+        names.append(type(examples).__name__)
+        examples = getattr(examples, "ex_iterable", None)
+    return " ".join(names)
 
 
 def open_saved(folder: Path) -> Any:

@@ -8,7 +8,7 @@ hands in a fresh one, whose first rows are passed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -49,7 +49,7 @@ class Iterated(RowSource):
 
     shards = 1
 
-    def __init__(self, make: Iterable | Callable[[], Iterator], name: str = "iterable"):
+    def __init__(self, make: Any, name: str = "iterable"):
         self.make, self.name = make, name
         self.once = isinstance(make, Iterator)
         self._at = 0

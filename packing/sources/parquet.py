@@ -35,9 +35,6 @@ class Parquet(RowSource):
             mark.file(path)
         return mark.text()
 
-    def estimate(self):
-        return sum(pq.read_metadata(path).num_rows for path in self.paths)
-
 
 def _rows(path: Path, shard: int, shards: int, at: int) -> Iterator[tuple[Any, int, int]]:
     """Give (row, its number, the number to continue at) of this shard's range of rows."""

@@ -9,14 +9,14 @@ only streams leaves shuffling to the window of its reader.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..order import shuffled
 
-Cursor = list | dict | None
+Cursor = Any
 """Small JSON; None is the beginning."""
 
 
@@ -27,8 +27,8 @@ class Row(NamedTuple):
     """The row, or the ValueError that says why it cannot be read."""
     where: object
     """Its place, whose text is for messages: `data.jsonl, line 7`."""
-    cursor: Cursor
-    """Where reading continues behind it."""
+    cursor: Cursor | Callable[[], Cursor]
+    """Where reading continues behind it; a function is asked before the next row is read."""
 
 
 class RowError(ValueError):
@@ -64,10 +64,6 @@ class RowSource(ABC):
     shuffles = False
     """Whether `read` shuffles by itself."""
 
-    def estimate(self) -> int | None:
-        """Count the rows where that is cheap."""
-        return None
-
 
 class Indexed(RowSource):
     """Rows known by number: any order, any shard, any place at no cost."""
@@ -89,6 +85,3 @@ class Indexed(RowSource):
             rows = self.rows(numbers)
             for place, number, row in zip(places.tolist(), numbers.tolist(), rows, strict=True):
                 yield Row(row, f"{self.name}, row {number}", [place + shards])
-
-    def estimate(self):
-        return len(self)
