@@ -7,6 +7,9 @@ whichever rank, and after a preemption. The global generators are never touched.
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 import numpy as np
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,10 +31,8 @@ def stream_seed(seed: int, request: int, sibling: int = 0) -> int:
     >>> stream_seed(0, 0) != stream_seed(0, 1) != stream_seed(0, 1, 1)
     True
     """
-    state = np.zeros(1, dtype=np.uint64)
-    for word in (seed, request, sibling):
-        state = scramble(state * _MIX1 + np.uint64(word % 2**64) + _GOLDEN)
-    return int(state[0])
+    words = struct.pack("<3Q", seed % 2**64, request, sibling)
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def provable_parts(model: Any) -> list[Part]:
     proven: list[Part] = []
     with borrowed(model):
         want = _logits(model, device)
-        for part in (_norms, _gates, _rotaries):
+        for part in (_norms, _gates, _rotaries, _projections):
             if _agrees(model, part, want):
                 proven.append(part)
     names = [part.__name__.strip("_") for part in proven]
@@ -98,9 +99,69 @@ def _gates(model: nn.Module, stack: ExitStack) -> None:
             continue
 
         def forward(x: Tensor, m: Any = module) -> Tensor:
-            return m.down_proj(silu_mul(m.gate_proj(x), m.up_proj(x)))
+            gate, up = _side_by_side(x, m.gate_proj, m.up_proj)
+            return m.down_proj(silu_mul(gate, up))
 
         _replace(module, "forward", forward, stack)
+
+
+def _projections(model: nn.Module, stack: ExitStack) -> None:
+    """Queries, keys and values at the same time: alone, each is too small to fill the device."""
+    for module in model.modules():
+        trio: list[Any] = [getattr(module, n, None) for n in ("q_proj", "k_proj", "v_proj")]
+        if not all(type(linear) is nn.Linear for linear in trio):
+            continue
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def first(x: Tensor, trio: list[Any] = trio, kept: dict = kept) -> Tensor:
+            q, k, v = _side_by_side(x, *(_Plain(linear) for linear in trio))
+            kept.update({1: (x, k), 2: (x, v)})
+            return q
+
+        def later(x: Tensor, place: int, linear: nn.Linear, kept: dict = kept) -> Tensor:
+            asked, found = kept.pop(place, (None, None))
+            return found if asked is x else nn.Linear.forward(linear, x)
+
+        _replace(trio[0], "forward", first, stack)
+        for place in (1, 2):
+            linear = trio[place]
+            _replace(linear, "forward", partial(later, place=place, linear=linear), stack)
+
+
+class _Plain:
+    """A linear layer's own forward, whatever stands in for it."""
+
+    def __init__(self, linear: nn.Linear):
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self._linear, x)
+
+
+def _side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Run branches of the same input in parallel in a captured graph, else one after the other.
+
+    Each fork waits for all work before it and the join waits for all forks, so memory that one
+    branch gives back is never written while another stream still reads it.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return [branch(x) for branch in branches]
+    main = torch.cuda.current_stream()
+    sides = _streams(x.device, len(branches) - 1)
+    results: list[Any] = [None] * len(branches)
+    for place, side in enumerate(sides, start=1):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            results[place] = branches[place](x)
+    results[0] = branches[0](x)
+    for side in sides:
+        main.wait_stream(side)
+    return results
+
+
+@lru_cache(maxsize=8)
+def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 def _rotaries(model: nn.Module, stack: ExitStack) -> None:

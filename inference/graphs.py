@@ -49,8 +49,7 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of one model over one cache."""
 
-    def __init__(self, forward: Forward, cache: PagedCache, newest: Tensor):
-        self._forward = forward
+    def __init__(self, cache: PagedCache, newest: Tensor):
         self._cache = cache
         self._newest = newest
         """Newest token of each slot; the last entry takes what padding yields."""
@@ -65,7 +64,7 @@ class DecodeGraphs:
         """Whether every request of the step runs one token and yields one."""
         return step.max_tokens == 1 and len(step.yielding) == len(step.requests) == len(step.rows)
 
-    def run(self, step: Step) -> tuple[Tensor, Tensor, int]:
+    def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int]:
         """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows."""
         count = len(step.requests)
         size = rung(count)
@@ -73,13 +72,13 @@ class DecodeGraphs:
         arrays = _padded(step, size, width, len(self._newest) - 1)
         key = size, width
         if key not in self._captured:
-            self._captured[key] = self._capture(arrays)
+            self._captured[key] = self._capture(arrays, forward)
         captured = self._captured[key]
         captured.inputs.copy_(pack(arrays)[0], non_blocking=True)
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count], size - count
 
-    def _capture(self, arrays: list[np.ndarray]) -> _Captured:
+    def _capture(self, arrays: list[np.ndarray], forward: Forward) -> _Captured:
         blank = [np.zeros_like(a) for a in arrays]
         blank[_SLOTS] -= 1
         blank[_LENGTHS] += 1
@@ -94,7 +93,7 @@ class DecodeGraphs:
         def body() -> tuple[Tensor, Tensor]:
             ids, positions, slots, lengths, owners, table = parts
             pages = Pages(self._cache, table, lengths, slots, width * self._cache.page_size)
-            logits = self._forward(ids, positions, Varlen(bounds, 1, pages), 0)
+            logits = forward(ids, positions, Varlen(bounds, 1, pages), 0)
             tokens = sample(logits, Choice())
             self._newest.index_copy_(0, owners, tokens.clamp(min=0))
             return logits, tokens

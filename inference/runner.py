@@ -50,7 +50,7 @@ class DeviceRunner:
         self._stats = stats
         self._graphs: DecodeGraphs | None = None
         if graphs and device.type == "cuda":
-            self._graphs = DecodeGraphs(self.forward, cache, self._newest)
+            self._graphs = DecodeGraphs(cache, self._newest)
 
     def copy_pages(self, copies: list[Copy]) -> None:
         """Copy pages before the next step."""
@@ -59,7 +59,7 @@ class DeviceRunner:
     def launch(self, step: Step) -> Callable[[], Results]:
         """Start a step; the result is read by calling what is returned."""
         if self._graphs is not None and self._graphs.serves(step):
-            logits, tokens, padded = self._graphs.run(step)
+            logits, tokens, padded = self._graphs.run(step, self.forward)
             self._stats.note_graph(padded, len(self._graphs))
             if not step.choice.plain:
                 tokens = self._sample(step, logits)
@@ -77,7 +77,7 @@ class DeviceRunner:
     def forget_graphs(self) -> None:
         """Drop captured graphs: the weights have moved."""
         if self._graphs is not None:
-            self._graphs = DecodeGraphs(self.forward, self.cache, self._newest)
+            self._graphs = DecodeGraphs(self.cache, self._newest)
 
     def _forward(self, step: Step) -> Tensor:
         """Logits [R, V] of the wanted rows."""

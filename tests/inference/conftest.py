@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from nopad.attention import PageAllocator
 from nopad.inference.batch import Step
 from nopad.inference.canary import Canary
@@ -21,6 +22,32 @@ from nopad.inference.slots import Slots
 from nopad.inference.stats import Stats
 
 VOCABULARY = 50
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 7},
+    "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48},
+    "olmo2": {},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3},
+}
 
 
 def content(positions, tokens) -> np.ndarray:
@@ -150,3 +177,30 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set NOPAD_SHARED")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """Tiny random models by family, whose logits depend strongly on everything they read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made: dict[str, torch.nn.Module] = {}
+
+    def build(family: str) -> torch.nn.Module:
+        if family not in made:
+            torch.manual_seed(len(family))
+            config = AutoConfig.for_model(family, **(SMALL | FAMILIES[family]))
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.normal_(std=1.6 * parameter.shape[-1] ** -0.5)
+            made[family] = model.eval()
+        return made[family]
+
+    return build
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request) -> str:
+    return request.param
