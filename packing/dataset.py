@@ -95,6 +95,8 @@ class PackedDataset(IterableDataset):
         self._begin_pass(0)
 
     def __iter__(self) -> Iterator[Pack]:
+        if self._over:
+            self._begin_pass(self._begin.position.until or 0)
         share, begin = self._share(), self._begin
         given = Progress(begin.position, dict(begin.cursors))
         position = begin.position
@@ -106,8 +108,7 @@ class PackedDataset(IterableDataset):
         for pack in self._read(position, share, begin.position.index, begin.cursors):
             given.add(pack.index, pack.cursor)
             yield pack
-        if get_worker_info() is None:
-            self._begin_pass(begin.position.until or 0)
+        self._over = True
 
     def _read(self, position: Position, share: Share, base: int, cursors: dict) -> Iterator[Pack]:
         if isinstance(self.packs, PlannedPacks):
@@ -125,18 +126,22 @@ class PackedDataset(IterableDataset):
         if self._begin.position.epoch != epoch:
             self._begin_pass(epoch)
 
-    def stepped(self, pack: Pack | dict) -> None:
-        """Say that a pack was trained on: from now on the state is that of the stepped packs.
+    def stepped(self, *packs: Pack | dict) -> None:
+        """Say which packs were trained on: from now on the state is that of the stepped ones.
 
         Without it, the state is that of the packs given out, which counts prefetched ones too.
+        A stream's packs carry their own shard's place only, so none of them may be left out.
         """
         if self._done is None:
             self._done = Progress(self._begin.position, dict(self._begin.cursors))
-        self._done.add(*done(pack))
+        for pack in packs:
+            index, cursor = done(pack)
+            self._done.expect(index, cursor, self._share())
+            self._done.add(index, cursor)
 
-    def state_after(self, pack: Pack | dict) -> dict:
-        """Give the state after a pack was stepped; call it, or `stepped`, for every pack."""
-        self.stepped(pack)
+    def state_after(self, *packs: Pack | dict) -> dict:
+        """Give the state after these packs were stepped as well."""
+        self.stepped(*packs)
         return self.state_dict()
 
     def state_dict(self) -> dict:
@@ -169,7 +174,7 @@ class PackedDataset(IterableDataset):
             int(shard): {**at, "shard": int(shard)} for shard, at in state.get("shards", {}).items()
         }
         self._begin = Progress(Position(**state["position"]), deepcopy(cursors))
-        self._given, self._done, self._worker = self._begin, None, worker
+        self._given, self._done, self._worker, self._over = self._begin, None, worker, False
 
     def _state(self, position: Position, shards: dict) -> dict:
         state = {
@@ -185,6 +190,7 @@ class PackedDataset(IterableDataset):
         self._begin = self._given = Progress(Position(epoch, 0, 0, until))
         self._done: Progress | None = None
         self._worker: dict | None = None
+        self._over = False
 
     def _share(self) -> Share:
         info = get_worker_info()

@@ -29,6 +29,18 @@ class Progress:
         else:
             self.last = (index, cursor["epoch"], cursor["start"])
 
+    def expect(self, index: int, cursor: dict, share: Share) -> None:
+        """Refuse a pack that is not this rank's next one, where its shard's place would be lost."""
+        if "shard" not in cursor:
+            return
+        first = share.next(self.position.index, self.position.index)
+        expected = first if self.last is None else self.last[0] + share.stride
+        if index != expected:
+            raise ValueError(
+                f"pack {index} was stepped where pack {expected} comes next: "
+                "a stream's packs must all be stepped, in their order"
+            )
+
     def reached(self, share: Share) -> Position:
         """Give the position behind the round of the last pack: the same on every rank."""
         if self.last is None:
