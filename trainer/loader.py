@@ -131,7 +131,7 @@ class PackedLoader:
             self.waited += time.perf_counter() - began
             if not pairs or (len(pairs) < self.accumulation and self.last_window == "drop"):
                 return
-            state = self.dataset.state_after(pairs[-1][1])
+            state = self.dataset.state_after(*(info for _, info in pairs))
             pairs += [self._empty(pairs[0][1]) for _ in range(self.accumulation - len(pairs))]
             yield _Window(pairs, state)
 
