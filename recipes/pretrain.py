@@ -1,8 +1,8 @@
 """Pretrain a causal LM on packs, generating from the live model on the way.
 
-    accelerate launch recipes/pretrain.py                     # a small Llama on Python's own sources
+    accelerate launch recipes/pretrain.py                 # a small Llama on Python's own sources
     accelerate launch recipes/pretrain.py --data corpus.jsonl --model path/to/config --budget 8192
-    accelerate launch recipes/pretrain.py --resume            # go on where the last run stopped
+    accelerate launch recipes/pretrain.py --resume        # go on where the last run stopped
 
 Two processes on a CPU (there, a plain `--num_processes 2` would silently start one):
 
@@ -12,6 +12,7 @@ Two processes on a CPU (there, a plain `--num_processes 2` would silently start 
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
@@ -41,7 +42,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=300, help="optimizer steps")
+    add("--steps", type=int, default=400, help="optimizer steps")
     add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=6e-3, help="at its peak")
     add("--warmup", type=int, default=20, help="steps until the peak")
@@ -52,7 +53,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
     add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
     add("--save-every", type=int, default=100, help="steps between checkpoints")
-    add("--eval-every", type=int, default=150, help="steps between generations")
+    add("--eval-every", type=int, default=200, help="steps between generations")
     add("--prompt", action="append", help="what to continue then; may be repeated")
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
     return parser.parse_args(argv)
@@ -74,7 +75,7 @@ def load_data(args: argparse.Namespace):
             source = stdlib_corpus.encoded(texts)
         source = source or [{"text": text} for text in texts]
         tokenizer = tokenizer or stdlib_corpus.tokenizer(texts)
-    return tokenizer, PackedDataset(
+    dataset = PackedDataset(
         source,
         tokenizer=tokenizer,
         column=args.text_column,
@@ -82,6 +83,8 @@ def load_data(args: argparse.Namespace):
         seed=args.seed,
         epochs=None,
     )
+    next(iter(dataset))  # bad data speaks up before anything is written
+    return tokenizer, dataset
 
 
 def load_model(args: argparse.Namespace, tokenizer):
@@ -96,8 +99,8 @@ def load_model(args: argparse.Namespace, tokenizer):
             hidden_size=256,
             intermediate_size=768,
             num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
             max_position_embeddings=max(args.budget, 2048),
             tie_word_embeddings=True,
             initializer_range=1 / 16,  # 1 / sqrt(hidden size): it learns from the first step
@@ -154,6 +157,7 @@ def start(args: argparse.Namespace):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
     set_seed(args.seed)
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are fine
     return accelerator
 
 
@@ -170,7 +174,9 @@ class Pretraining:
         model = load_model(args, self.tokenizer)
         optimizer, scheduler = optimize(args, model)
         self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
-        self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(
+            model, optimizer, scheduler
+        )
         self.meter = Meter(accelerator.num_processes)
         self.engine = None
         self.step = 0
@@ -209,6 +215,7 @@ class Pretraining:
             total=self.args.steps,
             initial=self.step,
             unit="step",
+            dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
         )
         losses = []
@@ -286,6 +293,7 @@ class Pretraining:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train as the options say; what the user can mend comes out as a ValueError."""
     args = options(argv)
     settings = {k: v for k, v in vars(args).items() if k not in FREE_TO_CHANGE}
     if args.resume:
@@ -307,9 +315,15 @@ def main(argv: list[str] | None = None) -> None:
     accelerator.end_training()
 
 
-if __name__ == "__main__":
+def run(argv: list[str] | None = None) -> int:
+    """Run the recipe; give the exit status."""
     try:
-        main()
+        main(argv)
     except ValueError as error:
         print(f"pretrain: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,8 +1,8 @@
 """The folder of a run: numbered checkpoints that appear whole or not at all.
 
-    runs/pretrain-1/run.json            what the run was started with
-    runs/pretrain-1/log.jsonl           loss and rates, one line a step
-    runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
+runs/pretrain-1/run.json            what the run was started with
+runs/pretrain-1/log.jsonl           loss and rates, one line a step
+runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class RunFolder:
         """Let the checkpoint appear under its name, in one rename."""
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         self.unfinished(step).rename(self.checkpoint(step))
-
 
     def log(self, step: int, values: dict) -> None:
         with (self.path / "log.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""The tree is the architecture: DESIGN's import table and the house rules, read from the sources."""
+"""The tree is the architecture: who may import whom, and the house rules, read from the sources."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _unsafe_call(where: str, node: ast.Call) -> list[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    heavy = "torch transformers numba pyarrow datasets accelerate".split()
+    heavy = ["torch", "transformers", "numba", "pyarrow", "datasets", "accelerate"]
     program = f"import sys, nopad; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "pretrain.py")
+sys.path.insert(0, str(ROOT / "recipes"))  # where a recipe finds its neighbours
 SMALL = ["--budget", "128", "--save-every", "2", "--eval-every", "100"]
 
 
@@ -40,7 +41,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "corpus.jsonl"
-    words = "def class import return self for in range print".split()
+    words = ["def", "class", "import", "return", "self", "for", "in", "range", "print"]
     generator = random.Random(0)
     with path.open("w") as file:
         for _ in range(400):
@@ -52,7 +53,6 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
     """The recipe's own tokenizer, saved where --tokenizer finds it."""
-    sys.path.insert(0, str(ROOT / "recipes"))
     import stdlib_corpus
 
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -181,15 +181,22 @@ def used(tmp_path_factory, model) -> Path:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_gets_one_line_and_status_2(what, used, arguments):
+def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch, capsys):
+    import pretrain
+
     extra, word = BAD[what]
     before = snapshot(used)
-    done = run(*arguments, "--steps", "1", *extra, cwd=used)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("pretrain: ") and word in last, done.stderr
+    monkeypatch.chdir(used)
+    status = pretrain.run([*arguments, "--steps", "1", *extra])
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2 and last.startswith("pretrain: ") and word in last
     assert snapshot(used) == before, "something was written"
+
+
+def test_the_process_exits_with_that_status_and_without_a_traceback(used, arguments):
+    done = run(*arguments, "--data", "corpus.xyz", cwd=used)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("pretrain: ")
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -198,7 +205,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def test_a_pack_trains_like_its_samples_one_by_one():
     """The recipe's own model: loss and gradients of a pack against each sample run alone."""
-    sys.path.insert(0, str(ROOT / "recipes"))
     import numpy as np
     import pretrain
     import torch
