@@ -35,7 +35,7 @@ def shuffled(places: np.ndarray, n: int, shuffle_key: np.uint64) -> np.ndarray:
     """Give the document at each of these places of a shuffled epoch of n documents.
 
     >>> shuffled(np.arange(8), 8, key(0)).tolist()
-    [4, 5, 3, 6, 2, 1, 0, 7]
+    [6, 4, 1, 0, 2, 5, 7, 3]
     """
     if n < 2:
         return np.zeros(len(places), np.int64)
@@ -53,11 +53,14 @@ def _walk(places, n, columns, rows, shuffle_key, out):
         while True:
             y = at // wide
             x = at - y * wide
-            for turn in range(4):
-                x += _below(wide, y, shuffle_key + np.uint64(2 * turn))
+            round_key = shuffle_key
+            for _ in range(4):
+                x += _below(wide, y, round_key)
                 x = x - wide if x >= wide else x
-                y += _below(high, x, shuffle_key + np.uint64(2 * turn + 1))
+                round_key += np.uint64(0xD1B54A32D192ED03)
+                y += _below(high, x, round_key)
                 y = y - high if y >= high else y
+                round_key += np.uint64(0xD1B54A32D192ED03)
             at = y * wide + x
             if at < size:
                 break

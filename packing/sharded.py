@@ -35,7 +35,7 @@ class ShardedPacks:
         end = None if self.packs is None else share.round_end(self.packs - 1, base)
         while not all(s.ended for s in streams.values()) if end is None else following < end:
             stream = streams[following % self.settings.shards]
-            pack = stream.next()
+            pack = stream.next() if self.packs is None or following < self.packs else None
             if pack is None:
                 pack = Pack.of([], self.settings.packer["budget"], cursor=stream.cursor())
             pack.index = following

@@ -1,0 +1,212 @@
+"""PackedDataset: one sequence of packs, whoever reads it, through every kind of loader."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from nopad.packing import PackedDataset
+from nopad.packing.state import merge_states
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+KINDS = ("planned", "levelled", "sharded", "mixed")
+
+
+@pytest.fixture
+def make(tools, jsonl):
+    """Give a function that opens a dataset of each kind for one rank."""
+    rows = tools.documents(400)
+    path = jsonl(rows)
+    other = jsonl(tools.documents(150, seed=1), "other.jsonl")
+
+    def open_one(kind, rank=0, world=1, **options):
+        options = {"budget": 128, "pool": 24, "rank": rank, "world": world, **options}
+        if kind in ("planned", "levelled"):
+            return PackedDataset(rows, level=kind == "levelled", **options)
+        options = {"shards": 8, "shuffle": 16, "ahead": False, **options}
+        if kind == "mixed":
+            return PackedDataset([(path, 2), (other, 1)], stop="all", **options)
+        return PackedDataset(path, **options)
+
+    return open_one
+
+
+def full(tools, packs):
+    return [tools.digest(pack) for pack in packs if len(pack.tokens)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+def test_a_plain_loader_gives_the_same_packs_for_any_number_of_workers(make, tools, kind, workers):
+    expected = full(tools, make(kind, epochs=2))
+    loader = DataLoader(make(kind, epochs=2), batch_size=None, num_workers=workers)
+    assert full(tools, loader) == expected and len(expected) > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world, workers", [(2, 1), (4, 1), (2, 2), (8, 1), (1, 8), (2, 4)])
+def test_ranks_and_workers_are_views_of_one_sequence(make, tools, kind, world, workers):
+    def build(rank=0, world=1):
+        return make(kind, rank, world, epochs=None, packs=100)
+
+    alone = [tools.digest(pack) for pack in build()]
+    together = [tools.digest(pack) for pack in tools.Run(build, world, workers).packs()]
+    assert together[:100] == alone and len(alone) == 100
+    assert all(not content for _, content in together[100:])
+
+
+@pytest.mark.parametrize("world", [3, 5, 7])
+def test_with_known_lengths_any_number_of_ranks_sees_equally_many_packs(make, tools, world):
+    alone = [tools.digest(pack) for pack in make("planned", epochs=2)]
+    run = tools.Run(lambda rank, world: make("planned", rank, world, epochs=2), world, 2)
+    together = [tools.digest(pack) for pack in run.packs()]
+    assert together[: len(alone)] == alone and len(together) % world == 0
+    assert all(not content for _, content in together[len(alone) :])
+
+
+def test_readers_that_do_not_divide_the_shards_are_told_what_does(make):
+    with pytest.raises(ValueError, match="= 3 readers do not divide 8 shards: use 2 or 4 readers"):
+        next(iter(make("sharded", 0, 3, epochs=None)))
+
+
+def test_ranks_of_a_stream_must_be_told_how_long_the_run_is(make):
+    with pytest.raises(ValueError, match="packs="):
+        next(iter(make("sharded", 0, 2, epochs=1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_resumes_exactly(make, tools, kind, workers):
+    def loader():
+        data = make(kind, 1, 2, epochs=None, packs=120)
+        return StatefulDataLoader(data, batch_size=None, num_workers=workers)
+
+    whole = [tools.digest(pack) for pack in loader()]
+    for cut in (0, 1, 6, 33, len(whole) - 1):
+        first = loader()
+        packs = iter(first)
+        head = [tools.digest(next(packs)) for _ in range(cut)]
+        state = first.state_dict()
+        del packs
+        second = loader()
+        second.load_state_dict(state)
+        assert head + [tools.digest(pack) for pack in second] == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_loader_prefetched_is_not_counted_as_seen(make, tools, kind):
+    whole = full(tools, make(kind))
+    data = make(kind)
+    loader = iter(DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=8))
+    head = []
+    for _ in range(5):
+        pack = next(loader)
+        head.append(tools.digest(pack))
+        data.stepped(pack)
+    state = json.loads(json.dumps(data.state_dict()))
+    del loader
+    again = make(kind)
+    again.load_state_dict(state)
+    tail = full(tools, DataLoader(again, batch_size=None, num_workers=1))
+    assert head + tail == whole
+
+
+def test_a_stream_refuses_a_step_that_leaves_a_pack_out(make):
+    data = make("sharded")
+    packs = iter(data)
+    next(packs)
+    with pytest.raises(ValueError, match="pack 1 was stepped where pack 0 comes next"):
+        data.stepped(next(packs))
+
+
+def test_a_pass_follows_a_pass_with_the_next_epochs_order(make, tools):
+    data = make("planned")
+    first, second = full(tools, data), full(tools, data)
+    assert first != second
+    data.set_epoch(0)
+    assert full(tools, data) == first
+    data.set_epoch(1)
+    assert full(tools, data) == second
+
+
+def test_set_epoch_does_not_throw_a_resumed_position_away(make, tools):
+    data = make("planned")
+    packs = iter(data)
+    head = [tools.digest(next(packs)) for _ in range(7)]
+    state = data.state_dict()
+    again = make("planned")
+    again.load_state_dict(state)
+    again.set_epoch(0)
+    assert head + full(tools, again) == full(tools, make("planned"))
+
+
+def test_the_packs_of_an_epoch_are_counted_without_reading_tokens(make):
+    assert make("planned").count() == len(list(make("planned")))
+    with pytest.raises(ValueError, match="cannot be counted"):
+        make("sharded").count()
+
+
+def test_every_document_is_in_an_epoch_exactly_once(make, tools):
+    rows = sorted(row.tolist() for row in tools.documents(400))
+    for kind in ("planned", "sharded"):
+        found = []
+        for pack in make(kind):
+            parts = np.split(pack.tokens, pack.cu_seqlens[1:-1])
+            found += [part.tolist() for part in parts if len(part)]
+        assert sorted(found) == rows
+
+
+def test_states_of_ranks_at_different_places_are_not_merged():
+    states = [{"position": {"index": i}, "shards": {str(i): {}}} for i in (4, 8)]
+    with pytest.raises(ValueError, match="different places"):
+        merge_states(states)
+
+
+def test_importing_packing_does_not_import_torch():
+    program = "import sys, nopad.packing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_accelerates_stateful_loader_resumes_exactly(tmp_path):
+    program = textwrap.dedent(
+        """
+        import sys
+        import numpy as np, torch
+        from accelerate import Accelerator
+        from accelerate.utils import DataLoaderConfiguration
+        from nopad.packing import PackedDataset
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        rows = [np.full(5 + i % 17, i) for i in range(200)]
+        def batches(loader):
+            for pack in loader:
+                yield pack["tokens"].tolist()
+        def build():
+            config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            data = PackedDataset(rows, budget=64, pool=8)
+            collate = lambda pack: {"tokens": torch.from_numpy(pack.tokens)}
+            loader = StatefulDataLoader(data, batch_size=None, collate_fn=collate)
+            return accelerator, accelerator.prepare_data_loader(loader)
+        accelerator, loader = build()
+        whole = list(batches(loader))
+        accelerator, loader = build()
+        packs = batches(loader)
+        head = [next(packs) for _ in range(9)]
+        state = loader.state_dict()
+        accelerator, loader = build()
+        loader.load_state_dict(state)
+        assert head + list(batches(loader)) == whole, (len(head), len(whole))
+        print("finished")
+        """
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.strip().endswith("finished")

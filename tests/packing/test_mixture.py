@@ -1,0 +1,105 @@
+"""Mixtures: shares of tokens follow the weights at every moment, and sources end as asked."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nopad.packing import PackedDataset
+from nopad.packing.mixture import SCALE, Mixture, as_mixture
+
+
+def drawn_tokens(choices, lengths):
+    taken, shares = [0] * len(lengths), []
+    following = [iter(own) for own in lengths]
+    for source in choices.tolist():
+        taken[source] += int(next(following[source]))
+        shares.append(list(taken))
+    return np.array(shares)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(0, 2**30))
+def test_the_shares_are_right_to_within_a_document_at_any_moment(weights, seed):
+    rng = np.random.default_rng(seed)
+    lengths = [rng.integers(1, 100, 400) for _ in weights]
+    choices, short = Mixture(weights).draw(lengths)
+    taken = drawn_tokens(choices, lengths)
+    expected = taken.sum(1, keepdims=True) * np.array(weights) / sum(weights)
+    rounding = taken.sum(1, keepdims=True) * len(weights) / SCALE
+    assert (np.abs(taken - expected) <= 200 * len(weights) + rounding).all()
+    assert (choices == short).sum() == len(lengths[short])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**30), st.lists(st.integers(1, 50), min_size=1, max_size=30))
+def test_the_draw_does_not_depend_on_how_the_lengths_become_known(seed, pieces):
+    rng = np.random.default_rng(seed)
+    lengths = [rng.integers(1, 100, 200) for _ in range(3)]
+    whole, _ = Mixture([1, 2, 3]).draw(lengths)
+    mixture, known, used, parts = Mixture([1, 2, 3]), [0] * 3, [0] * 3, []
+    for turn in range(5000):
+        ready = [own[used[s] : known[s]] for s, own in enumerate(lengths)]
+        choices, short = mixture.draw(ready)
+        parts.append(choices)
+        for source in range(3):
+            used[source] += int((choices == source).sum())
+        if known[short] == len(lengths[short]):
+            break
+        known[short] = min(len(lengths[short]), known[short] + pieces[turn % len(pieces)])
+        restored = Mixture([1, 2, 3])
+        restored.load_state_dict(mixture.state_dict())
+        mixture = restored
+    assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+def test_a_weight_may_drift_with_the_tokens_seen():
+    lengths = [np.full(4000, 10), np.full(4000, 10)]
+    drift = Mixture([[(0, 1.0), (40_000, 0.0)], [(0, 0.0), (40_000, 1.0)]])
+    choices, _ = drift.draw(lengths)
+    early, late = choices[:400], choices[3600:4000]
+    assert (early == 0).mean() > 0.9 and (late == 1).mean() > 0.9
+    assert abs((choices[:4000] == 0).mean() - 0.5) < 0.01
+
+
+def sources(*counts):
+    """Lists of documents whose tokens say which source they belong to."""
+    return [[np.full(4, 10 * s + 1) for _ in range(n)] for s, n in enumerate(counts)]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    "stop, first, second", [("first", 30, 10), ("all", 60, 10), ("cycle", 60, 20)]
+)
+def test_a_source_that_runs_out_ends_restarts_or_is_left_out(stop, first, second, ahead):
+    one, two = sources(60, 10)
+    data = PackedDataset(
+        [(one, 3), (two, 1)], budget=16, stop=stop, ahead=ahead, shards=1, pool=8, vocab_size=100
+    )
+    packs = list(data)
+    tokens = np.concatenate([pack.tokens for pack in packs])
+    assert abs((tokens == 1).sum() // 4 - first) <= 3
+    assert abs((tokens == 11).sum() // 4 - second) <= 1
+    marks = np.concatenate([np.repeat(pack.sources, pack.lengths) for pack in packs])
+    assert ((tokens == 11) == (marks == 1)).all()
+
+
+def test_each_lap_of_a_cycled_source_has_its_own_order():
+    one = [np.full(2, 1) for _ in range(90)]
+    two = [np.array([100 + i, 100 + i]) for i in range(10)]
+    data = PackedDataset([(one, 1), (two, 1)], budget=2, stop="cycle", pool=1)
+    drawn = [int(pack.tokens[0]) for pack in data if pack.tokens[0] >= 100]
+    laps = [drawn[i : i + 10] for i in range(0, 80, 10)]
+    assert all(sorted(lap) == list(range(100, 110)) for lap in laps)
+    assert len({tuple(lap) for lap in laps}) == len(laps)
+
+
+@pytest.mark.parametrize("weights", [[1, -1], [0, 0], [[(5, 1), (0, 2)], 1], [float("inf"), 1]])
+def test_impossible_weights_are_refused(weights):
+    with pytest.raises(ValueError, match="weight"):
+        Mixture(weights)
+
+
+def test_a_list_of_pairs_is_a_mixture_and_a_list_of_documents_is_not():
+    assert as_mixture([("a", 1), ("b", 0.5)]) is not None
+    assert as_mixture([[1, 2], [3, 4]]) is None
+    assert as_mixture([]) is None
