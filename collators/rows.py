@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..packing import IGNORE, Pack, Sample
 
 
-def as_sample(row: Sample | Mapping) -> Sample:
+def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
     """Read a trainer's feature dict as a sample."""
     if isinstance(row, Sample):
         return row
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
-    return Sample(np.asarray(row["input_ids"]), row.get("labels"))
+    labels: Any = row.get("labels")
+    return Sample(np.asarray(row["input_ids"]), labels)
 
 
 def lay_rows(

@@ -38,7 +38,7 @@ def load_data_state(loader: PackedLoader, folder: Path) -> None:
             f"{folder} has no {STATE_FILE}: it was not saved with packed data, "
             "or its save was cut short; choose another checkpoint"
         )
-    loader.load_state(read_state(path))
+    loader.load_state(read_state(path, fall_back=False))
 
 
 def last_whole_checkpoint(folder: Path, last_file: str) -> Path:
@@ -50,7 +50,7 @@ def last_whole_checkpoint(folder: Path, last_file: str) -> Path:
     reasons = []
     for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
         try:
-            read_state(path / STATE_FILE)
+            read_state(path / STATE_FILE, fall_back=False)
         except (ValueError, OSError) as error:
             reasons.append(f"{path.name}: {error}")
             continue

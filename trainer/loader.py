@@ -101,7 +101,7 @@ class PackedLoader:
         self._loader = DataLoader(
             dataset,
             batch_size=None,
-            collate_fn=partial(_collate, self.collator),
+            collate_fn=partial(_collate, self.collator),  # pyright: ignore[reportArgumentType]
             num_workers=num_workers,
             pin_memory=pin_memory,
         )

@@ -26,9 +26,9 @@ from .cross_entropy import linear_cross_entropy
 class ModelLoss:
     """The loss of one model: made by `attach_loss`, taken off by `detach`."""
 
-    def __init__(self, model: nn.Module, label_smoothing: float, z_loss: float):
+    def __init__(self, model: Any, label_smoothing: float, z_loss: float):
         self.model = model
-        self.head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        self.head = model.get_output_embeddings()
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.fused = _can_fuse(model, self.head)
         """Whether the loss comes straight from the hidden states."""
@@ -59,15 +59,17 @@ class ModelLoss:
         @wraps(original)
         def forward(
             *args: Any,
-            labels: Tensor | None = None,
-            shift_labels: Tensor | None = None,
+            labels: Any = None,
+            shift_labels: Any = None,
             num_items_in_batch: Any = None,
             loss_weights: Tensor | None = None,
             **kwargs: Any,
         ):
             if labels is None and shift_labels is None:
                 return original(*args, **kwargs)
-            targets = shift_labels if labels is None else _shift(labels, IGNORE)
+            targets: Any = shift_labels
+            if labels is not None:
+                targets = _shift(labels, IGNORE)
             weights = None if loss_weights is None else _shift(loss_weights, 0.0)
             self._request = targets, num_items_in_batch, weights
             try:
@@ -123,9 +125,7 @@ class ModelLoss:
         return outputs
 
 
-def attach_loss(
-    model: nn.Module, *, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> ModelLoss:
+def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> ModelLoss:
     """Let `model(**batch).loss` be the exact mean of a step, without logits of T x vocabulary.
 
     Call it on the bare causal LM, before DDP, FSDP, PEFT or torch.compile wrap it.
@@ -139,13 +139,13 @@ def attach_loss(
     return loss
 
 
-def _can_fuse(model: nn.Module, head: nn.Module) -> bool:
+def _can_fuse(model: Any, head: nn.Module) -> bool:
     """A plain linear head, logits without a non-linear step, and a loss that goes by our name."""
     soft = getattr(model.config, "final_logit_softcapping", None)
     return type(head) is nn.Linear and soft is None and _calls_loss_function(model)
 
 
-def _calls_loss_function(model: nn.Module) -> bool:
+def _calls_loss_function(model: Any) -> bool:
     code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
     return "loss_function" in code.co_names
 
@@ -167,6 +167,6 @@ def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
     return (targets != IGNORE).sum().clamp(min=1)
 
 
-def _whole(parameter: Tensor | None) -> Tensor | None:
+def _whole(parameter: Any) -> Any:
     """A sharded parameter that nothing has gathered yet, gathered."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -25,7 +25,7 @@ MOST_LENGTHS = 1 << 20
 """How many documents are planned to foretell an epoch."""
 
 
-def check_run(model: nn.Module, data: PackedDataset, collator: Any = None) -> list[str]:
+def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str]:
     """Raise where this model, data and collator do not go together; else return the banner."""
     config: Any = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", "eager")
@@ -53,7 +53,7 @@ def say_start(lines: list[str]) -> None:
             tqdm.write(f"nopad: {line}")
 
 
-def leak(model: nn.Module, apart: bool = False) -> float:
+def leak(model: Any, apart: bool = False) -> float:
     """Change the first of three packed samples; return how far the others' logits move.
 
     The movement is relative to the largest logit; 0.0 is what packing promises.
@@ -95,11 +95,11 @@ def _route(attention: str) -> str:
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 
 
-def _keep_apart_from_now_on(model: nn.Module) -> None:
+def _keep_apart_from_now_on(model: Any) -> None:
     loss = getattr(model, "nopad_loss", None)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} needs the repaired masks: nopad.trainer.loss.attach_loss(model)"
+            f"{type(model).__name__} needs repaired masks: call nopad.trainer.loss.attach_loss"
         )
     loss.apart = True
 
@@ -132,7 +132,8 @@ def _foretell(data: PackedDataset) -> list[str]:
     if not len(lengths):
         return [f"packs of {data.settings['budget']}, lengths not known before reading"]
     names = ("budget", "pool", "strategy", "overflow", "align")
-    planner = Planner(**{name: data.settings[name] for name in names})
+    planned: dict = data.packs.planner  # pyright: ignore[reportAttributeAccessIssue]
+    planner = Planner(**{name: planned[name] for name in names if name in planned})
     planner.feed(lengths)
     planner.finish()
     counts = planner.counts
@@ -144,7 +145,7 @@ def _foretell(data: PackedDataset) -> list[str]:
     ]
 
 
-def first_check(model: nn.Module) -> Callable[[list[dict]], None]:
+def first_check(model: Any) -> Callable[[list[dict]], None]:
     """Return what a loader should do with the batches of the first step."""
     config: Any = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Listen for signals from now on; `agreed` is a collective, call it once a step on every rank."""
+    """Listen for signals from now on; call `agreed` once a step, on every rank."""
 
     def __init__(self):
         self.asked: signal.Signals | None = None

@@ -60,7 +60,8 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
             self.end()
 
     def place(self, batch: Batch) -> Batch:
-        return send_to_device(batch, self.accelerator.device, non_blocking=True)
+        moved: Any = send_to_device(batch, self.accelerator.device, non_blocking=True)
+        return moved
 
     def on_step_end(self, is_last: bool) -> None:
         self.end_of_dataloader = is_last

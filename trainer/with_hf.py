@@ -115,7 +115,7 @@ class Packed(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
-            found = last_whole_checkpoint(Path(self.args.output_dir), LAST_FILE)
+            found = last_whole_checkpoint(Path(str(self.args.output_dir)), LAST_FILE)
             resume_from_checkpoint = str(found)
         self._resume = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -135,6 +135,8 @@ class Packed(_Base):
         return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        if batch_samples and "num_items_in_batch" in batch_samples[0]:
+            return None  # an evaluation batch brings its own
         if not batch_samples or "loss_weights" not in batch_samples[0]:
             return super()._get_num_items_in_batch(batch_samples, device)
         weight = sum(float(batch["loss_weights"].sum()) for batch in batch_samples)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -29,10 +29,13 @@ from .ranks import world
 from .start import check_run, say_start
 from .stop import StopRequest
 
-try:
+if TYPE_CHECKING:
     import lightning.pytorch as pl
-except ImportError:
-    import pytorch_lightning as pl
+else:
+    try:
+        import lightning.pytorch as pl
+    except ImportError:
+        import pytorch_lightning as pl
 
 KEY = "nopad_data"
 
@@ -100,7 +103,12 @@ class PackedCallback(pl.Callback):
         self.meter.reset()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         assert self.data.loader is not None
         info, state = self.data.loader.handed_out.popleft()
@@ -145,7 +153,14 @@ class StopCallback(pl.Callback):
         self.request = StopRequest()
         self._last = trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         if trainer.global_step == self._last:
             return  # between two steps: what is accumulated would be lost
         self._last = trainer.global_step

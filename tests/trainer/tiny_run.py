@@ -1,4 +1,4 @@
-"""What every front end is held against: a tiny model, samples of uneven lengths, and the gold gradient."""
+"""What every front end is held against: a tiny model, uneven samples, the gold gradient."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from nopad.collators import PackedCollator
 from nopad.packing import IGNORE, PackedDataset
 
 VOCABULARY = 61
@@ -60,6 +61,10 @@ def packs(data: PackedDataset, count: int) -> list:
     return [pack for pack, _ in zip(whole, range(count), strict=False)]
 
 
+def collate(pack) -> dict:
+    return PackedCollator()(pack)
+
+
 def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Tensor]:
     """Run every sequence of the packs alone; the mean goes over all counted tokens (or samples)."""
     model.zero_grad()
@@ -99,7 +104,7 @@ def digest(model) -> str:
 
 
 def launch(script: Path, *arguments, world: int = 2, timeout: float = 120, check: bool = True):
-    """Run a script as `world` processes that find each other; return each one's last line as JSON."""
+    """Run a script as `world` processes; return the JSON in the last line of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,0 +1,51 @@
+"""Accelerate, on one and two ranks: exact gradients, equal curves, resumed ≡ uninterrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+
+CHILD = Path(__file__).parent / "accelerate_child.py"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return tiny_run.launch(CHILD, tmp_path_factory.mktemp("one") / "state", 1, world=1)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return tiny_run.launch(CHILD, tmp_path_factory.mktemp("two") / "state", 2, world=2)
+
+
+def test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one(one, two):
+    for child in (*one, *two):
+        assert len(child["gradients"]) == 8
+        for name, distance in child["gradients"].items():
+            assert distance < 2e-6, name
+
+
+def test_resumed_equals_uninterrupted_to_the_bit(one, two):
+    for child in (*one, *two):
+        assert child["resumed"]["parts"] == child["resumed"]["whole"]
+
+
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(one, two):
+    assert np.allclose(one[0]["curve"], two[0]["curve"], rtol=1e-5)
+    assert two[0]["curve"] == two[1]["curve"]
+
+
+def test_all_ranks_end_after_the_same_step(two):
+    assert two[0]["ends"] == two[1]["ends"]
+    assert min(two[0]["ends"]) > 0
+
+
+def test_two_ranks_see_the_packs_of_one_in_turn(one, two):
+    dealt = [[index for index in child["packs"] if index >= 0] for child in two]
+    in_turn = [index for pair in zip(*dealt, strict=True) for index in pair]
+    alone = [index for index in one[0]["packs"] if index >= 0]
+    assert in_turn[: len(alone)] == alone == list(range(len(alone)))
+    assert len(in_turn) - len(alone) < 2  # an empty pack evens the ranks out

@@ -1,0 +1,48 @@
+"""The HF Trainer, on one and two ranks: exact gradients, equal curves, resumed ≡ uninterrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+
+CHILD = Path(__file__).parent / "hf_child.py"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return tiny_run.launch(CHILD, tmp_path_factory.mktemp("one"), 1, world=1)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return tiny_run.launch(CHILD, tmp_path_factory.mktemp("two"), 2, world=2)
+
+
+def test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one(one, two):
+    for child in (*one, *two):
+        assert len(child["gradients"]) == 6
+        for name, distance in child["gradients"].items():
+            assert distance < 2e-6, name
+
+
+def test_resumed_equals_uninterrupted_to_the_bit(one, two):
+    for child in (*one, *two):
+        assert child["resumed"]["parts"][1] == child["resumed"]["whole"][1]
+    assert one[0]["resumed"]["parts"] == one[0]["resumed"]["whole"]
+
+
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(one, two):
+    assert np.allclose(one[0]["curve"], two[0]["curve"], rtol=1e-5)
+
+
+def test_epochs_end_after_the_same_step_on_all_ranks(one, two):
+    assert two[0]["ends"][0] == two[1]["ends"][0] == -(-one[0]["ends"][0] // 2)
+
+
+def test_the_evaluation_loss_is_the_token_mean(one, two):
+    for child in (*one, *two):
+        got, wanted = child["evaluated"]
+        assert abs(got - wanted) < 1e-5 * wanted
