@@ -79,6 +79,9 @@ class _Group:
         rows = [row for i in members for row in range(bounds[i], bounds[i + 1])]
         self.rows = torch.tensor(rows, device=device)
         queries = len(rows) // len(members)
+        self.mask = None
+        if len(members) == 1 and 1 < queries == longest:
+            return  # a whole prompt: plainly causal, which the fused function computes in half
         masks = [
             F.pad(visible(queries, lengths[i], window, device), (0, longest - lengths[i]))
             for i in members
