@@ -108,7 +108,7 @@ def uniform(vocabulary: int, count: int = 256, seed: int = 0) -> Work:
 
 
 def trace(vocabulary: int, count: int, shrink: int = 1, seed: int = 0) -> Work | None:
-    """(c) Requests of a real service: Azure's code trace of 2023, in a row from a random place."""
+    """(c) Requests of a real service, Azure's code trace of 2023: a random sample, in order."""
     root = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[2] / "shared")
     path = root / "data" / "traces" / "AzureLLMInferenceTrace_code_2023.csv"
     if not path.exists():
@@ -116,8 +116,7 @@ def trace(vocabulary: int, count: int, shrink: int = 1, seed: int = 0) -> Work |
     with path.open() as file:
         rows = list(csv.DictReader(file))
     rng = np.random.default_rng(seed)
-    start = int(rng.integers(0, len(rows) - count))
-    rows = rows[start : start + count]
+    rows = [rows[i] for i in np.sort(rng.choice(len(rows), count, replace=False))]
     prompt = np.maximum([int(r["ContextTokens"]) // shrink for r in rows], 1)
     new = np.maximum([int(r["GeneratedTokens"]) // shrink for r in rows], 1)
     times = [datetime.fromisoformat(r["TIMESTAMP"][:26]).timestamp() for r in rows]

@@ -248,6 +248,8 @@ class Engine:
         try:
             with ExitStack() as stack:
                 stack.enter_context(borrowed(self._model, narrow))
+                if self._machine is not None and self._machine.narrow != narrow:
+                    self._change_dtype()
                 if self._machine is None:
                     self._machine = self._assemble(narrow)
                 if self._machine.shadow is not None:
@@ -269,6 +271,11 @@ class Engine:
         self._weights.refresh()
         machine.loop.scheduler.scope = str(self._weights.number)
         return machine
+
+    def _change_dtype(self) -> None:
+        if self._loop.busy:
+            raise ValueError("autocast changed while requests run; finish or cancel them first")
+        self.release()
 
     def _narrow(self) -> torch.dtype | None:
         """The dtype to compute in, if the weights are wider."""

@@ -44,6 +44,8 @@ class Machine:
     shadow: Shadow | None
     fused: list[Part]
     """Fused kernels that fit the model."""
+    narrow: torch.dtype | None
+    """The dtype computed in where the weights are wider."""
 
 
 def assemble(
@@ -88,7 +90,7 @@ def assemble(
     runner = DeviceRunner(model, cache, columns, stats, device, settings.graphs)
     canary = Canary(count, settings.page_size) if settings.debug else None
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
-    return Machine(loop, runner, shadow, provable_parts(model))
+    return Machine(loop, runner, shadow, provable_parts(model), narrow)
 
 
 def _compute_dtype(model: Any) -> torch.dtype:
