@@ -78,9 +78,17 @@ def install(masking: ModuleType, name: str) -> bool:
     return True
 
 
+def _hides_something(mask: Any) -> bool:
+    """A few models make themselves a mask of ones: that one says nothing."""
+    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False  # cannot look; the first, eager step did
+    return mask.ndim != 2 or not bool(mask.all())
+
+
 def _wrapped(original: Any, name: str) -> Any:
     def prepare(config: Any, inputs_embeds: Tensor, attention_mask: Any, *rest: Any, **named: Any):
-        if getattr(config, "_attn_implementation", None) == name and attention_mask is not None:
+        ours = getattr(config, "_attn_implementation", None) == name
+        if ours and attention_mask is not None and _hides_something(attention_mask):
             raise ValueError(
                 "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack the "
                 "samples (nopad.collators) or generate through nopad.inference"

@@ -58,10 +58,13 @@ def attention(
     arrived = varlen is not None
     if varlen is None:
         varlen = _guess(query, position_ids)
-    layer: int = getattr(module, "layer_idx", 0)  # pyright: ignore[reportAssignmentType]
+    layer = 0
+    if varlen.pages is not None or not torch.compiler.is_compiling():
+        # Read only where it matters: it would make a compiled layer another graph than its twins.
+        layer = int(getattr(module, "layer_idx", 0))
     if not torch.compiler.is_compiling():
         testify(layer, arrived, (key.shape[1], key.shape[3], value.shape[3]))
-    _within_chunk(module, layer, varlen)
+    _within_chunk(module, varlen)
     rows, columns = query.shape[0], query.shape[2]
     q, k, v = (_flat(x) for x in _one_dtype(query, key, value))
     out = attend(
@@ -145,12 +148,15 @@ def _refuse(
             raise ValueError(f"{name}: {extra} is not supported by 'nopad'")
 
 
-def _within_chunk(module: nn.Module, layer: int, varlen: Varlen) -> None:
+def _within_chunk(module: nn.Module, varlen: Varlen) -> None:
     """Chunked attention equals causal attention inside one chunk; beyond it, refuse."""
     config = getattr(module, "config", None)
     chunk = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
-    if not chunk or not kinds or kinds[layer] != "chunked_attention":
+    if not chunk or not kinds:
+        return
+    layer = int(getattr(module, "layer_idx", 0))
+    if kinds[layer] != "chunked_attention":
         return
     longest = varlen.max_length if varlen.pages is None else varlen.pages.max_length
     if longest > chunk:
