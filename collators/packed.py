@@ -36,6 +36,7 @@ class PackedCollator:
         self,
         *,
         seq_idx: bool = False,
+        fill: bool = False,
         fixed_sequences: int | None = None,
         max_length: int | None = None,
         stack: bool = False,
@@ -45,9 +46,9 @@ class PackedCollator:
         """Choose the extras.
 
         seq_idx: number the sequences for Mamba-like layers.
-        fixed_sequences: constant shapes, so that torch.compile builds one graph: T is filled up to
-            the budget with one more sequence that counts nothing, and `cu_seq_lens` to room for
-            this many sequences, the filler included.
+        fill: T is always the budget: one more sequence, that counts nothing, fills a row up.
+        fixed_sequences: all shapes constant, so that torch.compile builds one graph: rows are
+            filled, and `cu_seq_lens` has room for this many sequences, the filler included.
         max_length: what `max_length` says under fixed shapes, no less than the longest sequence;
             left out, the budget, which is right for all and makes attention launch idle blocks.
         stack: several packs become rows [B, budget] instead of one longer row.
@@ -58,6 +59,7 @@ class PackedCollator:
         if mean not in ("token", "sample"):
             raise ValueError(f"mean={mean!r}: the loss is a mean over 'token' or 'sample'")
         self.seq_idx = seq_idx
+        self.fill = fill or stack or fixed_sequences is not None
         self.fixed_sequences = fixed_sequences
         self.max_length = max_length
         self.stack = stack
@@ -66,9 +68,8 @@ class PackedCollator:
 
     def __call__(self, packs: Pack | Sequence[Pack] | Sequence[Mapping | Sample]) -> dict[str, Any]:
         packs = [packs] if isinstance(packs, Pack) else _as_packs(packs)
-        even = self.stack or self.fixed_sequences is not None
         # An empty pack still needs one token, or the model has nothing to run on.
-        widths = [pack.budget if even else max(1, len(pack.tokens)) for pack in packs]
+        widths = [pack.budget if self.fill else max(1, len(pack.tokens)) for pack in packs]
         tokens, labels, positions, bounds = lay_rows(packs, widths, self.pad_token_id)
         shape = (len(packs), -1) if self.stack else (1, -1)
         cu_seq_lens = torch.from_numpy(self._fix(bounds))
