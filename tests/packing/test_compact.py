@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.packing.compact import from_text, to_text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**63 - 1)))
 def test_integers_come_back(values):
     assert from_text(to_text(np.array(values, np.int64))).tolist() == values
