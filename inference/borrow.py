@@ -25,7 +25,7 @@ def borrowed(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[
     """Set a model up for generation; on leaving, nothing shows that it was."""
     device = next(model.parameters()).device
     with ExitStack() as stack:
-        stack.enter_context(_random_states(device))
+        stack.enter_context(random_states(device))
         stack.enter_context(_training_flags(model))
         stack.enter_context(_attention(model))
         stack.enter_context(torch.no_grad())
@@ -80,7 +80,8 @@ def _attention(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _random_states(device: torch.device) -> Iterator[None]:
+def random_states(device: torch.device) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's random states back on leaving."""
     python, legacy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
