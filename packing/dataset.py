@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -170,10 +169,8 @@ class PackedDataset(IterableDataset):
                 f"the state is that of worker {worker['id']} of {worker['of']}: keep num_workers, "
                 "or save the state of the packs that were stepped, which any number can continue"
             )
-        cursors = {
-            int(shard): {**at, "shard": int(shard)} for shard, at in state.get("shards", {}).items()
-        }
-        self._begin = Progress(Position(**state["position"]), deepcopy(cursors))
+        cursors = {int(shard): dict(at) for shard, at in state.get("shards", {}).items()}
+        self._begin = Progress(Position(**state["position"]), cursors)
         self._given, self._done, self._worker, self._over = self._begin, None, worker, False
 
     def _state(self, position: Position, shards: dict) -> dict:

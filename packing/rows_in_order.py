@@ -16,6 +16,7 @@ import numpy as np
 
 from .order import key, shuffled
 from .sources.source import Cursor, Row, RowSource
+from .state import is_count
 
 PLAIN = 256
 """Rows of a block when nothing is shuffled; only the distance between two marks."""
@@ -79,6 +80,10 @@ class RowsInOrder:
         """Stand before row `position` again, and give the older rows asked for."""
         wanted, found = set(numbers), {}
         self.marks = [list(mark) for mark in marks]
+        for first, lap, block, cursor in self.marks:
+            if not all(map(is_count, (first, lap, block))):
+                raise ValueError(f"the mark {[first, lap, block]} of a shard is not one")
+            self.source.check_cursor(cursor)
         for mark in self.marks:
             self._load(mark)
             for number, row in enumerate(self._block, mark[0]):

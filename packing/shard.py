@@ -90,6 +90,8 @@ class ShardPacks:
         if pack is not None:
             self._count += 1
             pack.cursor = self.cursor()
+        elif self._count == 0:  # it ended without a pack, which only a new snapshot can say
+            self._snapshot = self._take_snapshot()
         return pack
 
     @property
@@ -209,7 +211,15 @@ class ShardPacks:
 
     def load(self, cursor: dict) -> None:
         """Continue behind the pack that carried this cursor."""
-        state = unpack_text(cursor["state"])
+        try:
+            self._restore(unpack_text(cursor["state"]))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
+        for _ in range(cursor["made"]):
+            if self.next() is None:
+                raise ValueError(f"shard {self.shard} ends before the place its state names")
+
+    def _restore(self, state: dict) -> None:
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
@@ -227,9 +237,6 @@ class ShardPacks:
                     raise sample
                 held[place], self._origin[place] = sample, (source, number)
         self.packer.load_state_dict(state["packer"], dict(sorted(held.items())))
-        for _ in range(cursor["made"]):
-            if self.next() is None:
-                raise ValueError(f"shard {self.shard} ends before the place its state names")
 
 
 def _steps(numbers: np.ndarray) -> str:

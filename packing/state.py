@@ -35,6 +35,7 @@ def check_state(state: Any, settings: dict, data: str) -> None:
             f"the state was made with other data: fingerprint {state['data']}, here {data}"
         )
     _check_position(state["position"])
+    _check_shards(state.get("shards", {}), settings.get("shards") or 0)
 
 
 def _check_settings(theirs: Any, ours: dict) -> None:
@@ -53,9 +54,24 @@ def _check_position(position: Any) -> None:
         raise ValueError(f"the state's position must have the fields {POSITION}")
     for name in POSITION:
         value = position[name]
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not whole and not (name == "until" and value is None):
+        if not is_count(value) and not (name == "until" and value is None):
             raise ValueError(f"the state's {name} is {value!r}: expected a number from 0")
+
+
+def _check_shards(shards: Any, count: int) -> None:
+    if not isinstance(shards, dict):
+        raise ValueError(f"the state's shards are {type(shards).__name__}, not a dict")
+    names = {str(number) for number in range(count)}
+    for name, at in shards.items():
+        if name not in names:
+            raise ValueError(f"the state names a shard {str(name)[:20]!r}, there are {count}")
+        if not isinstance(at, dict) or set(at) != {"made", "state"} or not is_count(at["made"]):
+            raise ValueError(f"the state of shard {name} must be `made`, a number, and `state`")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def merge_states(states: Iterable[dict]) -> dict:

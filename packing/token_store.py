@@ -180,7 +180,7 @@ def _fill(shelf, documents, starts, lengths, rows: Rows, pad: int, some=None) ->
 
 @compiled
 def _within(tokens, limit):
-    """Whether 0 <= token < limit for all: one sign bit collects every violation, without branches."""
+    """Whether 0 <= token < limit for all; one sign bit collects what is not, without branches."""
     signs = 0
     for i in range(len(tokens)):
         signs |= tokens[i] | (limit - 1 - tokens[i])

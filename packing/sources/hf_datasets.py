@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..fingerprint import Fingerprint
+from ..state import is_count
 from ..token_store import Shelf
 from .paths import contained
 from .source import Indexed, Row, RowSource
@@ -117,6 +118,12 @@ class StreamedRows(RowSource):
             if own or (number - 1) % shards == shard:
                 row = {name: values[0] for name, values in batch.items()}
                 yield Row(row, f"{self.name}, row {number - 1} of shard {shard}", place)
+
+    def check_cursor(self, cursor):
+        if cursor is None:
+            return
+        if not isinstance(cursor, dict) or not is_count(cursor.get("row")):
+            raise ValueError(f"{self.name}: the cursor {str(cursor)[:60]!r} is not a place in it")
 
     def fingerprint(self):
         rows = [repr(row)[:4096] for row in islice(self.data.iter(batch_size=1), 4)]

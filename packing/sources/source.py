@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..order import shuffled
+from ..state import is_count
 
 Cursor = Any
 """Small JSON; None is the beginning."""
@@ -63,6 +64,12 @@ class RowSource(ABC):
 
     shuffles = False
     """Whether `read` shuffles by itself."""
+
+    def check_cursor(self, cursor: Any) -> None:
+        """Refuse a cursor that this source did not make, before anything is opened by it."""
+        numbers = cursor if isinstance(cursor, list) else [] if cursor is None else [cursor]
+        if len(numbers) > 2 or not all(is_count(number) for number in numbers):
+            raise ValueError(f"{self.name}: the cursor {str(cursor)[:60]!r} is not a place in it")
 
 
 class Indexed(RowSource):

@@ -1,0 +1,158 @@
+"""Killed anywhere, continued anyhow: the rest of the stream is bit for bit the same.
+
+Ordered digests of whole packs are compared, never sets or counts.
+"""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+from nopad.packing import PackedDataset
+from nopad.packing.state_file import read_state, write_state
+
+TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (1, 2, 4)]
+
+
+def open_list(rows, rank=0, world=1, **options):
+    return PackedDataset(rows, budget=64, pool=12, rank=rank, world=world, **options)
+
+
+def open_stream(path, rank=0, world=1, **options):
+    options = {"shards": 8, "shuffle": 8, "ahead": False, **options}
+    return PackedDataset(path, budget=64, pool=6, rank=rank, world=world, **options)
+
+
+@pytest.fixture
+def kinds(tools, jsonl):
+    """Give functions that open each kind of dataset for one rank."""
+    rows, path = tools.documents(160), jsonl(tools.documents(240, seed=2))
+    other = jsonl(tools.documents(60, seed=3), "other.jsonl")
+    mixture = [(path, 3), (other, 1)]
+    return {
+        "planned": lambda **o: open_list(rows, **o),
+        "levelled": lambda **o: open_list(rows, level=True, **o),
+        "planned mixture": lambda **o: open_list([(rows, 2), (rows[:40], 1)], stop="cycle", **o),
+        "in order": lambda **o: open_list(rows, strategy="concat", shuffle=False, **o),
+        "sharded": lambda **o: open_stream(path, **o),
+        "sharded in order": lambda **o: open_stream(path, shuffle=False, **o),
+        "sharded mixture": lambda **o: open_stream(mixture, stop="cycle", **o),
+        "generator": lambda **o: open_stream(lambda: iter(rows), shards=4, **o),
+    }
+
+
+def states_and_digests(tools, data):
+    """The state before any pack and after each, as they survive JSON, and what each pack was."""
+    states, digests = [json.dumps(data.state_dict())], []
+    for pack in data:
+        digests.append(tools.digest(pack))
+        states.append(json.dumps(data.state_dict()))
+    return states, digests
+
+
+def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_path):
+    """A1, on the core: a kill is a state read back from disk by a process that knows nothing."""
+    rng, kills, lost = random.Random(0), 0, 0
+    for kind, make in kinds.items():
+        states, digests = states_and_digests(tools, make(epochs=2))
+        for _ in range(125):
+            cut = rng.randrange(len(states))
+            if kills % 25 == 0:  # the rest through a file, as a run would
+                write_state(tmp_path / "state.json", json.loads(states[cut]))
+                state = read_state(tmp_path / "state.json")
+            else:
+                state = json.loads(states[cut])
+            again = make(epochs=2)
+            again.load_state_dict(state)
+            rest = [tools.digest(pack) for pack in again]
+            lost += rest != digests[cut:]
+            kills += 1
+    print(f"{lost} of {kills} kills continued with another stream")
+    assert lost == 0 and kills >= 1000
+
+
+@pytest.mark.parametrize("kind", ["planned", "planned mixture", "sharded", "sharded mixture"])
+def test_a_chain_of_resumes_crosses_epochs(kinds, tools, kind):
+    """A2: ten in a row, save directly after load, load without iterating."""
+    make = kinds[kind]
+    _, digests = states_and_digests(tools, make(epochs=3))
+    seen, state, piece = [], None, len(digests) // 10 + 1
+    while True:
+        data = make(epochs=3)
+        if state is not None:
+            data.load_state_dict(state)
+            assert json.dumps(data.state_dict()) == json.dumps(state), "a load alone changed it"
+            idle = make(epochs=3)
+            idle.load_state_dict(data.state_dict())
+            data = idle
+        packs = list(itertools.islice(iter(data), piece))
+        seen += [tools.digest(pack) for pack in packs]
+        state = json.loads(json.dumps(data.state_dict()))
+        if len(packs) < piece:
+            break
+    assert seen == digests and len(digests) > 9 * piece - 9
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+def test_all_72_changes_of_ranks_and_workers_continue_the_sequence(kinds, tools, kind):
+    """A3, on the core: 9 topologies, all ordered pairs, 5 stops each, odd steps included."""
+
+    def make(rank=0, world=1):
+        return kinds[kind](rank=rank, world=world, epochs=None, packs=48)
+
+    alone = [tools.digest(pack) for pack in make()]
+    wrong = cases = 0
+    for before, after in itertools.permutations(TOPOLOGIES, 2):
+        if kind == "sharded" and max(np.prod(before), np.prod(after)) > 8:
+            continue
+        run = tools.Run(make, *before)
+        packs, states = [], {}
+        for number, pack in enumerate(run.packs(), 1):
+            packs.append(tools.digest(pack))
+            if number % before[0] == 0 and number // before[0] in (1, 2, 3, 5, 7):
+                states[number] = run.saved()
+        for stop, state in states.items():
+            rest = [tools.digest(pack) for pack in tools.Run(make, *after).load(state).packs()]
+            whole = packs[:stop] + rest
+            wrong += whole[:48] != alone or any(content for _, content in whole[48:])
+            cases += 1
+    print(f"{kind}: {wrong} of {cases} changes of topology went wrong")
+    assert wrong == 0 and cases >= (360 if kind == "planned" else 280)
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+def test_a_state_at_every_batch_of_ten_thousand_documents_loses_none(tools, jsonl, kind):
+    """A4: at every pack the state restores the very next pack; at some, all the rest."""
+    rows = tools.documents(10_000, longest=60)
+    if kind == "planned":
+        make = lambda: PackedDataset(rows, budget=512, pool=256)  # noqa: E731
+    else:
+        path = jsonl(rows)
+        make = lambda: PackedDataset(  # noqa: E731
+            path, budget=512, pool=64, shards=2, shuffle=64, ahead=False
+        )
+    states, digests = states_and_digests(tools, make())
+    reader, wrong = make(), 0
+    for cut, state in enumerate(states[:-1]):
+        reader.load_state_dict(json.loads(state))
+        wrong += tools.digest(next(iter(reader))) != digests[cut]
+    print(f"{kind}: {wrong} of {len(states) - 1} save points continued with another pack")
+    assert wrong == 0
+    for cut in (1, len(states) // 3, len(states) - 2):
+        reader.load_state_dict(json.loads(states[cut]))
+        assert [tools.digest(pack) for pack in reader] == digests[cut:]
+
+
+def test_a_resume_with_rows_left_out_continues_the_same(tools, jsonl):
+    rows = [row.tolist() if i % 5 else [] for i, row in enumerate(tools.documents(120))]
+    path = jsonl(rows)
+
+    def make():
+        return open_stream(path, shards=2, on_error="skip")
+
+    states, digests = states_and_digests(tools, make())
+    for cut in range(0, len(states), 3):
+        data = make()
+        data.load_state_dict(json.loads(states[cut]))
+        assert [tools.digest(pack) for pack in data] == digests[cut:]
