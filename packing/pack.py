@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .compiled import compiled
 from .sample import IGNORE, Sample
 
 
@@ -87,5 +88,14 @@ class Pack:
 
     def positions(self) -> np.ndarray:
         """int64 [T]: positions that restart in every sequence."""
-        shift = self.first_positions - self.cu_seqlens[:-1]
-        return np.arange(len(self.tokens)) + np.repeat(shift, self.lengths)
+        return _positions(self.cu_seqlens, self.first_positions)
+
+
+@compiled
+def _positions(cu_seqlens, first_positions):
+    positions = np.empty(cu_seqlens[-1], np.int64)
+    for n in range(len(first_positions)):
+        sequence = positions[cu_seqlens[n] : cu_seqlens[n + 1]]
+        for t in range(len(sequence)):
+            sequence[t] = first_positions[n] + t
+    return positions
