@@ -6,8 +6,10 @@
                  hard mixes; ours in a stream (pool 1024), seqpacker in buffers of 1024; beside
                  them best-fit decreasing over the whole set (seqpacker's), the offline mark
     delay        how many documents arrive between a document and its pack; order bias
-    end to end   memory-mapped tokens to packed numpy rows, beside TRL's pack_dataset and Grain's
-                 BestFit with 1024 bins; the ceiling is copying the tokens twice, as a row needs
+    end to end   memory-mapped tokens to packed numpy rows, many in one array and one by one as
+                 Packs, beside TRL's pack_dataset and Grain's BestFit with 1024 bins; the ceiling is
+                 copying the tokens twice, as a row needs
+    a row        read and collated for a trainer, beside Transformers' flattening collator
     levelling    time of the slowest rank over the mean, 8 and 64 ranks
     memory       resident set over ten million documents
 
@@ -30,11 +32,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import seqpacker
+from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.cost import Cost
 from nopad.packing.levelling import level
+from nopad.packing.planned import PlannedPacks
 from packing_mixes import Mix, mixes, t0_lengths
+from packing_peers import flattened, grain_packs, seqpacker_buffers, trl_packs
 
 FEED = 8192
 """Lengths handed to our planner at a time."""
@@ -59,15 +63,6 @@ def streamed(lengths: np.ndarray, budget: int, feed: int = FEED) -> Iterator[Pla
     for at in range(0, len(lengths), feed):
         yield planner.feed(lengths[at : at + feed])
     yield planner.finish()
-
-
-def seqpacker_buffers(lengths: np.ndarray, budget: int, buffer: int) -> int:
-    """Pack buffer by buffer with seqpacker; give the number of packs."""
-    packer = seqpacker.Packer(capacity=budget, strategy="obfd")
-    packs = 0
-    for at in range(0, len(lengths), buffer):
-        packs += len(packer.pack_flat(lengths[at : at + buffer])[1]) + 1
-    return packs
 
 
 def bench_planning(all_mixes: list[Mix], repeats: int) -> list[dict]:
@@ -154,10 +149,12 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
         data = PackedDataset(path, budget=mix.budget, dtype="uint16", eos=EOS, epochs=None)
         opened = time.process_time() - start
         rows = data.count()
-        stream = iter(data)
+        stream, collate = iter(data), PackedCollator()
         few = mix.lengths[:peer_docs]
         calls: dict[str, Callable[[], object]] = {
-            "ours": lambda: [next(stream).cu_seqlens for _ in range(rows)],
+            "rows": lambda: lay_rows(data),
+            "packs": lambda: [next(stream).index for _ in range(rows)],
+            "collated": lambda: [collate([next(stream)]) for _ in range(rows)],
             "copy twice": lambda: copy_twice(flat),
         }
         seconds = in_turn(calls, repeats)
@@ -165,20 +162,38 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
             {
                 "TRL": lambda: trl_packs(flat[: few.sum()], few, mix.budget),
                 "Grain": lambda: grain_packs(flat[: few.sum()], few, mix.budget),
+                "HF collator": lambda: flattened(stream, 200),
             },
             1,
         )
     speed = {name: len(mix.lengths) / taken for name, taken in seconds.items()}
-    speed |= {name: len(few) / taken for name, taken in peers.items()}
+    speed |= {name: len(few) / peers[name] for name in ("TRL", "Grain")}
     return {
         "mix": mix.name,
         "budget": mix.budget,
         "docs_s": speed,
-        "row_us": 1e6 * seconds["ours"] / rows,
+        "row_us": {
+            **{name: 1e6 * seconds[name] / rows for name in ("rows", "packs", "collated")},
+            "HF collator": 1e6 * peers["HF collator"] / 200,
+        },
         "open_s": opened,
-        "times_trl": speed["ours"] / speed["TRL"],
-        "times_grain": speed["ours"] / speed["Grain"],
+        "times_trl": speed["rows"] / speed["TRL"],
+        "times_grain": speed["rows"] / speed["Grain"],
     }
+
+
+def lay_rows(data: PackedDataset, together: int = 1 << 17) -> None:
+    """Plan an epoch and lay its packs out, about `together` tokens in one array."""
+    packs = data.packs
+    assert isinstance(packs, PlannedPacks)
+    step = max(1, together // packs.planner["budget"])
+    for plan in packs.plans(0):
+        for first in range(0, len(plan), step):
+            offsets = plan.offsets[first : first + step + 1]
+            some = slice(offsets[0], offsets[-1])
+            packs.store.lay(
+                plan.items[some], plan.starts[some], plan.lengths[some], offsets - offsets[0]
+            )
 
 
 def copy_twice(flat: np.ndarray) -> None:
@@ -189,44 +204,23 @@ def copy_twice(flat: np.ndarray) -> None:
         rows[1] = flat[at : at + 8192]
 
 
-def trl_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
-    import datasets
-    import pyarrow as pa
-    from trl import pack_dataset
-
-    datasets.disable_progress_bars()
-    datasets.disable_caching()
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    rows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.astype(np.int32)))
-    return len(pack_dataset(datasets.Dataset(pa.table({"input_ids": rows})), budget, "bfd"))
-
-
-def grain_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
-    import grain
-    from grain.experimental import BestFitPackIterDataset
-
-    parts = np.split(flat.astype(np.int32), np.cumsum(lengths)[:-1])
-    source = grain.MapDataset.source([{"input_ids": part} for part in parts])
-    alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    packed = BestFitPackIterDataset(
-        source.to_iter_dataset(alone),
-        length_struct={"input_ids": budget},
-        num_packing_bins=1024,
-        shuffle_bins=False,
-    )
-    return sum(1 for _ in packed)
-
-
 def show_end_to_end(rows: list[dict]) -> None:
     print("\nend to end: memory-mapped tokens to packed numpy rows, documents per CPU second")
-    head = ("mix", "budget", "ours", "row", "TRL", "Grain", "to TRL", "to Grain", "copy twice")
+    head = ("mix", "budget", "rows", "Packs", "TRL", "Grain", "to TRL", "to Grain", "copy twice")
     print("{:19}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>12}".format(*head))
     for row in rows:
         speed = row["docs_s"]
         print(
-            f"{row['mix']:19}{row['budget']:7}{speed['ours'] / 1e3:8.0f}k{row['row_us']:7.1f}us"
-            f"{speed['TRL'] / 1e3:8.1f}k{speed['Grain'] / 1e3:8.1f}k{row['times_trl']:8.1f}x"
-            f"{row['times_grain']:9.1f}x{speed['copy twice'] / 1e3:11.0f}k"
+            f"{row['mix']:19}{row['budget']:7}{speed['rows'] / 1e3:8.0f}k"
+            f"{speed['packs'] / 1e3:8.0f}k{speed['TRL'] / 1e3:8.1f}k{speed['Grain'] / 1e3:8.1f}k"
+            f"{row['times_trl']:8.1f}x{row['times_grain']:9.1f}x{speed['copy twice'] / 1e3:11.0f}k"
+        )
+    for row in rows:
+        us = row["row_us"]
+        print(
+            f"a row of {row['budget']}: laid out {us['rows']:.1f} us, as a Pack {us['packs']:.1f}, "
+            f"collated for a trainer {us['collated']:.1f}; Transformers' flattening collator "
+            f"{us['HF collator']:.0f}"
         )
 
 

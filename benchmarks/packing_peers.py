@@ -1,0 +1,59 @@
+"""The packers and collators that ours are measured beside; all from PyPI (extra `bench`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import seqpacker
+from nopad.packing import Pack
+
+
+def seqpacker_buffers(lengths: np.ndarray, budget: int, buffer: int) -> int:
+    """Pack buffer by buffer with seqpacker; give the number of packs."""
+    packer = seqpacker.Packer(capacity=budget, strategy="obfd")
+    packs = 0
+    for at in range(0, len(lengths), buffer):
+        packs += len(packer.pack_flat(lengths[at : at + buffer])[1]) + 1
+    return packs
+
+
+def trl_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
+    """Pack an arrow data set with TRL's pack_dataset, its defaults; give the number of packs."""
+    import datasets
+    import pyarrow as pa
+    from trl import pack_dataset
+
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    rows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.astype(np.int32)))
+    return len(pack_dataset(datasets.Dataset(pa.table({"input_ids": rows})), budget, "bfd"))
+
+
+def grain_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
+    """Pack arrays with Grain's BestFit into 1024 bins, in this thread; give the number of packs."""
+    import grain
+    from grain.experimental import BestFitPackIterDataset
+
+    parts = np.split(flat.astype(np.int32), np.cumsum(lengths)[:-1])
+    source = grain.MapDataset.source([{"input_ids": part} for part in parts])
+    alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    packed = BestFitPackIterDataset(
+        source.to_iter_dataset(alone),
+        length_struct={"input_ids": budget},
+        num_packing_bins=1024,
+        shuffle_bins=False,
+    )
+    return sum(1 for _ in packed)
+
+
+def flattened(stream: Iterator[Pack], rows: int) -> None:
+    """Collate the documents of packs with Transformers' collator."""
+    from transformers import DataCollatorWithFlattening
+
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=False)
+    for _ in range(rows):
+        pack = next(stream)
+        parts = np.split(pack.tokens, pack.cu_seqlens[1:-1])
+        collate([{"input_ids": part.tolist()} for part in parts])
