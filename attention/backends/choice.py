@@ -100,7 +100,10 @@ def _say(name: str, ask: Ask, passed_over: list[str]) -> None:
 def _trial(name: str, ask: Ask) -> str | None:
     """Make a small call of the same kind; an exception or a wrong result is the reason."""
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(ask.grad):
+        # Hooks of our own on what the trial saves: inside gradient checkpointing, the surrounding
+        # ones would answer its backward by recomputing the layer that asks.
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.inference_mode(False), torch.set_grad_enabled(ask.grad), plain:
             wrong = _error(module(name), ask)
     except Exception as error:  # a kernel library may raise anything
         line = str(error).strip().splitlines()
