@@ -1,0 +1,275 @@
+"""Evaluate by generation in the middle of a run, and leave no trace in it.
+
+    every N steps ─▶ budget ─▶ generate (all ranks) ─▶ metrics (first rank) ─▶ Report (all ranks)
+
+`GenerationEval` is handed what generates: an engine's `generate`, or one shared out over ranks, or
+a harness object that brings its own tasks. It knows no trainer; `with_*_eval.py` plug it into one.
+Whatever goes wrong in an evaluation is told in its report, on every rank alike, and training goes
+on as if there had been none; only Ctrl-C stops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from .evaluation_budget import Allowance, Budget
+from .evaluation_metrics import Metric
+from .ranks import gather_objects, rank
+from .unshard import unsharded
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt, and what its completion is held against."""
+
+    prompt: Any
+    """Text, token ids or messages."""
+    reference: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table of samples."""
+
+    prompt: str
+    completion: str
+    reference: str
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an evaluation found; the same on every rank."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By full name, `eval/…`; empty where nothing was found out."""
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    is_best: bool = False
+    """Whether the watched metric is better than ever before."""
+    note: str | None = None
+    """Why less than everything was evaluated."""
+    error: str | None = None
+    """What went wrong, in which example."""
+
+
+class GenerationEval:
+    """An evaluation, when it is due, and what it may cost."""
+
+    def __init__(
+        self,
+        source: Callable[..., Any],
+        examples: Sequence[Example] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        params: Any = None,
+        *,
+        every: int | None = None,
+        name: str = "",
+        deadline: float | None = None,
+        max_share: float | None = None,
+        samples: int = 4,
+        watch: str | None = None,
+        lower_is_better: bool = False,
+        on_error: Literal["report", "raise"] = "report",
+    ):
+        """Say what to evaluate, and when.
+
+        source: `generate(prompts, params, deadline=)`, giving completions; or, without examples, a
+            harness, called with `deadline=` and giving metrics by name.
+        params: how to continue the prompts, as the source takes it: one for all.
+        every: steps between evaluations; None: only when the trainer evaluates, and at the end.
+        name: between `eval/` and the metric's name, where there are several evaluations.
+        deadline: seconds one evaluation may take; what is not finished then does not count.
+        max_share: of the run's time; evaluations that would exceed it are cut down or left out.
+        samples: rows of the table of samples.
+        watch: the metric whose best value is remembered.
+        on_error: go on training, or let the error out.
+        """
+        if every is not None and every < 1:
+            raise ValueError(f"every is {every}; it must be steps from 1, or None")
+        if examples is not None and not examples:
+            raise ValueError("examples is empty; give at least one")
+        if on_error not in ("report", "raise"):
+            raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
+        self.every, self.watch, self.samples = every, watch, samples
+        self.best: float | None = None
+        self.budget = Budget(max_share, deadline)
+        self._source, self._params = source, params
+        self._examples = None if examples is None else list(examples)
+        self._metrics = dict(metrics or {})
+        self._prefix = f"eval/{name}/" if name else "eval/"
+        self._sign = -1.0 if lower_is_better else 1.0
+        self._on_error = on_error
+
+    def due(self, step: int, last: bool = False) -> bool:
+        """Say whether to evaluate after this step."""
+        return last or (self.every is not None and step > 0 and step % self.every == 0)
+
+    def run(self, step: int, model: Any = None) -> Report:
+        """Evaluate now, on all ranks together.
+
+        model: the one in training, if it may be sharded.
+        """
+        began = time.monotonic()
+        size = 1 if self._examples is None else len(self._examples)
+        plan = gather_objects(self.budget.allowance(size, self._examples is not None))[0]
+        if plan.note:
+            _say("evaluation after step %d %s", step, plan.note)
+        if not plan.examples:
+            return Report(step, note=plan.note)
+        with undisturbed():
+            found, rows, error = self._on_all_ranks(plan, model)
+        seconds = time.monotonic() - began
+        self.budget.note(plan.examples, seconds)
+        return self._report(step, found, rows, seconds, plan.note, error)
+
+    def state_dict(self) -> dict:
+        """What a checkpoint should keep."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.best = state["best"]
+
+    def _on_all_ranks(
+        self, plan: Allowance, model: Any
+    ) -> tuple[dict[str, float], list[Row], str | None]:
+        """Evaluate; an error on one rank is an error on all."""
+        found, rows, error, trouble = {}, [], None, None
+        try:
+            with unsharded(model):
+                found, rows, error = self._evaluate(plan)
+        except BaseException as raised:  # the other ranks must hear of it, else they would wait
+            trouble = raised
+        message = trouble and f"{type(trouble).__name__}: {trouble}"
+        told = gather_objects((found, rows, error, message))
+        failures = [(r, m) for r, (*_, m) in enumerate(told) if m is not None]
+        if not failures:
+            return told[0][:3]
+        if any(m.startswith("KeyboardInterrupt") for _, m in failures):
+            raise KeyboardInterrupt
+        if trouble is not None and self._on_error == "raise":
+            raise trouble
+        where, text = failures[0]
+        if self._on_error == "raise":
+            raise RuntimeError(f"the evaluation failed on rank {where}: {text}")
+        return {}, [], text
+
+    def _evaluate(self, plan: Allowance) -> tuple[dict[str, float], list[Row], str | None]:
+        if self._examples is None:
+            return dict(self._source(deadline=plan.deadline)), [], None
+        chosen = subset(len(self._examples), plan.examples)
+        examples = [self._examples[i] for i in chosen]
+        prompts = [example.prompt for example in examples]
+        completions = self._source(prompts, self._params, deadline=plan.deadline)
+        if rank() != 0:
+            return {}, [], None
+        return self._judge(chosen, examples, completions)
+
+    def _judge(
+        self, numbers: list[int], examples: list[Example], completions: list[Any]
+    ) -> tuple[dict[str, float], list[Row], str | None]:
+        """Apply the metrics to what was completed; count what was not, and name the first."""
+        error, rows, failed, late = None, [], 0, 0
+        scores: dict[str, list[float]] = {name: [] for name in self._metrics}
+        for number, example, completion in zip(numbers, examples, completions, strict=True):
+            if completion.error is not None:
+                failed += 1
+                error = error or f"example {number}: {completion.error}"
+            elif completion.finish_reason == "deadline":
+                late += 1
+            else:
+                own, trouble = _apply(self._metrics, number, example, completion)
+                error = error or trouble
+                for name, value in own.items():
+                    scores[name].append(value)
+                rows.append(_row(example, completion, own))
+        found = {name: sum(values) / len(values) for name, values in scores.items() if values}
+        found |= {"examples": len(rows), "failed": failed, "unfinished": late}
+        found["new_tokens"] = sum(len(completion.tokens) for completion in completions)
+        return found, rows[: self.samples], error
+
+    def _report(
+        self,
+        step: int,
+        found: dict[str, float],
+        rows: list[Row],
+        seconds: float,
+        note: str | None,
+        error: str | None,
+    ) -> Report:
+        if error is not None:
+            _say("evaluation after step %d: %s", step, error, level=logging.ERROR)
+        best = False
+        if self.watch is not None and self.watch in found:
+            value = float(found[self.watch])
+            best = self.best is None or self._sign * value > self._sign * self.best
+            self.best = value if best else self.best
+        found = {**found, "seconds": seconds, "share_of_time": self.budget.share}
+        named = {f"{self._prefix}{name}": float(value) for name, value in found.items()}
+        return Report(step, named, rows, seconds, best, note, error)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put back every random state: metrics and loggers may draw, the run must not notice."""
+    python, legacy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+def subset(size: int, count: int) -> list[int]:
+    """Choose `count` of `size` at random, the same every time, more of them including fewer.
+
+    >>> subset(10, 3), subset(10, 5)
+    ([2, 4, 6], [2, 3, 4, 6, 7])
+    >>> subset(4, 4)
+    [0, 1, 2, 3]
+    """
+    return sorted(np.random.default_rng(0).permutation(size)[:count].tolist())
+
+
+def _apply(
+    metrics: Mapping[str, Metric], number: int, example: Example, completion: Any
+) -> tuple[dict[str, float], str | None]:
+    """The value of each metric that gave one, and what the first other one raised."""
+    values, error = {}, None
+    for name, metric in metrics.items():
+        try:
+            values[name] = float(metric(_text(completion), example.reference))
+        except Exception as raised:
+            trouble = f"metric {name!r} on example {number}: {type(raised).__name__}: {raised}"
+            error = error or trouble
+    return values, error
+
+
+def _text(completion: Any) -> str:
+    """Text, or the ids where there is no tokenizer."""
+    if completion.text is not None:
+        return completion.text
+    return " ".join(map(str, completion.tokens))
+
+
+def _row(example: Example, completion: Any, scores: dict[str, float]) -> Row:
+    return Row(str(example.prompt), _text(completion), str(example.reference), scores)
+
+
+def _say(text: str, *values: Any, level: int = logging.WARNING) -> None:
+    if rank() == 0:
+        log.log(level, text, *values)
