@@ -103,7 +103,7 @@ class PageAllocator:
             return
         for page in pages:
             if page not in table:
-                raise ValueError(f"page {page} is not {owner!r}'s: {self._holders(page)}")
+                raise ValueError(f"page {page} is not of {owner!r}: {self._holders(page)}")
         kept = len(table) - len(pages)
         if sorted(table[kept:]) != sorted(pages):
             raise ValueError(f"pages {list(pages)} are not the last of {owner!r}: {table}")

@@ -18,8 +18,8 @@ from torch import nn
 class Witness:
     """What the attention function saw: one entry per call."""
 
-    calls: list[tuple[int, bool, tuple[int, int, int]]] = field(default_factory=list)
-    """(layer, did metadata arrive, (Hkv, Dk, Dv))."""
+    calls: list[tuple[int, str, tuple[int, int, int]]] = field(default_factory=list)
+    """(layer, where its boundaries came from: "call", "positions" or "rows", (Hkv, Dk, Dv))."""
 
 
 _witness: ContextVar[Witness | None] = ContextVar("nopad_witness", default=None)
@@ -36,20 +36,26 @@ def watch() -> Iterator[Witness]:
         _witness.reset(token)
 
 
-def testify(layer: int, arrived: bool, shape: tuple[int, int, int]) -> None:
+def testify(layer: int, source: str, shape: tuple[int, int, int]) -> None:
     """Tell the watcher, if there is one, of a call."""
     witness = _witness.get()
     if witness is not None:
-        witness.calls.append((layer, arrived, shape))
+        witness.calls.append((layer, source, shape))
 
 
 @contextmanager
-def expect_layers(model: nn.Module) -> Iterator[None]:
-    """Raise unless every attention layer is called once inside, each with its metadata."""
+def expect_layers(model: nn.Module, *, positions_suffice: bool = False) -> Iterator[None]:
+    """Raise unless every attention layer is called once inside, each with its metadata.
+
+    Args:
+        positions_suffice: accept layers that found the boundaries by restarting positions, as the few
+            models that drop keywords do in training; never enough for pages.
+    """
     with watch() as witness:
         yield
     seen = Counter(layer for layer, _, _ in witness.calls)
-    blind = sorted({layer for layer, arrived, _ in witness.calls if not arrived})
+    enough = ("call", "positions") if positions_suffice else ("call",)
+    blind = sorted({layer for layer, source, _ in witness.calls if source not in enough})
     missing = sorted(set(attention_layers(model)) - set(seen))
     twice = sorted(layer for layer, count in seen.items() if count > 1)
     name = type(model).__name__

@@ -9,6 +9,7 @@ Being paged travels with the call, not with the model: nothing on the model has 
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,15 +56,15 @@ def attention(
         varlen = Varlen(cu_seq_lens_q, _longest(max_length_q, query))
     if varlen is None:
         varlen = carried()
-    arrived = varlen is not None
+    source = "call"
     if varlen is None:
-        varlen = _guess(query, position_ids)
+        varlen, source = _guess(query, position_ids)
     layer = 0
     if varlen.pages is not None or not torch.compiler.is_compiling():
         # Read only where it matters: it would make a compiled layer another graph than its twins.
         layer = int(getattr(module, "layer_idx", 0))
     if not torch.compiler.is_compiling():
-        testify(layer, arrived, (key.shape[1], key.shape[3], value.shape[3]))
+        testify(layer, source, (key.shape[1], key.shape[3], value.shape[3]))
     _within_chunk(module, varlen)
     rows, columns = query.shape[0], query.shape[2]
     q, k, v = (_flat(x) for x in _one_dtype(query, key, value))
@@ -97,26 +98,32 @@ def _longest(max_length: int | None, query: Tensor) -> int:
     return query.shape[0] * query.shape[2] if max_length is None else int(max_length)
 
 
-_last_guess: tuple[weakref.ref[Tensor], int, Varlen] | None = None
+_guessed: tuple[weakref.ref[Tensor], tuple[int, int], Varlen] | None = None
+"""For the layers after the first: looking at positions makes the host wait for the device."""
 
 
-def _guess(query: Tensor, position_ids: Tensor | None) -> Varlen:
+def _guess(query: Tensor, position_ids: Tensor | None) -> tuple[Varlen, str]:
     """Without metadata: a sequence is a row, or ends where its positions do not go on by one."""
-    global _last_guess
+    global _guessed
     rows, columns = query.shape[0], query.shape[2]
     if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] != columns:
         cu_seqlens = torch.arange(0, rows * columns + 1, columns, dtype=torch.int32)
-        return Varlen(cu_seqlens.to(query.device), columns)
-    version = 0 if position_ids.is_inference() else position_ids._version
-    if _last_guess is not None and _last_guess[:2] == (weakref.ref(position_ids), version):
-        return _last_guess[2]
-    starts = torch.ones(rows, columns, dtype=torch.bool, device=position_ids.device)
-    starts[:, 1:] = position_ids.expand(rows, -1).diff(dim=1) != 1
-    edges = starts.flatten().nonzero().flatten().tolist() + [rows * columns]
-    longest = max(b - a for a, b in zip(edges, edges[1:], strict=False))
-    varlen = Varlen(torch.tensor(edges, dtype=torch.int32, device=query.device), longest)
-    _last_guess = weakref.ref(position_ids), version, varlen
-    return varlen
+        return Varlen(cu_seqlens.to(query.device), columns), "rows"
+    if position_ids.is_inference():  # no version to tell whether it was written since
+        return _by_positions(position_ids.expand(rows, -1), query.device), "positions"
+    key = (rows, position_ids._version)
+    if _guessed is None or _guessed[0]() is not position_ids or _guessed[1] != key:
+        varlen = _by_positions(position_ids.expand(rows, -1), query.device)
+        _guessed = weakref.ref(position_ids), key, varlen
+    return _guessed[2], "positions"
+
+
+def _by_positions(position_ids: Tensor, device: torch.device) -> Varlen:
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids.diff(dim=1) != 1
+    edges = [*starts.flatten().nonzero().flatten().tolist(), position_ids.numel()]
+    longest = max(b - a for a, b in pairwise(edges))
+    return Varlen(torch.tensor(edges, dtype=torch.int32, device=device), longest)
 
 
 def _refuse(

@@ -115,7 +115,9 @@ def check_paged(model: Any, page_size: int = 16) -> float:
 
 def _packed(model: Any, documents: list[Tensor], repair: bool):
     logits = _forward(model, documents, repair)
-    losses = [_loss(row, ids) for row, ids in zip(_split(logits, documents), documents, strict=True)]
+    losses = [
+        _loss(row, ids) for row, ids in zip(_split(logits, documents), documents, strict=True)
+    ]
     return logits.detach(), *_differentiate(model, losses)
 
 
@@ -144,7 +146,9 @@ def _differentiate(model: Any, losses: list[Tensor]) -> tuple[float, list[Tensor
     loss = torch.stack(losses).sum()
     weights = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-    made = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
+    made = [
+        torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)
+    ]
     return float(loss.detach()), made
 
 
@@ -158,7 +162,10 @@ def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
     done = [0] * len(documents)
     step = 0
     while done != lengths:
-        ends = [min(n, at + _chunk(step, i)) for i, (n, at) in enumerate(zip(lengths, done, strict=True))]
+        ends = [
+            min(n, at + _chunk(step, i))
+            for i, (n, at) in enumerate(zip(lengths, done, strict=True))
+        ]
         spans = list(zip(done, ends, strict=True))
         for index, end in enumerate(ends):
             held = len(allocator.pages(index)) if index in allocator.owners else 0
@@ -201,7 +208,9 @@ def _paged_forward(
     tokens = torch.cat([documents[i][0, a:b] for i, (a, b) in enumerate(spans)])[None]
     positions = ints([p for _, p in places], torch.int64)[None]
     with carry(varlen):
-        return model(input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen).logits[0]
+        return model(
+            input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen
+        ).logits[0]
 
 
 def _largest(difference: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -25,6 +26,14 @@ _STATEFUL = (
     "LightningAttention", "KimiDelta", "Rwkv", "xLSTM", "mLSTM", "CCA",
 )  # fmt: skip
 _SPARSE = ("Indexer",)
+_STATEFUL_KINDS = ("linear", "mamba", "conv", "recurrent")
+_OFFSET = "counts its positions from pad_token_id + 1, a packed batch counts from 0"
+_REFUSED_TYPES |= {
+    kind: _OFFSET
+    for kind in (
+        "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
+    )
+}  # fmt: skip
 
 
 def why_refused(model: Any) -> str | None:
@@ -33,17 +42,22 @@ def why_refused(model: Any) -> str | None:
     kind = getattr(config, "model_type", type(model).__name__)
     if kind in _REFUSED_TYPES:
         return f"{kind} {_REFUSED_TYPES[kind]}"
+    if not _uses_interface(model):
+        return f"{kind} does not use the attention interface of Transformers"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{kind} takes no position_ids: its positions would run on through a pack"
+    for layer in getattr(config, "layer_types", None) or ():
+        if any(word in layer for word in _STATEFUL_KINDS):
+            return f"{kind} " + _STATE.format(layer)
     for module in model.modules():
         name = type(module).__name__
         if any(word in name for word in _STATEFUL):
             return f"{kind} " + _STATE.format(name)
         if any(word in name for word in _SPARSE):
             return f"{kind} chooses keys by an index ({name}), which needs a written-out mask"
-    if not _uses_interface(model):
-        return f"{kind} does not use the attention interface of Transformers"
     if getattr(config, "is_causal", True) is False:
         return f"{kind} is configured as not causal"
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all", "vision"):
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return f"{kind} attends in both directions (use_bidirectional_attention)"
     return None
 

@@ -110,7 +110,9 @@ def with_attention(model: Any, name: str) -> Any:
         return model
     other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name)
     if other.config._attn_implementation != name:
-        raise ValueError(f"{type(model).__name__} falls back to {other.config._attn_implementation}")
+        raise ValueError(
+            f"{type(model).__name__} falls back to {other.config._attn_implementation}"
+        )
     half = "flash" in name
     other = other.to(device=model.device, dtype=torch.bfloat16 if half else model.dtype)
     other.load_state_dict(model.state_dict())

@@ -30,9 +30,13 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256,
     "max_seq_length": 256, "sliding_window": 4, "sliding_window_size": 4, "window_size": 4,
     "laurel_rank": 8, "num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "ngram_vocab_size_ratio": 2,
+    "eos_token_id": 2, "attn_logit_softcapping": 5.0, "ngram_vocab_size_ratio": 2,
 }  # fmt: skip
-EXPERTS = {"n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"}
+ALWAYS = {
+    "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts", "head_dim",
+    "num_key_value_heads",
+}  # fmt: skip
+"""Set even where the type's default is None."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 DROPOUTS = (
     "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
@@ -44,11 +48,7 @@ DROPOUTS = (
 
 def shrink(config: Any, layers: int | None = None) -> Any:
     """A small config of the same class that keeps every kind of layer the given one has."""
-    changes = {
-        name: value
-        for name, value in SMALL.items()
-        if getattr(config, name, None) is not None or (name in EXPERTS and hasattr(config, name))
-    }
+    changes = {name: value for name, value in SMALL.items() if _wanted(config, name)}
     if "qk_rope_head_dim" in changes:  # the rotary part is what such configs call the head dim
         changes["head_dim"] = changes["qk_rope_head_dim"]
     changes |= {name: 0.0 for name in DROPOUTS if hasattr(config, name)}
@@ -71,8 +71,17 @@ def shrink(config: Any, layers: int | None = None) -> Any:
     return _rebuild(config, changes)
 
 
+def _wanted(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name) and (name in ALWAYS or getattr(config, name) is not None)
+    except Exception:  # some configs refuse to answer for all layers at once
+        return False
+
+
 def _heads(config: Any) -> int | None:
-    return next((getattr(config, n) for n in ("num_attention_heads", "n_head") if hasattr(config, n)), None)
+    return next(
+        (getattr(config, n) for n in ("num_attention_heads", "n_head") if hasattr(config, n)), None
+    )
 
 
 def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
@@ -92,7 +101,7 @@ def _settable(config: Any, name: str) -> bool:
 
 
 _OWN_RULES = {
-    "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
+    "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
     "attention_bias", "tie_word_embeddings", "hidden_act", "hidden_activation", "use_qk_norm",
     "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query", "alibi",
     "rope_parameters",

@@ -1,0 +1,97 @@
+"""Which backend serves which call, and that a refusal is told and never worked round in silence."""
+
+import logging
+
+import pytest
+import torch
+from nopad.attention import Varlen, attend
+from nopad.attention.backends import choice
+from nopad.attention.backends.ask import Ask
+
+VARLEN = Varlen(torch.tensor([0, 3], dtype=torch.int32), 3)
+
+
+def facts(**changes):
+    plain = {
+        "device": "cpu", "dtype": torch.float32, "heads": 2, "kv_heads": 2, "key_dim": 16,
+        "value_dim": 16, "grad": False, "window": False, "softcap": False, "sinks": False,
+        "page_size": 0, "decode": False,
+    }  # fmt: skip
+    return tuple((plain | changes).values())
+
+
+def qkv():
+    return [torch.randn(3, 2, 16) for _ in range(3)]
+
+
+def test_sdpa_serves_the_cpu():
+    assert choice.choose(facts()) == choice.choose(facts(page_size=16)) == "sdpa"
+
+
+def test_a_forced_backend_that_cannot_raises_with_the_reason():
+    with pytest.raises(ValueError, match="'flash2' cannot serve this call: it needs CUDA"):
+        attend(*qkv(), VARLEN, backend="flash2")
+
+
+def test_an_unknown_name_raises_with_those_there_are():
+    with pytest.raises(ValueError, match="no attention backend is called 'flsh'.*sdpa"):
+        attend(*qkv(), VARLEN, backend="flsh")
+
+
+def test_the_environment_forces_a_backend(monkeypatch):
+    monkeypatch.setenv("NOPAD_ATTENTION", "torch")
+    with pytest.raises(ValueError, match="'torch' cannot serve"):
+        attend(*qkv(), VARLEN)
+    monkeypatch.setenv("NOPAD_ATTENTION", "sdpa")
+    assert attend(*qkv(), VARLEN).shape == (3, 2, 16)
+
+
+def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
+    choice._choose.cache_clear()
+    with caplog.at_level(logging.INFO, "nopad.attention"):
+        for _ in range(3):
+            attend(*qkv(), VARLEN)
+    assert [r.message for r in caplog.records] == [
+        "attention: sdpa for packed calls (float32, head dim 16)"
+    ]
+
+
+def test_a_backend_that_computes_wrongly_is_passed_over(monkeypatch):
+    """The trial is what stands between a broken build and a wrong result."""
+    monkeypatch.setattr(choice.module("sdpa"), "packed", lambda q, k, v, varlen, scores: v.clone())
+    reason = choice.why_not("sdpa", Ask(*facts()))
+    assert reason is not None and "off by" in reason
+
+
+def test_a_backend_that_raises_is_passed_over_with_its_words(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("built without softcap")
+
+    monkeypatch.setattr(choice.module("sdpa"), "packed", broken)
+    assert "built without softcap" in (choice.why_not("sdpa", Ask(*facts())) or "")
+
+
+@pytest.mark.parametrize("name", choice.NAMES)
+def test_trials_do_not_move_the_random_state(name):
+    before = torch.get_rng_state()
+    choice.why_not(name, Ask(*facts(page_size=16)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("flash2", {"page_size": 16}, "multiple of 256"),
+        ("flash2", {"sinks": True}, "no sinks"),
+        ("flash2", {"dtype": torch.float32}, "float32"),
+        ("flash2", {"key_dim": 300}, "head dim 300"),
+        ("flash2", {"value_dim": 8, "page_size": 256}, "value dim 8"),
+        ("torch", {"softcap": True}, "softcap"),
+        ("torch", {"page_size": 256}, "pages"),
+        ("triton", {}, "pages only"),
+        ("triton", {"page_size": 16, "key_dim": 512}, "over 256"),
+    ],
+)
+def test_declared_limits_are_told(name, changes, reason):
+    known = {"device": "cuda", "dtype": torch.bfloat16} | changes
+    assert reason in (choice.module(name).why_not(Ask(*facts(**known))) or "")
