@@ -73,7 +73,9 @@ class Engine:
             memory=memory,
             page_size=_positive("page_size", page_size or (256 if on_gpu else 16)),
             max_running=_positive("max_running", max_running or (512 if on_gpu else 64)),
-            tokens_per_step=_positive("tokens_per_step", tokens_per_step or 8192),
+            tokens_per_step=_positive(
+                "tokens_per_step", tokens_per_step or (16384 if on_gpu else 2048)
+            ),
             max_length=_positive("max_length", max_length or _positions(self._model)),
             graphs=graphs,
             debug=debug,

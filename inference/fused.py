@@ -26,15 +26,12 @@ Part = Callable[[nn.Module, ExitStack], None]
 
 
 def provable_parts(model: Any) -> list[Part]:
-    """The replacements that leave this model's logits as they are; none on a CPU."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return []
+    """The replacements that, together, leave this model's logits as they are."""
     proven: list[Part] = []
     with borrowed(model):
-        want = _logits(model, device)
-        for part in (_norms, _gates, _rotaries, _projections):
-            if _agrees(model, part, want):
+        want = _logits(model, next(model.parameters()).device)
+        for part in (_norms, _gates, _rotaries, _projections, _residuals):
+            if _agrees(model, [*proven, part], want):
                 proven.append(part)
     names = [part.__name__.strip("_") for part in proven]
     log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
@@ -50,12 +47,13 @@ def fused(model: nn.Module, parts: list[Part]) -> Iterator[None]:
         yield
 
 
-def _agrees(model: Any, part: Part, want: Tensor) -> bool:
+def _agrees(model: Any, parts: list[Part], want: Tensor) -> bool:
     try:
-        with fused(model, [part]):
+        with fused(model, parts):
             got = _logits(model, want.device)
     except Exception as error:  # whatever a foreign module makes of it, the part is not for it
-        log.info("fused %s: not for this model (%s)", part.__name__, type(error).__name__)
+        name = parts[-1].__name__.strip("_")
+        log.info("fused %s: not for this model (%s: %s)", name, type(error).__name__, error)
         return False
     tight = 1e-4 if want.dtype == torch.float32 else 4e-2
     wrong = (got.float() - want.float()).norm() / want.float().norm()
@@ -79,15 +77,19 @@ def _norms(model: nn.Module, stack: ExitStack) -> None:
     from .fused_kernels import rms_norm
 
     for module in model.modules():
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        weight = getattr(module, "weight", None)
-        if not type(module).__name__.endswith("RMSNorm") or eps is None or weight is None:
-            continue
+        eps = _rms_eps(module)
+        if eps is not None:
 
-        def forward(x: Tensor, weight: Tensor = weight, eps: float = eps) -> Tensor:
-            return rms_norm(x, weight, eps)
+            def forward(x: Tensor, m: Any = module, eps: float = eps) -> Tensor:
+                return rms_norm(x, m.weight, eps)
 
-        _replace(module, "forward", forward, stack)
+            _replace(module, "forward", forward, stack)
+
+
+def _rms_eps(module: Any) -> float | None:
+    if not type(module).__name__.endswith("RMSNorm") or getattr(module, "weight", None) is None:
+        return None
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _gates(model: nn.Module, stack: ExitStack) -> None:
@@ -128,6 +130,48 @@ def _projections(model: nn.Module, stack: ExitStack) -> None:
             _replace(linear, "forward", partial(later, place=place, linear=linear), stack)
 
 
+def _residuals(model: nn.Module, stack: ExitStack) -> None:
+    """Add to the residual stream inside the next norm, not in a pass of its own.
+
+    A layer hands on the residual and leaves what is to be added to it with `owed`; whoever norms
+    that very tensor next adds it. The layers must be of the plain kind: norm, attention, norm, MLP.
+    """
+    from .fused_kernels import add_rms_norm, rms_norm
+
+    owed: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def settle(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual with what is owed to it, and its norm."""
+        eps = _rms_eps(norm)
+        assert eps is not None
+        residual, delta = owed.pop("sum", (None, None))
+        if delta is None or residual is not x:
+            return x, rms_norm(x, norm.weight, eps)
+        return add_rms_norm(x, delta, norm.weight, eps)
+
+    def layer_forward(hidden_states: Tensor, *args: Any, layer: Any, **options: Any) -> Tensor:
+        residual, x = settle(layer.input_layernorm, hidden_states)
+        x = layer.self_attn(x, *args, **options)[0]
+        owed["sum"] = (residual, x)
+        residual, x = settle(layer.post_attention_layernorm, residual)
+        owed["sum"] = (residual, layer.mlp(x))
+        return residual
+
+    body: Any = getattr(model, "model", None)
+    layers = getattr(body, "layers", None)
+    assert layers is not None and _rms_eps(body.norm) is not None, "no plain stack of layers"
+    for layer in layers:
+        parts = {name for name, _ in layer.named_children()}
+        assert parts == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+        assert None not in (
+            _rms_eps(layer.input_layernorm),
+            _rms_eps(layer.post_attention_layernorm),
+        )
+        _replace(layer, "forward", partial(layer_forward, layer=layer), stack)
+    stack.callback(owed.clear)
+    _replace(body.norm, "forward", lambda x: settle(body.norm, x)[1], stack)
+
+
 class _Plain:
     """A linear layer's own forward, whatever stands in for it."""
 
@@ -144,7 +188,7 @@ def _side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tens
     Each fork waits for all work before it and the join waits for all forks, so memory that one
     branch gives back is never written while another stream still reads it.
     """
-    if not torch.cuda.is_current_stream_capturing():
+    if x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return [branch(x) for branch in branches]
     main = torch.cuda.current_stream()
     sides = _streams(x.device, len(branches) - 1)
@@ -181,11 +225,16 @@ def _rotaries(model: nn.Module, stack: ExitStack) -> None:
 
 def _replace(owner: Any, name: str, value: Any, stack: ExitStack) -> None:
     """Set an attribute of one object, and have it as it was when the stack unwinds."""
-    if isinstance(owner, nn.Module):
-        if name in owner.__dict__:
-            return  # someone wrapped it: theirs stays
-        stack.callback(owner.__dict__.pop, name, None)
-        owner.__dict__[name] = value
+    before = vars(owner).get(name)
+    if isinstance(owner, nn.Module) and before is not None and not hasattr(before, "ours"):
+        return  # someone wrapped it: theirs stays
+    value.ours = True
+    stack.callback(_put_back, owner, name, before)
+    vars(owner)[name] = value
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is None:
+        del vars(owner)[name]
     else:
-        stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
+        vars(owner)[name] = before

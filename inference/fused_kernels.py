@@ -1,4 +1,4 @@
-"""Three small Triton kernels that a decode step is otherwise full of: norm, rotary, gate.
+"""Small Triton kernels for what a decode step is otherwise full of: norm, rotary, gate.
 
 Each reads its input once and writes its output once, in the arithmetic of the modules they stand in
 for: float32 inside, rounded where those round.
@@ -32,11 +32,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     width = x.shape[-1]
-    block = triton.next_power_of_2(width)
-    warps = 1 if block <= 256 else 4 if block <= 2048 else 8
+    block, warps = _shape(width)
     if x.numel():
         _rms_norm[(x.numel() // width,)](x, weight, out, eps, width, block, num_warps=warps)
     return out
+
+
+@triton.jit
+def _add_rms_norm(x, delta, weight, total, out, eps, width, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    inside = place < width
+    value = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(delta + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    value = value.to(total.dtype.element_ty)
+    tl.store(total + row * width + place, value, mask=inside)
+    value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
+    rounded = (value * scale).to(total.dtype.element_ty).to(tl.float32)
+    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + place, rounded * gain, mask=inside)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of a residual and what a layer adds to it, and the norm of that."""
+    x, delta = x.contiguous(), delta.contiguous()
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, delta.dtype))
+    out = torch.empty_like(x, dtype=torch.promote_types(total.dtype, weight.dtype))
+    width = x.shape[-1]
+    block, warps = _shape(width)
+    if x.numel():
+        rows = x.numel() // width
+        _add_rms_norm[(rows,)](x, delta, weight, total, out, eps, width, block, num_warps=warps)
+    return total, out
+
+
+def _shape(width: int) -> tuple[int, int]:
+    block = triton.next_power_of_2(width)
+    return block, 1 if block <= 256 else 4 if block <= 2048 else 8
 
 
 @triton.jit

@@ -42,6 +42,8 @@ def rung(count: int) -> int:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
+    bounds: Tensor
+    """Not written again, but the graph reads it: it must live as long."""
     logits: Tensor
     tokens: Tensor
 
@@ -106,7 +108,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits, tokens = body()
-        return _Captured(graph, inputs, logits, tokens)
+        return _Captured(graph, inputs, bounds, logits, tokens)
 
 
 _SLOTS, _LENGTHS, _OWNERS, _TABLE = 2, 3, 4, 5

@@ -90,7 +90,8 @@ def assemble(
     runner = DeviceRunner(model, cache, columns, stats, device, settings.graphs)
     canary = Canary(count, settings.page_size) if settings.debug else None
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
-    return Machine(loop, runner, shadow, provable_parts(model), narrow)
+    fused = provable_parts(model) if device.type == "cuda" else []
+    return Machine(loop, runner, shadow, fused, narrow)
 
 
 def _compute_dtype(model: Any) -> torch.dtype:

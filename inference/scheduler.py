@@ -18,10 +18,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ..attention.allocator import Copy, PageAllocator
+from ..attention.allocator import Copy, Hit, PageAllocator
 from ..attention.prefix import STRIDE
 from .request import Request
 from .trace import Trace
+
+_LOOK_AHEAD = 32
+"""Requests passed over in a step because their prefix is just being computed."""
 
 
 @dataclass(slots=True)
@@ -182,13 +185,21 @@ class Scheduler:
         free = self.max_running - len(self.running)
         if self.running and free < min(self.waiting, self.admit_at_once):
             return
-        while tokens > 0 and len(self.running) < self.max_running:
+        waits: list[tuple[tuple[int, int], Request]] = []
+        while tokens > 0 and len(self.running) < self.max_running and len(waits) < _LOOK_AHEAD:
             self._sweep()
             if not self._waiting:
-                return
+                break
             request = self._waiting[0][1]
-            if not self._start(request, plan, brewing):
-                return
+            hit = self.pages.adopt(
+                request.id, request.tokens(0, request.reusable).tolist(), self.scope
+            )
+            if self._is_brewing(request, hit, brewing):
+                self.pages.free(request.id)
+                waits.append(heappop(self._waiting))
+                continue
+            if not self._start(request, hit, plan):
+                break
             heappop(self._waiting)
             run = min(request.need, tokens)
             if request.score_from is not None:
@@ -199,22 +210,21 @@ class Scheduler:
                 plan.requests.append(request)
                 tokens -= run
                 brewing.add(self._next_stride(request, request.computed))
+        for entry in waits:
+            heappush(self._waiting, entry)
 
-    def _start(self, request: Request, plan: Plan, brewing: set[tuple[int, bytes]]) -> bool:
-        """Give a waiting request its prefix, pages and slot, if it may start now.
+    def _is_brewing(self, request: Request, hit: Hit, brewing: set[tuple[int, bytes]]) -> bool:
+        """Whether another request computes, in this very step, what would be a hit in the next."""
+        more = hit.tokens + STRIDE <= request.reusable
+        return more and self._next_stride(request, hit.tokens) in brewing
 
-        A prefix that another request computes in this very step is waited for: one step later it
-        is a hit.
-        """
-        hit = self.pages.adopt(request.id, request.tokens(0, request.reusable).tolist(), self.scope)
+    def _start(self, request: Request, hit: Hit, plan: Plan) -> bool:
+        """Give a waiting request pages and a slot, if there are enough."""
         held = self.pages.pages(request.id)
         wanted = min(request.length, request.limit - 1)
         missing = -(-wanted // self.pages.page_size) - len(held)
         spare = self.pages.num_pages // 100 if self.running else 0
-        waits = hit.tokens + STRIDE <= request.reusable and (
-            self._next_stride(request, hit.tokens) in brewing
-        )
-        if waits or missing + spare > self.pages.available:
+        if missing + spare > self.pages.available:
             self.pages.free(request.id)
             return False
         if hit.copy is not None:

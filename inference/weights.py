@@ -58,10 +58,10 @@ class WeightsVersion:
         for tensor in self._tensors():
             flat = tensor.detach().reshape(-1)
             if len(flat):
-                parts.append(flat[:: max(1, len(flat) // _SAMPLES)][: _SAMPLES + 1].double())
+                parts.append(flat[:: max(1, len(flat) // _SAMPLES)][: _SAMPLES + 1])
         if not parts:
             return 0.0
-        sample = torch.cat(parts)
+        sample = torch.cat(parts).double()
         order = torch.arange(1, len(sample) + 1, device=sample.device, dtype=torch.float64)
         return float((sample.nan_to_num() * order.sin()).sum())
 

@@ -29,6 +29,27 @@ for heads, kv, width in ((4, 2, 32), (6, 3, 24), (1, 1, 128)):
     got = rotary(q, k, angles.cos(), angles.sin())
     want = llama.apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
     torch.testing.assert_close(got, want)
+
+from nopad.inference.borrow import borrowed
+from nopad.inference.fused import _logits, fused, provable_parts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+small = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=None)
+counts = {}
+for family in ("llama", "qwen3", "gemma2", "olmo2", "gpt_neox"):
+    config = AutoConfig.for_model(family, **small)
+    model = AutoModelForCausalLM.from_config(config).train()
+    before = [dict(m.__dict__) for m in model.modules()]
+    parts = provable_parts(model)
+    counts[family] = len(parts)
+    with borrowed(model):
+        want = _logits(model, torch.device("cpu"))
+        with fused(model, parts):
+            got = _logits(model, torch.device("cpu"))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert [dict(m.__dict__) for m in model.modules()] == before, "a module was left changed"
+assert counts["llama"] == counts["qwen3"] == 5, counts
 print("finished")
 """
 
