@@ -37,6 +37,8 @@ class ShardedPacks:
             stream = streams[following % self.settings.shards]
             pack = stream.next() if self.packs is None or following < self.packs else None
             if pack is None:
+                if end is None and all(s.ended for s in streams.values()):
+                    return
                 pack = Pack.of([], self.settings.packer["budget"], cursor=stream.cursor())
             pack.index = following
             yield pack

@@ -8,7 +8,6 @@ its own state is the cursor.
 from __future__ import annotations
 
 import json
-from copy import copy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,8 @@ class StreamedRows(RowSource):
 
     def read(self, shard, shards, cursor=None, shuffle=None):
         own = self.data.num_shards % shards == 0
-        data = copy(self.data.shard(shards, shard) if own else self.data)
+        # One shard of one is the whole, as an object of its own: state lives in the object.
+        data = self.data.shard(shards, shard) if own else self.data.shard(1, 0)
         number = 0
         if isinstance(cursor, dict):
             data.load_state_dict(cursor["state"])

@@ -134,7 +134,7 @@ def _parsed(line: bytes | ValueError) -> Any:
     if isinstance(line, ValueError):
         return line
     try:
-        row = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+        row = _DECODER.decode(line.decode("utf-8"))
     except RecursionError:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     except UnicodeDecodeError as error:
@@ -170,6 +170,9 @@ def _depth(row: Any) -> int:
         ]
         depth += 1
     return depth - 1
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
 class _Place:

@@ -1,0 +1,131 @@
+"""Hugging Face datasets: ready tokens, rows, streams, saved folders."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from nopad.packing import PackedDataset
+from nopad.packing.planned import PlannedPacks
+from nopad.packing.sources import open_source
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def letters(text):
+    return [ord(letter) % 128 for letter in text]
+
+
+@pytest.fixture
+def rows(tools):
+    return [row.tolist() for row in tools.documents(200)]
+
+
+def parts(packs):
+    return sorted(p.tolist() for pack in packs for p in np.split(pack.tokens, pack.cu_seqlens[1:-1]))
+
+
+def test_ready_tokens_are_read_from_arrow_memory(rows):
+    data = datasets.Dataset.from_dict({"input_ids": rows})
+    packed = PackedDataset(data, budget=128, pool=16)
+    assert isinstance(packed.packs, PlannedPacks)
+    assert parts(packed) == sorted(rows)
+
+
+@pytest.mark.parametrize("change", ["shuffle", "select", "concatenate", "slice"])
+def test_rearranged_datasets_are_read_in_their_own_order(rows, change):
+    data = datasets.Dataset.from_dict({"input_ids": rows})
+    data = {
+        "shuffle": lambda: data.shuffle(seed=1),
+        "select": lambda: data.select([5, 3, 3, 77]),
+        "concatenate": lambda: datasets.concatenate_datasets([data, data.select(range(9))]),
+        "slice": lambda: data.select(range(20, 90)),
+    }[change]()
+    packed = PackedDataset(data, budget=128, shuffle=False, strategy="concat")
+    flat = np.concatenate([pack.tokens for pack in packed]).tolist()
+    assert flat == [token for row in data["input_ids"] for token in row]
+
+
+def test_labels_come_along(rows):
+    labels = [[-100 if i % 2 else token for i, token in enumerate(row)] for row in rows]
+    data = datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+    packed = PackedDataset(data, budget=128, shuffle=False, strategy="sequential")
+    found = np.concatenate([pack.labels for pack in packed]).tolist()
+    assert found == [x for own in labels for x in [-100, *own[1:]]]
+
+
+def test_labels_of_another_length_are_named(rows):
+    labels = [list(row) for row in rows]
+    labels[7].append(1)
+    data = datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+    with pytest.raises(ValueError, match="row 7"):
+        PackedDataset(data, budget=128)
+
+
+@pytest.mark.parametrize("values", [[[1.5]], [["a"]], [[1, None]], [None]])
+def test_tokens_that_are_none_are_refused(values):
+    data = datasets.Dataset.from_dict({"input_ids": values})
+    with pytest.raises(ValueError, match="integers|nulls|lists"):
+        PackedDataset(data, budget=8)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_text_rows_are_encoded(ahead):
+    data = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(50)]})
+    packed = PackedDataset(data, tokenizer=letters, eos=0, budget=64, ahead=ahead, shards=2)
+    assert parts(packed) == sorted([*letters(f"row {i}"), 0] for i in range(50))
+
+
+def test_a_saved_folder_is_opened(tmp_path, rows):
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved")
+    assert parts(PackedDataset(tmp_path / "saved", budget=128)) == sorted(rows)
+
+
+def test_a_saved_folder_that_points_outside_is_refused(tmp_path, rows):
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved")
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    state["_data_files"][0]["filename"] = "../../etc/passwd"
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        PackedDataset(tmp_path / "saved", budget=128)
+
+
+def test_a_dataset_of_splits_asks_for_one(rows):
+    data = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})})
+    with pytest.raises(ValueError, match=r"splits \['train'\]"):
+        PackedDataset(data, budget=128)
+
+
+@pytest.fixture(params=[1, 8])
+def stream(request, rows):
+    data = datasets.Dataset.from_dict({"input_ids": rows})
+    return data.to_iterable_dataset(num_shards=request.param)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_streaming_dataset_is_read_whole_by_any_number_of_workers(stream, rows, workers):
+    packed = PackedDataset(stream, budget=128, pool=8, shards=4, shuffle=8)
+    loader = DataLoader(packed, batch_size=None, num_workers=workers)
+    packs = [pack for pack in loader if len(pack.tokens)]
+    assert parts(packs) == sorted(rows)
+
+
+def test_a_streaming_dataset_resumes_exactly_shuffled(stream, tools):
+    def make():
+        return PackedDataset(stream, budget=128, pool=8, shards=4, shuffle=8, epochs=2)
+
+    data = make()
+    states, digests = [json.dumps(data.state_dict())], []
+    for pack in data:
+        digests.append(tools.digest(pack))
+        states.append(json.dumps(data.state_dict()))
+    for cut in range(0, len(states), 5):
+        again = make()
+        again.load_state_dict(json.loads(states[cut]))
+        assert [tools.digest(pack) for pack in again] == digests[cut:]
+
+
+def test_a_stream_shuffled_through_a_buffer_is_refused(stream):
+    with pytest.raises(ValueError, match="unshuffled"):
+        open_source(stream.shuffle(buffer_size=10))

@@ -1,0 +1,173 @@
+"""Files of every kind: all rows once whatever the shards, and a cursor behind every row."""
+
+import gzip
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from nopad.packing import PackedDataset
+from nopad.packing.order import key
+from nopad.packing.sources import open_source
+from nopad.packing.sources.jsonl import JsonLines
+from nopad.packing.sources.token_files import flat_shelf, megatron_shelf
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ROWS = [{"text": f"row {i} " + "é日" * (i % 7)} for i in range(101)]
+
+
+def write_jsonl(path: Path, rows=ROWS) -> Path:
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        data = pa.compress(data, codec="zstd", asbytes=True)
+    path.write_bytes(data)
+    return path
+
+
+def write_parquet(path: Path, rows=ROWS, group: int = 13) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    return path
+
+
+def write_folder(folder: Path) -> Path:
+    (folder / "deep").mkdir(parents=True)
+    for i, row in enumerate(ROWS):
+        place = folder / ("deep" if i % 3 else ".") / f"{i:03}.py"
+        place.write_text(row["text"], encoding="utf-8")
+    return folder
+
+
+def two_files(folder: Path) -> Path:
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", ROWS[:40])
+    write_jsonl(folder / "b.jsonl.gz", ROWS[40:])
+    return folder
+
+
+MAKERS = {
+    "jsonl": lambda folder: write_jsonl(folder / "rows.jsonl"),
+    "jsonl.gz": lambda folder: write_jsonl(folder / "rows.jsonl.gz"),
+    "jsonl.zst": lambda folder: write_jsonl(folder / "rows.jsonl.zst"),
+    "two files": lambda folder: two_files(folder / "files"),
+    "parquet": lambda folder: write_parquet(folder / "rows.parquet"),
+    "folder": lambda folder: write_folder(folder / "texts"),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def source(request, tmp_path):
+    return open_source(MAKERS[request.param](tmp_path))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8, 150])
+def test_every_row_belongs_to_exactly_one_shard(source, shards):
+    found = [row.value["text"] for s in range(shards) for row in source.read(s, shards)]
+    assert sorted(found) == sorted(row["text"] for row in ROWS)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_one_shard_keeps_the_order_and_every_cursor_continues_it(source, shards):
+    for shard in range(shards):
+        rows = list(source.read(shard, shards))
+        values = [row.value for row in rows]
+        for number, row in enumerate(rows):
+            rest = [later.value for later in islice(source.read(shard, shards, row.cursor), 3)]
+            assert rest == values[number + 1 : number + 4]
+    if shards == 1 and "texts" not in source.name:
+        assert values == ROWS
+
+
+def test_rows_known_by_number_are_shuffled_wholly(tmp_path):
+    source = open_source(write_folder(tmp_path / "texts"))
+    rows = [row.value["text"] for s in range(2) for row in source.read(s, 2, None, key(1))]
+    plain = [row.value["text"] for s in range(2) for row in source.read(s, 2)]
+    assert sorted(rows) == sorted(plain) and rows != plain
+
+
+def test_a_copy_of_the_data_is_the_same_data(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = (write_jsonl(tmp_path / name / "rows.jsonl") for name in ("one", "two"))
+    assert JsonLines([one]).fingerprint() == JsonLines([two]).fingerprint()
+
+
+def test_lines_end_as_they_like(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n\n{"text": "b"}\n   \n{"text": "c"}')
+    for shards in (1, 2, 5):
+        source = JsonLines([path])
+        rows = [row.value["text"] for s in range(shards) for row in source.read(s, shards)]
+        assert rows == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["u16", "i32"])
+def test_megatrons_own_files_are_read_as_megatron_reads_them(kind):
+    expected = json.loads((FIXTURES / "megatron.json").read_text())[kind]
+    shelf = megatron_shelf(FIXTURES / f"megatron_{kind}")
+    parts = zip(shelf.begins.tolist(), shelf.lengths.tolist(), strict=True)
+    assert [shelf.flat[a : a + n].tolist() for a, n in parts] == expected
+
+
+def test_a_megatron_prefix_is_packed_whole():
+    expected = json.loads((FIXTURES / "megatron.json").read_text())["u16"]
+    data = PackedDataset(str(FIXTURES / "megatron_u16"), budget=128)
+    found = [p.tolist() for pack in data for p in np.split(pack.tokens, pack.cu_seqlens[1:-1])]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 33, 34, 100, 1033])
+def test_a_torn_megatron_index_is_refused(tmp_path, cut):
+    for suffix in (".bin", ".idx"):
+        data = (FIXTURES / f"megatron_u16{suffix}").read_bytes()
+        (tmp_path / f"x{suffix}").write_bytes(data[:cut] if suffix == ".idx" else data)
+    with pytest.raises(ValueError, match=r"x\.idx"):
+        megatron_shelf(tmp_path / "x")
+
+
+def test_a_torn_megatron_binary_is_refused(tmp_path):
+    for suffix in (".bin", ".idx"):
+        data = (FIXTURES / f"megatron_u16{suffix}").read_bytes()
+        (tmp_path / f"x{suffix}").write_bytes(data[:-2] if suffix == ".bin" else data)
+    with pytest.raises(ValueError, match=r"x\.bin holds .* torn"):
+        megatron_shelf(tmp_path / "x")
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_flat_stream_is_cut_behind_its_end_marks(tmp_path, dtype):
+    path = tmp_path / "tokens.bin"
+    np.array([5, 6, 0, 7, 0, 8, 9], dtype).tofile(path)
+    shelf = flat_shelf(path, dtype, eos=0)
+    parts = zip(shelf.begins.tolist(), shelf.lengths.tolist(), strict=True)
+    assert [shelf.flat[a : a + n].tolist() for a, n in parts] == [[5, 6, 0], [7, 0], [8, 9]]
+    data = PackedDataset(path, budget=4, dtype=dtype, eos=0, shuffle=False, strategy="sequential")
+    assert [pack.tokens.tolist() for pack in data] == [[5, 6, 0], [7, 0, 8, 9]]
+
+
+def test_a_flat_stream_needs_its_type_and_end(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.array([1, 2, 3], "uint16").tofile(path)
+    with pytest.raises(ValueError, match="dtype="):
+        PackedDataset(path, budget=8)
+    path.write_bytes(b"abc")
+    with pytest.raises(ValueError, match="torn"):
+        PackedDataset(path, budget=8, dtype="uint16", eos=0)
+
+
+def test_a_folder_of_different_kinds_asks_which_is_meant(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match="glob="):
+        open_source(tmp_path)
+    assert isinstance(open_source(tmp_path, glob="*.jsonl"), JsonLines)
+
+
+def test_what_is_no_source_is_refused():
+    with pytest.raises(ValueError, match="int is no source"):
+        open_source(3)
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        open_source("no/such/file")
