@@ -10,6 +10,7 @@ whole optimizer step counts. What was fetched but not stepped is not in the stat
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -57,7 +58,9 @@ class _Window:
 
 
 class PackedLoader:
-    """Iterate the batches of this rank's packs; iterate again for the next epoch or after a load.
+    """Iterate the batches of this rank's packs; iterate again for the next epoch.
+
+    An iteration that was left before its end goes on behind the last whole step.
 
     Every batch carries `num_items_in_batch`, scaled so that a trainer that divides the loss by
     the accumulation steps and averages gradients over ranks arrives at the exact token mean of
@@ -65,6 +68,7 @@ class PackedLoader:
     """
 
     batch_size = 1  # what DeepSpeed asks every loader for
+    _is_accelerate_prepared = True  # else Accelerate would dispatch and slice our rows
 
     def __init__(
         self,
@@ -107,7 +111,10 @@ class PackedLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        self._state = None
+        if self._state is not None:
+            self.dataset.load_state_dict(self._state)
+        self.dataset.stepped()  # none yet: from here on the state is that of steps, not of reads
+        self._state = self.dataset.state_dict()
         for window, is_last in _mark_last(self._windows()):
             yield from self._step(window, is_last)
         self._state = None
@@ -164,6 +171,22 @@ class PackedLoader:
 
     def on_step_end(self, is_last: bool) -> None:
         """Hear that a step's last batch is handed out, and whether the stream ends with it."""
+
+
+class EvaluationLoader(PackedLoader):
+    """A whole set as one window, from its beginning each time.
+
+    The plain mean of its batches' losses over batches and ranks is the token mean of the set.
+    """
+
+    def __init__(self, dataset: PackedDataset, collator: Callable[[Pack], Batch] | None = None):
+        super().__init__(dataset, collator, accumulation=math.ceil(dataset.count() / world()))
+        dataset.stepped()
+        self._beginning = dataset.state_dict()
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.load_state(self._beginning)
+        return super().__iter__()
 
 
 T = TypeVar("T")

@@ -30,8 +30,6 @@ from .loader import Batch, PackedLoader
 class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
     """The batches of this process, on its device, in step with Accelerate's gradient state."""
 
-    _is_accelerate_prepared = True
-
     def __init__(
         self,
         accelerator: Accelerator,

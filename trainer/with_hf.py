@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ..packing import PackedDataset
 from .data_state import last_whole_checkpoint, load_data_state, save_data_state
 from .flops import ModelFlops, stated_peak
-from .loader import Batch, PackedLoader
+from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
 from .meter import Meter
 from .ranks import sum_over_ranks, world
@@ -32,10 +32,6 @@ from .stop import StopRequest
 _Base = Trainer if TYPE_CHECKING else object
 LAST_FILE = "trainer_state.json"
 """What the stock Trainer writes last into a checkpoint."""
-
-
-class _Loader(PackedLoader):
-    _is_accelerate_prepared = True  # else Accelerate would dispatch and slice our rows
 
 
 class Packed(_Base):
@@ -73,7 +69,7 @@ class Packed(_Base):
             self.model_loss.keep_logits()
         self.model_accepts_loss_kwargs = True  # the attached loss does, whatever the model did
         self.packed_check = check
-        self._loader: _Loader | None = None
+        self._loader: PackedLoader | None = None
         self._meter: Meter | None = None
         self._resume: Path | None = None
 
@@ -82,7 +78,7 @@ class Packed(_Base):
         return data
 
     def get_train_dataloader(self) -> Any:
-        self._loader = _Loader(
+        self._loader = PackedLoader(
             self.train_dataset,
             self.packed_collator,
             accumulation=self.args.gradient_accumulation_steps,
@@ -108,10 +104,7 @@ class Packed(_Base):
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if not isinstance(data, PackedDataset):
             return super().get_eval_dataloader(eval_dataset)
-        # The whole set is one window: the stock mean of batch losses is then the token mean.
-        data.set_epoch(0)
-        packs = math.ceil(data.count() / world())
-        return _Loader(data, self.packed_collator, accumulation=packs)
+        return EvaluationLoader(data, self.packed_collator)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
@@ -180,9 +173,9 @@ def _settle(args: TrainingArguments, data: PackedDataset) -> float:
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
         data.epochs = max(1, math.ceil(args.num_train_epochs))
-        state = data.state_dict()
-        state["position"]["until"] = data.epochs
-        data.load_state_dict(state)
+        beginning = {"epoch": 0, "start": 0, "index": 0, "until": data.epochs}
+        state = {name: value for name, value in data.state_dict().items() if name != "shards"}
+        data.load_state_dict({**state, "position": beginning})
         packs = sum(data.count(epoch) for epoch in range(data.epochs))
         per_rank = math.ceil(packs / args.world_size)
         args.max_steps = math.ceil(per_rank / args.gradient_accumulation_steps)

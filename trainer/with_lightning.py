@@ -12,7 +12,6 @@ the last batch that was stepped, joined over ranks, in the checkpoint itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch import nn
 from ..packing import Pack, PackedDataset
 from .data_state import gathered_state
 from .flops import ModelFlops, stated_peak
-from .loader import Batch, PackedLoader
+from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
 from .meter import Meter
 from .ranks import world
@@ -69,10 +68,7 @@ class PackedDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         if self.validation is None:
             return []
-        # The whole set is one window: the mean of batch losses is then the token mean.
-        self.validation.set_epoch(0)
-        packs = math.ceil(self.validation.count() / world())
-        return PackedLoader(self.validation, self.collator, accumulation=packs)
+        return EvaluationLoader(self.validation, self.collator)
 
 
 class PackedCallback(pl.Callback):

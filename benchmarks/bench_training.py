@@ -1,0 +1,299 @@
+"""How fast packed training is, beside padded batches, HF's flattening collator and liger-kernel.
+
+    python benchmarks/bench_training.py [--record FILE] [--only NAME ...] [--profile] [--tiny]
+
+A Llama-3.2-1B shape in bf16 with random weights, rows of 16384 tokens in natural lengths, fused
+AdamW, gradient clipping; every variant trains on the same packs in the same process. Useful tokens only:
+padding counts for nothing. MFU counts matrices and, per sample, attention, against the matrix rate
+measured first. Data wait is the share of time a step waits for its batch. Prints a table, and one
+JSON line last. liger-kernel comes last, because it patches Transformers for the whole process.
+`--profile` lists the kernels of three steps; `--tiny` runs the same code on a CPU, for a look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import nopad.attention  # noqa: F401
+import numpy as np
+import torch
+from nopad.collators import PackedCollator, PaddedCollator
+from nopad.packing import PackedDataset
+from nopad.trainer.compiling import compile_layers
+from nopad.trainer.flops import ModelFlops
+from nopad.trainer.loader import PackedLoader
+from nopad.trainer.loss import attach_loss
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+
+LONGEST = 4096
+PADDED_BATCH = 16
+WARM, TIMED = 6, 12
+
+
+def shape(tiny: bool, attention: str) -> LlamaConfig:
+    """Llama 3.2 1B, or something a CPU can run."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    if tiny:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+    return LlamaConfig(
+        **sizes,
+        **heads,
+        max_position_embeddings=16384,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        attn_implementation=attention,
+    )
+
+
+def documents(budget: int, packs: int, vocabulary: int, longest: int) -> list[np.ndarray]:
+    """Random tokens in lengths as corpora have them: log-normal, median 400, 16 to `longest`."""
+    draw = np.random.default_rng(0)
+    lengths, total = [], 0
+    while total < budget * packs:
+        lengths.append(int(np.clip(draw.lognormal(np.log(400), 1.0), 16, longest)))
+        total += lengths[-1]
+    return [draw.integers(0, vocabulary, n) for n in lengths]
+
+
+class Bench:
+    """The machine, the data, and one way to time a training loop for all variants."""
+
+    def __init__(self, tiny: bool, profile: bool = False):
+        self.tiny, self.profile = tiny, profile
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.float32 if tiny else torch.bfloat16  # few CPUs have fast bf16
+        self.budget = 256 if tiny else 16384
+        self.longest = 128 if tiny else LONGEST
+        self.vocabulary = shape(tiny, "eager").vocab_size
+        self.documents = documents(self.budget, 200, self.vocabulary, self.longest)
+        self.peak = self._matmul_rate()
+        self.results: dict[str, dict] = {}
+
+    def _matmul_rate(self) -> float:
+        size = 256 if self.tiny else 8192
+        a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
+        times = []
+        for _ in range(12):
+            self.sync()
+            began = time.perf_counter()
+            a @ b
+            self.sync()
+            times.append(time.perf_counter() - began)
+        return 2 * size**3 / statistics.median(times)
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def model(self, attention: str) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        with self.device:
+            model = LlamaForCausalLM(shape(self.tiny, attention))
+        return model.to(self.dtype).train()
+
+    def packs(self, collator) -> Iterator[tuple[dict, np.ndarray]]:
+        """Batches of the one packed stream, collated by anyone, through a worker."""
+        data = PackedDataset(
+            [{"input_ids": ids} for ids in self.documents],
+            budget=self.budget,
+            epochs=None,
+            eos=False,
+        )
+        loader = PackedLoader(data, collator, num_workers=1, pin_memory=not self.tiny)
+        self.waited = lambda: loader.waited
+        for batch in loader:
+            yield batch, loader.last.lengths
+
+    def run(self, name: str, model: torch.nn.Module, batches, warm=WARM, timed=TIMED) -> dict:
+        """Train; report useful tokens per second, MFU, memory, waits and the spread of steps."""
+        flops = ModelFlops.of_model(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not self.tiny)
+        tokens, work, marks, losses, waited = [], [], [], [], 0.0
+        for number, (batch, lengths) in enumerate(batches):
+            if number == warm:
+                self._forget_peak()
+                waited = self.waited()
+            marks.append(time.perf_counter())
+            if number == warm + timed:
+                break
+            losses.append(self.step(model, optimizer, batch))
+            if number >= warm:
+                tokens.append(int(np.sum(lengths)))
+                work.append(flops.of(lengths))
+        self.sync()
+        seconds = time.perf_counter() - marks[warm]
+        row = self._report(name, tokens, work, seconds, waited)
+        row["losses"] = [round(float(loss), 4) for loss in (losses[0], losses[-1])]
+        if self.profile and self.device.type == "cuda":
+            self._kernels(model, optimizer, batches)
+        return row
+
+    def _kernels(self, model, optimizer, batches) -> None:
+        """Print where the device's time goes."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for _, (batch, _) in zip(range(3), batches, strict=False):
+                self.step(model, optimizer, batch)
+            self.sync()
+        print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=25)[:9000], flush=True)
+
+    def step(self, model, optimizer, batch: dict) -> torch.Tensor:
+        batch = {
+            k: v.to(self.device, non_blocking=True) if torch.is_tensor(v) else v
+            for k, v in batch.items()
+        }
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _forget_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _report(self, name, tokens, work, seconds, waited) -> dict:
+        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        row = {
+            "tokens_per_second": sum(tokens) / seconds,
+            "mfu": sum(work) / seconds / self.peak,
+            "mfu_of_790": sum(work) / seconds / 790e12,
+            "peak_GB": memory / 1e9,
+            "data_wait": (self.waited() - waited) / seconds,
+            "step_ms": 1e3 * seconds / len(tokens),
+            "steps": len(tokens),
+        }
+        self.results[name] = row
+        print(
+            f"{name:34} {row['tokens_per_second'] / 1e3:8.1f} k tok/s {row['mfu']:7.1%} MFU "
+            f"({row['mfu_of_790']:.1%} of 790) {row['peak_GB']:6.1f} GB wait {row['data_wait']:.2%}"
+            f"  step {row['step_ms']:.0f} ms",
+            flush=True,
+        )
+        return row
+
+
+@contextmanager
+def fresh(bench: Bench):
+    """Leave nothing of one variant to the next, and go on when one fails."""
+    began = time.perf_counter()
+    try:
+        yield
+    except Exception as error:
+        print(f"  failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        traceback.print_exc(limit=-4)
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
+
+
+def padded(bench: Bench) -> None:
+    """Batches of samples in random order, padded to their longest, stock sdpa."""
+    collator, rng = PaddedCollator(), np.random.default_rng(1)
+
+    def batches():
+        while True:
+            chosen = rng.choice(len(bench.documents), 4 if bench.tiny else PADDED_BATCH)
+            rows = [{"input_ids": bench.documents[i]} for i in chosen]
+            yield (
+                {**collator(rows), "use_cache": False},
+                np.array([len(r["input_ids"]) for r in rows]),
+            )
+
+    bench.waited = lambda: 0.0
+    bench.run("hf padded sdpa", bench.model("sdpa"), batches(), warm=2, timed=6)
+
+
+class Flattening:
+    """HF's flattening collator, given the samples of our packs."""
+
+    def __init__(self):
+        self.collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def __call__(self, pack) -> dict:
+        cuts = pack.cu_seqlens[1:-1]
+        rows = [{"input_ids": ids.tolist()} for ids in np.split(pack.tokens, cuts)]
+        return {**self.collator(rows), "use_cache": False}
+
+
+def flattened(bench: Bench, liger: bool) -> None:
+    model = bench.model("sdpa" if bench.tiny else "flash_attention_2")
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    name = "hf flattening + fa2" + (" + liger" if liger else "")
+    bench.run(name, model, bench.packs(Flattening()))
+
+
+def ours(bench: Bench, name: str, compiled: bool, **collator) -> None:
+    model = bench.model("nopad")
+    attach_loss(model)
+    if compiled:
+        compile_layers(model)
+        model.model.norm.compile()
+    bench.run(f"nopad {name}", model, bench.packs(PackedCollator(**collator)))
+
+
+def variants(bench: Bench) -> dict[str, Callable[[], None]]:
+    fixed = {"fixed_sequences": 64, "max_length": bench.longest}
+    return {
+        "compiled": lambda: ours(bench, "compiled, T fixed", True, fill=True),
+        "eager": lambda: ours(bench, "eager", False),
+        "flattening": lambda: flattened(bench, False),
+        "fixed": lambda: ours(bench, "compiled, all shapes fixed", True, **fixed),
+        "padded": lambda: padded(bench),
+        "liger": lambda: flattened(bench, True),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, help="write the JSON there too")
+    parser.add_argument("--only", nargs="*", help="names of variants to run")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, on any machine")
+    args = parser.parse_args()
+    bench = Bench(args.tiny, args.profile)
+    print(f"matrix rate {bench.peak / 1e12:.0f} TFLOP/s, rows of {bench.budget}", flush=True)
+    for name, variant in variants(bench).items():
+        if not args.only or name in args.only:
+            with fresh(bench):
+                variant()
+    record = {
+        "benchmark": "training",
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "torch": torch.__version__,
+        "matmul_TFLOP_s": bench.peak / 1e12,
+        "budget": bench.budget,
+        "documents": "log-normal, median 400, 16 to 4096 tokens",
+        "steps": {"warm": WARM, "timed": TIMED},
+        "results": bench.results,
+    }
+    if args.record:
+        args.record.parent.mkdir(parents=True, exist_ok=True)
+        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Pretrain a causal LM on packs with Lightning.
+
+python recipes/pretrain_lightning.py      # a small Llama on Python's sources
+python recipes/pretrain_lightning.py --devices 2 --accelerator cpu --data corpus.jsonl
+python recipes/pretrain_lightning.py --config run.yaml --resume runs/lightning/last.ckpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pretrain import load_data, load_model
+from settings import parse
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Every setting, documented."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument_group("model and data").add_argument
+    add("--data", help="jsonl, parquet, text, saved `datasets` folder or hub name; without it, "
+        "Python's standard library")  # fmt: skip
+    add("--text-column", default="text", help="column that holds the text")
+    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
+    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
+    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
+    add("--budget", type=int, default=2048, help="tokens a pack may hold")
+    add("--workers", type=int, default=0, help="data loading processes per rank")
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=int, default=150, help="optimizer steps")
+    add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
+    add("--learning-rate", type=float, default=4e-3, help="at its peak")
+    add("--warmup", type=int, default=10, help="steps until the peak")
+    add("--precision", default="32-true", help="as Lightning names it")
+    add("--accelerator", default="auto", help="cpu, gpu, ...")
+    add("--devices", type=int, default=1, help="processes on this machine")
+    add("--strategy", default="auto", help="ddp, fsdp, ...")
+    add("--seed", type=int, default=0, help="of the weights and of the order of packs")
+    add = parser.add_argument_group("run").add_argument
+    add("--output", type=Path, default=Path("runs/lightning"), help="folder of this run")
+    add("--resume", type=Path, help="checkpoint to go on from")
+    add("--save-every", type=int, default=50, help="steps between checkpoints")
+    return parse(parser, argv)
+
+
+def module(args: argparse.Namespace, model):
+    """The smallest Lightning module: a forward, and an optimizer with its schedule."""
+    import lightning.pytorch as pl
+    import torch
+    from transformers import get_cosine_schedule_with_warmup
+
+    class CausalLM(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, _):
+            loss = self.model(**batch).loss
+            self.log("loss", loss, prog_bar=True, batch_size=1)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), args.learning_rate, (0.9, 0.95))
+            schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return CausalLM()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = options(argv)
+    import lightning.pytorch as pl
+    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
+
+    pl.seed_everything(args.seed, verbose=False)
+    tokenizer, dataset = load_data(args)
+    data = PackedDataModule(dataset, num_workers=args.workers)
+    checkpoints = pl.callbacks.ModelCheckpoint(
+        args.output, save_last=True, every_n_train_steps=args.save_every, save_top_k=1
+    )
+    stop = StopCallback(args.output / "last.ckpt")
+    trainer = pl.Trainer(
+        accelerator=args.accelerator,
+        devices=args.devices,
+        strategy=args.strategy,
+        precision=args.precision,
+        max_steps=args.steps,
+        accumulate_grad_batches=args.accumulation,
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        callbacks=[PackedCallback(data), stop, checkpoints],
+        default_root_dir=args.output,
+    )
+    trainer.fit(module(args, load_model(args, tokenizer)), data, ckpt_path=args.resume)
+    print(
+        f"{'done' if trainer.global_step == args.steps else 'stopped'}: {trainer.global_step} steps"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"pretrain_lightning: {error}", file=sys.stderr)
+        sys.exit(2)

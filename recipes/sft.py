@@ -1,0 +1,85 @@
+"""Fine-tune a chat model on conversations: packed, loss on the assistant's turns only.
+
+    accelerate launch recipes/sft.py --model path/or/name --data chats.jsonl
+    accelerate launch recipes/sft.py --model path/or/name --data chats.jsonl --lora 16
+    accelerate launch recipes/sft.py --config sft.yaml --resume
+
+Rows are {"messages": [...]}, {"prompt": ..., "completion": ...} or {"input_ids", "labels"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from settings import hf_options, hf_train, parse
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Every setting, documented."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", help="checkpoint folder or hub name of a causal LM")
+    add("--data", help="jsonl[.gz|.zst], parquet, saved `datasets` folder or hub name")
+    add("--tokenizer", help="folder or hub name; without it, the model's")
+    add("--chat-template", help="Jinja file, for tokenizers that have no template")
+    add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
+    add("--overflow", default="error", choices=["error", "truncate", "split", "drop"],
+        help="what becomes of a conversation longer than a pack")  # fmt: skip
+    hf_options(parser, "runs/sft")
+    args = parse(parser, argv)
+    for name in ("model", "data"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} is needed")
+    return args
+
+
+def load_data(args: argparse.Namespace):
+    """The tokenizer, and packs of conversations."""
+    from nopad.packing import PackedDataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    if args.chat_template:
+        with open(args.chat_template) as file:
+            tokenizer.chat_template = file.read()
+    return tokenizer, PackedDataset(
+        args.data,
+        tokenizer=tokenizer,
+        budget=args.budget,
+        overflow=args.overflow,
+        seed=args.seed,
+    )
+
+
+def load_model(args: argparse.Namespace):
+    """The model with its weights, and adapters if asked for."""
+    import nopad.attention  # noqa: F401  registers the attention implementation
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attention)
+    if not args.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(
+        r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, adapters)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = options(argv)
+    tokenizer, data = load_data(args)
+    hf_train(args, load_model(args), data, tokenizer)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"sft: {error}", file=sys.stderr)
+        sys.exit(2)
