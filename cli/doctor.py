@@ -69,6 +69,8 @@ def load(name: str, tiny: bool) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     path = Path(name)
+    if path.suffix == ".json" and not path.exists():
+        raise OSError("there is no such file")
     kind = {"attn_implementation": "eager", "dtype": torch.float32}
     if not path.exists() and name in CONFIG_MAPPING:
         config, tiny = CONFIG_MAPPING[name](), True

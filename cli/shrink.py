@@ -104,7 +104,7 @@ _OWN_RULES = {
     "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
     "attention_bias", "tie_word_embeddings", "hidden_act", "hidden_activation", "use_qk_norm",
     "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query", "alibi",
-    "rope_parameters",
+    "rope_parameters", "attention_chunk_size",
 }  # fmt: skip
 
 

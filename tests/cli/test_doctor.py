@@ -1,0 +1,70 @@
+"""`nopad doctor` tells a leak in seconds, and its exit status says so."""
+
+import json
+
+import pytest
+from nopad.cli.doctor import main
+from nopad.cli.shrink import shrink
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+def verdicts(text):
+    """{attention: verdict} of a printed table."""
+    rows = [line.split() for line in text.splitlines()]
+    known = ("nopad", "flash_attention_2", "sdpa", "eager", "flex_attention")
+    return {row[0]: row[1] for row in rows if row and row[0] in known}
+
+
+def test_a_model_that_packs_rightly_passes(capsys):
+    assert main(["llama", "--attn", "nopad,sdpa,eager"]) == 0
+    found = verdicts(capsys.readouterr().out)
+    assert found == {"nopad": "apart", "sdpa": "apart", "eager": "apart"}
+
+
+def test_a_leak_is_told_with_its_cure_and_status_one(capsys):
+    assert main(["opt", "--attn", "nopad,sdpa"]) == 1
+    text = capsys.readouterr().out
+    assert verdicts(text) == {"nopad": "apart", "sdpa": "LEAK"}
+    assert "mended by nopad.attention.keep_apart" in text
+    assert "Do not train packed batches with sdpa." in text
+
+
+def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
+    """Chunked attention counts its chunks from the start of the pack, not of the document."""
+    CONFIG_MAPPING["llama4_text"](attention_chunk_size=8).save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--attn", "eager"]) == 1
+    assert verdicts(capsys.readouterr().out) == {"eager": "WRONG"}
+
+
+def test_what_is_refused_is_told_with_the_reason(capsys):
+    assert main(["qwen3_next", "--attn", "nopad"]) == 0
+    text = capsys.readouterr().out
+    assert verdicts(text) == {"nopad": "refused"} and "recurrent" in text
+
+
+def test_what_does_not_run_here_is_told(capsys):
+    assert main(["llama", "--attn", "flash_attention_2"]) == 0
+    assert "not run" in capsys.readouterr().out
+
+
+def test_a_config_file_is_enough(tmp_path, capsys):
+    CONFIG_MAPPING["qwen3"]().save_pretrained(tmp_path)
+    assert main([str(tmp_path / "config.json"), "--attn", "nopad"]) == 0
+    assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
+
+
+def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
+    AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--attn", "nopad"]) == 0
+    parameters = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    assert parameters == 128
+    assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
+
+
+@pytest.mark.parametrize("name", ["no/such/model", "missing.json"])
+def test_an_unreadable_model_is_one_line_and_status_two(name, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main([name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("nopad doctor: cannot build")
