@@ -1,0 +1,77 @@
+"""N steps with evaluations in between are bitwise N steps without, in every trainer (C1)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import untouched
+
+STEPS = {"fast": (9, 3), "whole": (200, 10)}
+
+
+def train(trainer: str, how: str | None, end: str, steps: int, every: int, folder):
+    """Run it; the notes taken after evaluations, and the state at the end if it came to one."""
+    torch.set_num_threads(1)
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    diary = untouched.Diary(how, end, every)
+    try:
+        final = untouched.TRAINERS[trainer](diary, steps, folder)
+    except (KeyboardInterrupt, SystemExit):
+        assert end == "interrupted", "nothing else may stop the run"
+        final = None
+    return diary, final
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The run without evaluations, once for each trainer and length."""
+    kept: dict = {}
+
+    def get(trainer: str, steps: int, every: int):
+        key = trainer, steps
+        if key not in kept:
+            folder = tmp_path_factory.mktemp("plain")
+            kept[key] = train(trainer, None, "ends", steps, every, folder)
+        return kept[key]
+
+    return get
+
+
+CELLS = [
+    pytest.param(
+        trainer,
+        how,
+        end,
+        length,
+        marks=[pytest.mark.slow] if length == "whole" else [],
+        id=f"{trainer}-{how}-{end}-{length}",
+    )
+    for length in STEPS
+    for trainer in untouched.TRAINERS
+    for how in untouched.PARAMS
+    for end in ("ends", "raises", "interrupted")
+]
+
+
+@pytest.mark.parametrize(("trainer", "how", "end", "length"), CELLS)
+def test_training_with_evaluations_is_bitwise_training_without(
+    trainer, how, end, length, plain, tmp_path
+):
+    steps, every = STEPS[length]
+    without, unevaluated = plain(trainer, steps, every)
+    diary, final = train(trainer, how, end, steps, every, tmp_path)
+    expected = 1 if end == "interrupted" else steps // every
+    assert len(diary.notes) == expected
+    for number, (note, other) in enumerate(zip(diary.notes, without.notes, strict=False)):
+        assert {k for k in other if note[k] != other[k]} == set(), f"evaluation {number}"
+    if end == "interrupted":
+        assert final is None, "Ctrl-C stops the run"
+        return
+    assert {k for k in unevaluated if final[k] != unevaluated[k]} == set()
+    told = [report.error is not None for report in diary.reports]
+    assert told == [end == "raises"] * expected
+    if end == "ends":
+        assert all(report.metrics["eval/examples"] == 3 for report in diary.reports)
