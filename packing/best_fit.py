@@ -6,8 +6,7 @@
 
 A round happens whenever the pool is full. The longest segment opens a trial pack, the largest
 that fits comes next, and where a pair fills the rest exactly, the pair. Long segments choose
-first, so what is hard to place has the whole pool to choose from, round after round, and what is
-put back keeps its partner from those that are easy to place.
+first, so what is hard to place has the whole pool to choose from, round after round.
 
 A pack is full enough if it lacks at most 0.5 % of the budget, or belongs to the fullest 40 % of
 its round. Each time a segment is put back its next pack may lack half as much again, so after
@@ -25,8 +24,11 @@ from .compiled import compiled
 
 PATIENCE = 14
 """How often a segment may be put back."""
-PROBES = 12
-"""Pairs tried in search of one that fills the rest of a pack exactly."""
+PROBES = 4
+"""Pairs tried, from the most unequal to the most equal, for one that fills a pack exactly.
+
+More would fill more packs exactly, and use up the short segments that the long ones need: on hard
+mixes four leave up to 6 points less empty than best-fit decreasing, sixteen up to 1 point more."""
 ALLOWANCE = 1.5 ** np.arange(PATIENCE + 1)
 """By what factor a pack may be less full when its most patient segment was put back n times."""
 
@@ -115,14 +117,13 @@ def _trial_packs(places, held, wait, budget, lists, levels, trial, slack, oldest
 @compiled
 def _first_of_pair(room, largest, low, high, heads, links):
     """Find the larger of two segments that fill the room exactly, or -1."""
+    step = (2 * largest - room) // (2 * PROBES) + 1
     first = largest
-    probes = PROBES
-    while 2 * first >= room and probes > 0:
+    while 2 * first >= room:
         second = room - first
         if contains(low, second) and (second != first or links[heads[first]] >= 0):
             return first
-        first = largest_at_most(low, high, first - 1)
-        probes -= 1
+        first = largest_at_most(low, high, first - step)
     return np.int64(-1)
 
 

@@ -11,6 +11,8 @@ so a search looks at one word, and where that is empty at one or two more: 4096 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -25,14 +27,15 @@ ONE = np.uint64(1)
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@intrinsic
-def leading_zeros(typing_context, word):  # the first argument is numba's own
-    """Count the zero bits above the highest one of a non-zero 64-bit word."""
-
+def _leading_zeros(typing_context, word):  # the first argument is numba's own
     def generate(context, builder, signature, arguments):
         return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), generate
+
+
+leading_zeros: Any = intrinsic(_leading_zeros)
+"""Count the zero bits above the highest one of a non-zero 64-bit word."""
 
 
 @compiled
