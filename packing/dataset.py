@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, Literal
 
 import torch.distributed
@@ -89,9 +90,13 @@ class PackedDataset(IterableDataset):
         opened = open_all(pairs, encoder, glob=glob, dtype=dtype)
         self.packs = build(opened, weights, choices, self.skipped)
         self.settings = settings_of(self.packs, choices, weights)
-        self.data = fingerprint_of(self.packs)
         self.rank, self.world, self.epochs = rank, world, epochs
         self._begin_pass(0)
+
+    @cached_property
+    def data(self) -> str:
+        """Identify the data by a fingerprint."""
+        return fingerprint_of(self.packs)
 
     def __iter__(self) -> Iterator[Pack]:
         if self._over:
@@ -119,6 +124,16 @@ class PackedDataset(IterableDataset):
         if not isinstance(self.packs, PlannedPacks):
             raise ValueError("packs of a stream cannot be counted before it was read")
         return self.packs.count(epoch)
+
+    def report(self) -> dict:
+        """Say what was packed, split, truncated, dropped and left out, and the sources' shares.
+
+        Where lengths are known this is the plan of the present epoch. For a stream it is what
+        this process has given out, or, where workers did, the states its stepped packs carried.
+        """
+        if isinstance(self.packs, PlannedPacks):
+            return self.packs.report(self._begin.position.epoch, self.skipped)
+        return self.packs.report((self._done or self._given).cursors)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless the run stands in it already."""

@@ -62,7 +62,7 @@ class Encoder:
                     out[i] = self._encode_row(row)
                 else:
                     texts[i] = text
-            except (ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # a tokenizer or its template may raise anything
                 out[i] = _as_value_error(error)
         for i, ids in zip(texts, self._ids_of_all(list(texts.values())), strict=True):
             out[i] = ids if isinstance(ids, ValueError) else self._ended(ids)

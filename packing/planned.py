@@ -20,13 +20,16 @@ from typing import Any
 
 import numpy as np
 
+from .ahead import Skipped
 from .epoch_order import MixedOrder, epoch_order
 from .levelling import Leveller
 from .mixture import Stop, Weight
 from .order import Share
+from .overflow import Counts
 from .pack import Pack
 from .plan import Plan
 from .planner import Planner
+from .report import report
 from .token_store import TokenStore
 
 TOGETHER = 1 << 17
@@ -63,6 +66,8 @@ class PlannedPacks:
         packs: int | None = None,
     ):
         store.check()
+        self.counts = Counts()
+        """Of the epoch that was planned last."""
         self.vocab_size = vocab_size
         self.stop: Stop = stop
         self.store, self.planner = store, planner
@@ -83,6 +88,7 @@ class PlannedPacks:
             named, first = named[needed - first :], needed
         yield leveller.feed(_renamed(planner.finish(), named, first))
         yield leveller.finish()
+        self.counts = planner.counts
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
         if len(self.weights) == 1:
@@ -102,15 +108,12 @@ class PlannedPacks:
                     np.add.at(drawn, self.store.sources(documents), self.store.lengths[documents])
         return drawn
 
-    def survey(self, epoch: int = 0) -> dict:
-        """Count what an epoch holds, without reading a token."""
-        tokens = np.zeros(len(self.weights), np.int64)
-        packs = samples = 0
+    def report(self, epoch: int, skipped: Skipped) -> dict:
+        """Account for an epoch by its plan, without reading a token."""
+        drawn = np.zeros(len(self.weights), np.int64)
         for plan in self.plans(epoch):
-            np.add.at(tokens, self.store.sources(plan.items), plan.lengths)
-            packs += len(plan)
-            samples += int((plan.starts == 0).sum())
-        return {"packs": packs, "samples": samples, "tokens": tokens.tolist()}
+            np.add.at(drawn, self.store.sources(plan.items), plan.lengths)
+        return report(self.counts, drawn.tolist(), skipped, self.planner["budget"])
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading a token."""

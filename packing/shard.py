@@ -219,6 +219,13 @@ class ShardPacks:
             if self.next() is None:
                 raise ValueError(f"shard {self.shard} ends before the place its state names")
 
+    def load_counts(self, cursor: dict) -> None:
+        """Take over only what a cursor says about the past."""
+        state = unpack_text(cursor["state"])
+        self.skipped.rows = state["skipped"]
+        self.mixture.load_state_dict(state["mixture"])
+        self.packer.planner.load_state_dict(state["packer"]["planner"])
+
     def _restore(self, state: dict) -> None:
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.skipped.rows = state["skipped"]

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
+from .ahead import Skipped
 from .order import Share
 from .pack import Pack
 from .planned import Position
+from .report import add_counts, report
 from .shard import ShardPacks, ShardSettings
 
 
@@ -24,6 +28,7 @@ class ShardedPacks:
 
     def __init__(self, settings: ShardSettings, packs: int | None = None):
         self.settings, self.packs = settings, packs
+        self._streams: dict[int, ShardPacks] = {}
 
     def read(
         self, position: Position, share: Share, base: int, cursors: Mapping[int, dict]
@@ -31,7 +36,7 @@ class ShardedPacks:
         """Give the share's packs from `position` on; cursors are those of the shards so far."""
         self._check(position, share)
         following = share.next(base, position.index)
-        streams = self._open(position, share, following, cursors)
+        streams = self._streams = self._open(position, share, following, cursors)
         end = None if self.packs is None else share.round_end(self.packs - 1, base)
         while not all(s.ended for s in streams.values()) if end is None else following < end:
             stream = streams[following % self.settings.shards]
@@ -58,6 +63,20 @@ class ShardedPacks:
                     "ranks with merge_states before loading"
                 )
         return streams
+
+    def report(self, cursors: Mapping[int, dict]) -> dict:
+        """Account for what was read here, or else for what the cursors say."""
+        streams = list(self._streams.values())
+        for shard, cursor in cursors.items() if not streams else ():
+            streams.append(ShardPacks(self.settings, shard, 0, None))
+            streams[-1].load_counts(cursor)
+        skipped = Skipped()
+        for stream in streams:
+            skipped.rows += stream.skipped.rows
+            skipped.reasons += stream.skipped.reasons
+        drawn = sum((s.mixture.drawn for s in streams), np.zeros(len(self.settings.sources), int))
+        counts = add_counts(stream.packer.counts for stream in streams)
+        return report(counts, drawn.tolist(), skipped, self.settings.packer["budget"])
 
     def _check(self, position: Position, share: Share) -> None:
         shards = self.settings.shards

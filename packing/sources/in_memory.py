@@ -83,6 +83,8 @@ class Iterated(RowSource):
     def fingerprint(self):
         if self.once:
             return "iterator"
-        return Fingerprint(
-            "rows", *(repr(row)[:4096] for row in islice(self._rows_from(0, 1), 4))
-        ).text()
+        try:
+            first = repr(next(self._rows_from(0, 1), None))[:4096]
+        except Exception:  # it will be raised with its place when the rows are read
+            first = ""
+        return Fingerprint("rows", first).text()

@@ -160,16 +160,12 @@ def _no_constant(name: str) -> None:
 
 
 def _depth(row: Any) -> int:
+    """Count the lists and dicts that stand inside each other."""
     level, depth = [row], 0
-    while level:
-        level = [
-            inner
-            for value in level
-            if isinstance(value, list | dict)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
+    while boxes := [value for value in level if isinstance(value, list | dict)]:
+        level = [v for box in boxes for v in (box.values() if isinstance(box, dict) else box)]
         depth += 1
-    return depth - 1
+    return depth
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -36,8 +36,8 @@ class RowError(ValueError):
     """A row that cannot be used, with its source, place and reason."""
 
     def __init__(self, where: object, reason: object):
-        super().__init__(f'{where}: {reason} (on_error="skip" leaves such rows out, counted)')
-        self.where, self.reason = str(where), str(reason)
+        self.where, self.reason = str(where), " ".join(str(reason).split())[:300]
+        super().__init__(f'{where}: {self.reason} (on_error="skip" leaves such rows out, counted)')
 
 
 class RowSource(ABC):

@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing.compact import from_text, to_text
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2**63 - 1)))
+@example([255, 256])
+@example([65535, 65536])
+@example([2**32 - 1, 2**32])
 def test_integers_come_back(values):
     assert from_text(to_text(np.array(values, np.int64))).tolist() == values
 

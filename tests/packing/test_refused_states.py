@@ -57,7 +57,7 @@ def test_another_setting_is_refused_by_name(field):
 def test_another_window_or_number_of_shards_is_refused_by_name(shuffle, shards):
     state = state_of(lambda: iter(ROWS), shards=4, shuffle=16)
     other = PackedDataset(lambda: iter(ROWS), **BASE, shards=shards, shuffle=shuffle)
-    with pytest.raises(ValueError, match="made with (shuffle|shards)="):
+    with pytest.raises(ValueError, match=r"made with (shuffle|shards)="):
         other.load_state_dict(state)
 
 

@@ -54,7 +54,7 @@ def states_and_digests(tools, data):
 def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_path):
     """A1, on the core: a kill is a state read back from disk by a process that knows nothing."""
     rng, kills, lost = random.Random(0), 0, 0
-    for kind, make in kinds.items():
+    for make in kinds.values():
         states, digests = states_and_digests(tools, make(epochs=2))
         for _ in range(125):
             cut = rng.randrange(len(states))

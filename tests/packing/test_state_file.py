@@ -110,7 +110,7 @@ def test_a_file_over_the_limit_is_refused_naming_it(path):
 
 def test_deep_nesting_is_refused_without_a_crash(path):
     path.write_bytes(b"[" * 200_000)
-    with pytest.raises(ValueError, match="nested too deep|torn or corrupt"):
+    with pytest.raises(ValueError, match=r"nested too deep|torn or corrupt"):
         read_state(path, fall_back=False)
 
 

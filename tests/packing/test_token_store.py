@@ -23,7 +23,9 @@ def naive(samples, segments, align, pad):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_laying_out_equals_the_naive_way(data):
-    kinds = data.draw(st.lists(st.sampled_from([np.uint16, np.int32, np.int64]), min_size=1, max_size=3))
+    kinds = data.draw(
+        st.lists(st.sampled_from([np.uint16, np.int32, np.int64]), min_size=1, max_size=3)
+    )
     shelves, samples = [], []
     for number, kind in enumerate(kinds):
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=8))

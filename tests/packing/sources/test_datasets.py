@@ -23,7 +23,9 @@ def rows(tools):
 
 
 def parts(packs):
-    return sorted(p.tolist() for pack in packs for p in np.split(pack.tokens, pack.cu_seqlens[1:-1]))
+    return sorted(
+        p.tolist() for pack in packs for p in np.split(pack.tokens, pack.cu_seqlens[1:-1])
+    )
 
 
 def test_ready_tokens_are_read_from_arrow_memory(rows):
@@ -66,7 +68,7 @@ def test_labels_of_another_length_are_named(rows):
 @pytest.mark.parametrize("values", [[[1.5]], [["a"]], [[1, None]], [None]])
 def test_tokens_that_are_none_are_refused(values):
     data = datasets.Dataset.from_dict({"input_ids": values})
-    with pytest.raises(ValueError, match="integers|nulls|lists"):
+    with pytest.raises(ValueError, match=r"integers|nulls|lists"):
         PackedDataset(data, budget=8)
 
 

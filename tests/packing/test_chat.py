@@ -1,0 +1,112 @@
+"""Chat: loss on the assistant's turns only, with and without generation markers, verified."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nopad.packing import IGNORE
+from nopad.packing.chat import encode_chat
+from nopad.packing.encoder import Encoder
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "marked": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
+    "<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    # Rewrites turns that are no longer the last, as reasoning models' templates do.
+    "rewriting": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and "
+    "loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "header of two": "{% for m in messages %}<|im_start|><|{{ m.role }}|>{{ m.content }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}",
+}
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "yes?"},
+    {"role": "assistant", "content": "yes!"},
+    {"role": "user", "content": "yes! again"},
+    {"role": "assistant", "content": "no, yes!"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token for each byte, and the marks of chat."""
+    vocabulary = {chr(i): i for i in range(128)} | {"<unk>": 128}
+    inner = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    marks = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "eos_token": "<|im_end|>"})
+    return tokenizer
+
+
+def counted(tokenizer, sample):
+    """The text of each run of counted tokens."""
+    runs, open_run = [], False
+    for token, label in zip(sample.tokens.tolist(), sample.labels.tolist(), strict=True):
+        if label != IGNORE:
+            assert label == token
+            runs = [*runs[:-1], runs[-1] + [token]] if open_run else [*runs, [token]]
+        open_run = label != IGNORE
+    return ["".join(tokenizer.convert_ids_to_tokens(run)) for run in runs]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_exactly_the_assistants_turns_and_their_end_count(tokenizer, name):
+    tokenizer.chat_template = TEMPLATES[name]
+    runs = counted(tokenizer, encode_chat(tokenizer, CHAT))
+    thought = "<think>\n\n</think>\n\n" if name == "rewriting" else ""
+    assert runs == ["yes!<|im_end|>", f"{thought}no, yes!<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "rewriting"])
+def test_the_ids_are_those_of_the_whole_rendered_text(tokenizer, name):
+    tokenizer.chat_template = TEMPLATES[name]
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert encode_chat(tokenizer, CHAT).tokens.tolist() == expected
+
+
+def test_of_prompt_and_completion_only_the_completion_counts(tokenizer):
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    (sample,) = Encoder(tokenizer).encode([{"prompt": CHAT[:4], "completion": CHAT[4:]}])
+    assert counted(tokenizer, sample) == ["no, yes!<|im_end|>"]
+
+
+def test_a_template_that_hides_the_assistant_trains_nothing_and_is_refused(tokenizer):
+    tokenizer.chat_template = (
+        "x{% for m in messages %}{% if m.role == 'nobody' %}{% generation %}y{% endgeneration %}"
+        "{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="trains nothing"):
+        encode_chat(tokenizer, CHAT)
+
+
+def test_a_template_that_rewrites_what_stands_before_is_refused(tokenizer):
+    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATES["chatml"]
+    with pytest.raises(ValueError, match="generation markers"):
+        encode_chat(tokenizer, CHAT)
+
+
+def test_messages_need_a_template(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has none"):
+        encode_chat(tokenizer, CHAT)
+
+
+def test_a_real_tokenizer_agrees(tokenizer):
+    shared = Path(os.environ.get("NOPAD_SHARED", Path(__file__).parents[3] / "shared"))
+    if not (shared / "models" / "stories260k").is_dir():
+        pytest.skip("the stories260k model is not there: set NOPAD_SHARED")
+    real = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    real.chat_template = TEMPLATES["chatml"]
+    sample = encode_chat(real, CHAT)
+    text = "".join(real.decode([t]) for t in sample.tokens[sample.labels != IGNORE])
+    assert "yes!" in text.replace(" ", "") and "again" not in text
+    assert np.count_nonzero(sample.labels != IGNORE) < len(sample) / 2

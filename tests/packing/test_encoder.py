@@ -1,0 +1,85 @@
+"""Rows to samples: text, prompts and completions, ready ids, batches with bad rows among them."""
+
+import numpy as np
+import pytest
+from nopad.packing import IGNORE, Sample
+from nopad.packing.encoder import Encoder
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word tokenizer with bos and eos, made here: nothing is downloaded."""
+    words = ["<unk>", "<s>", "</s>", "hello", "world", "what", "is", "up", "?", "fine"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def one(encoder, row):
+    (sample,) = encoder.encode([row])
+    if isinstance(sample, ValueError):
+        raise sample
+    return sample
+
+
+def test_text_gets_what_the_tokenizer_adds_and_an_end(tokenizer):
+    sample = one(Encoder(tokenizer), {"text": "hello world"})
+    assert sample.tokens.tolist() == [1, 3, 4, 2]
+    assert sample.labels.tolist() == [IGNORE, 3, 4, 2]
+
+
+def test_the_end_can_be_another_or_none_and_is_not_doubled(tokenizer):
+    row = {"text": "hello </s>"}
+    assert one(Encoder(tokenizer, eos=False), {"text": "hello"}).tokens.tolist() == [1, 3]
+    assert one(Encoder(tokenizer, eos=9), {"text": "hello"}).tokens.tolist() == [1, 3, 9]
+    assert one(Encoder(tokenizer), row).tokens.tolist() == [1, 3, 2]
+
+
+def test_only_the_completion_counts(tokenizer):
+    sample = one(Encoder(tokenizer), {"prompt": "what is up ?", "completion": "fine"})
+    assert sample.tokens.tolist() == [1, 5, 6, 7, 8, 9, 2]
+    assert sample.labels.tolist() == [IGNORE] * 5 + [9, 2]
+
+
+def test_the_column_can_be_named(tokenizer):
+    assert one(Encoder(tokenizer, column="body"), {"body": "hello"}).tokens.tolist() == [1, 3, 2]
+    with pytest.raises(ValueError, match="column="):
+        one(Encoder(tokenizer), {"body": "hello"})
+
+
+def test_ready_ids_and_labels_are_taken_as_they_are(tokenizer):
+    sample = one(Encoder(tokenizer), {"input_ids": [3, 4, 5], "labels": [IGNORE, IGNORE, 5]})
+    assert sample.tokens.tolist() == [3, 4, 5] and sample.labels.tolist() == [IGNORE, IGNORE, 5]
+    assert one(Encoder(), np.array([7, 8], np.uint16)).tokens.tolist() == [7, 8]
+    assert one(Encoder(), Sample(np.array([7, 8]))).tokens.tolist() == [7, 8]
+
+
+def test_an_id_beyond_the_tokenizers_vocabulary_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="input_ids holds 10, the vocabulary has 10 entries"):
+        one(Encoder(tokenizer), {"input_ids": [1, 10]})
+
+
+def test_text_without_a_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="pass tokenizer="):
+        one(Encoder(), {"text": "hello"})
+
+
+def test_a_bad_row_leaves_its_neighbours_in_place(tokenizer):
+    rows = [{"text": "hello"}, {"text": "a\ud800"}, {"input_ids": [-1]}, {"text": "world"}]
+    out = Encoder(tokenizer).encode(rows)
+    assert [type(one) for one in out] == [Sample, ValueError, ValueError, Sample]
+    assert out[0].tokens.tolist() == [1, 3, 2] and out[3].tokens.tolist() == [1, 4, 2]
+
+
+def test_a_batch_equals_its_rows_one_by_one(tokenizer):
+    rows = [{"text": "hello world"}, {"prompt": "what", "completion": "is"}, {"text": "up ?"}]
+    encoder = Encoder(tokenizer)
+    whole = [sample.tokens.tolist() for sample in encoder.encode(rows)]
+    assert whole == [one(encoder, row).tokens.tolist() for row in rows]
