@@ -98,8 +98,9 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer) -> None:
     if args.compile:
         compile_layers(model)
     trainer.train(resume_from_checkpoint=args.resume or None)
-    if trainer.state.global_step < trainer.state.max_steps:
-        print(f"stopped at step {trainer.state.global_step}; go on with --resume")
-        return
-    trainer.save_model()
-    print(f"done: {trainer.args.output_dir}")
+    whole = trainer.state.global_step >= trainer.state.max_steps
+    if whole:
+        trainer.save_model()
+    if trainer.is_world_process_zero():
+        say = "done" if whole else "stopped, go on with --resume"
+        print(f"{say}: {trainer.args.output_dir}, step {trainer.state.global_step}")

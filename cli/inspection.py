@@ -1,0 +1,174 @@
+"""`nopad inspect DATA`: what packing does to a data set, before any training.
+
+    nopad inspect corpus.jsonl --tokenizer path/or/name --budget 8192
+    nopad inspect tokens/ --budget 4096 --html map.html
+
+Shows how long the samples are, how full packs of several budgets get, what padded batches would
+waste, a map of the first packs, and the first of them decoded with what counts for the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..packing import IGNORE, Pack, pack_lengths
+from . import pack_map
+
+MOST_LENGTHS = 1 << 20
+MOST_PACKS = 256
+
+
+def main(argv: list[str]) -> int:
+    """Inspect a data set; return the exit status."""
+    args = _options(argv)
+    from ..packing import PackedDataset
+
+    data = PackedDataset(
+        args.data,
+        tokenizer=_tokenizer(args.tokenizer),
+        column=args.column,
+        budget=args.budget,
+        overflow=args.overflow,
+        seed=args.seed,
+        rank=0,
+        world=1,
+    )
+    packs = list(islice(data, MOST_PACKS))
+    lengths = _lengths(data, packs)
+    print(_summary(lengths, known=_store(data) is not None))
+    print(histogram(lengths), budgets(lengths, args.budget, args.overflow), sep="\n\n")
+    print(f"\npadded batches of 32 in random order would waste {padding_waste(lengths):.1%}\n")
+    shown = [pack.lengths for pack in packs[: args.packs]]
+    width = max(20, shutil.get_terminal_size().columns - 32)
+    print(pack_map.terminal(shown, args.budget, width, colour=sys.stdout.isatty()))
+    if args.html:
+        pack_map.write_html(args.html, shown, args.budget)
+    if args.png:
+        pack_map.write_png(args.png, shown, args.budget)
+    for pack in packs[: args.decode]:
+        print("\n" + decoded(pack, _tokenizer(args.tokenizer)))
+    return 0
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="nopad inspect",
+        description="What packing does to a data set: lengths, fill, waste, a pack map.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
+    add("--tokenizer", help="folder or hub name; not needed for token ids")
+    add("--column", default="text", help="column that holds the text")
+    add("--budget", type=int, default=8192, help="tokens a pack may hold")
+    add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
+        help="what becomes of samples longer than a pack")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the order")
+    add("--packs", type=int, default=12, help="packs on the map")
+    add("--decode", type=int, default=1, help="packs to show as text")
+    add("--html", type=Path, help="write the map there too")
+    add("--png", type=Path, help="write the map there too")
+    return parser.parse_args(argv)
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _store(data: Any) -> Any:
+    return getattr(data.packs, "store", None)
+
+
+def _lengths(data: Any, packs: list[Pack]) -> np.ndarray:
+    """The lengths of the samples, as far as they are known without reading everything."""
+    store = _store(data)
+    if store is not None:
+        return np.asarray(store.lengths[:MOST_LENGTHS], np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *(pack.lengths for pack in packs)])
+
+
+def _summary(lengths: np.ndarray, known: bool) -> str:
+    if not len(lengths):
+        raise ValueError("there is nothing to inspect: the data is empty")
+    middle, late = np.percentile(lengths, [50, 99]).astype(int).tolist()
+    of = "samples" if known else "samples in the first packs"
+    return (
+        f"{len(lengths):,} {of}, {lengths.sum():,} tokens; "
+        f"length: median {middle}, p99 {late}, longest {lengths.max()}"
+    )
+
+
+def histogram(lengths: np.ndarray, width: int = 40) -> str:
+    """Draw how many samples fall between powers of two.
+
+    >>> print(histogram(np.array([1, 2, 3, 9]), width=4))
+        1 -     1 ██          1
+        2 -     3 ████        2
+        4 -     7             0
+        8 -    15 ██          1
+    """
+    places = np.floor(np.log2(lengths)).astype(int)
+    counts = np.bincount(places)
+    rows = []
+    for place in range(int(places.min()), len(counts)):
+        bar = "█" * round(width * counts[place] / counts.max())
+        rows.append(f"{1 << place:5} - {(2 << place) - 1:5} {bar:{width}} {counts[place]:8,}")
+    return "\n".join(rows)
+
+
+def budgets(lengths: np.ndarray, budget: int, overflow: Any) -> str:
+    """Tell how full packs get, and how many samples do not fit whole, by budget."""
+    rows = ["   budget     packs     fill  samples/pack  longer than a pack"]
+    for each in (budget // 4, budget // 2, budget, budget * 2):
+        long = int((lengths > each).sum())
+        if each < 1 or (overflow == "error" and long):
+            continue
+        plan = pack_lengths(lengths, each, overflow=overflow)
+        packed, mark = int(plan.lengths.sum()), "*" if each == budget else " "
+        fill, per_pack = packed / max(1, len(plan) * each), len(lengths) / max(1, len(plan))
+        rows.append(f"{mark}{each:8,} {len(plan):9,} {fill:8.2%} {per_pack:13.1f} {long:19,}")
+    return "\n".join(rows)
+
+
+def padding_waste(lengths: np.ndarray, batch: int = 32) -> float:
+    """Share of a padded batch that is padding, batches drawn in random order.
+
+    >>> padding_waste(np.array([1, 2]), batch=2)
+    0.25
+    """
+    order = np.random.default_rng(0).permutation(len(lengths))
+    starts = np.arange(0, len(lengths), batch)
+    longest = np.maximum.reduceat(lengths[order], starts)
+    rows = np.diff(np.append(starts, len(lengths)))
+    return float(1 - lengths.sum() / (longest * rows).sum())
+
+
+def decoded(pack: Pack, tokenizer: Any) -> str:
+    """Show a pack's samples, [[what counts]] in brackets."""
+    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.counted} count"]
+    for a, b in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
+        counts = pack.labels[a:b] != IGNORE
+        edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), int(b - a)]
+        text = ""
+        for start, end in pairwise(edges):
+            part = _shown(pack.tokens[a + start : a + end], tokenizer)
+            text += f"[[{part}]]" if counts[start] else part
+        lines.append(f"  {b - a:5} tokens  {text}")
+    return "\n".join(lines)
+
+
+def _shown(ids: np.ndarray, tokenizer: Any, most: int = 160) -> str:
+    text = " ".join(map(str, ids.tolist())) if tokenizer is None else tokenizer.decode(ids)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -1,0 +1,59 @@
+"""`nopad inspect`: what it says is what packing does."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from nopad.__main__ import main
+from nopad.cli import pack_map
+from nopad.cli.inspection import budgets, decoded, padding_waste
+from nopad.packing import Pack, Sample
+
+
+@pytest.fixture
+def data(tmp_path):
+    draw = np.random.default_rng(0)
+    rows = [{"input_ids": draw.integers(1, 99, n).tolist()} for n in draw.integers(2, 60, 200)]
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
+    page = tmp_path / "map.html"
+    assert main(["inspect", str(data), "--budget", "128", "--packs", "3", "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "200 samples" in said and "longest 59" in said
+    assert "padded batches of 32" in said
+    assert said.count(" samples\n") == 3
+    assert "pack 0: " in said and "[[" in said
+    assert page.read_text().count("<p>") == 3
+
+
+def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "none.jsonl")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_only_what_counts_stands_in_brackets():
+    sample = Sample(np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8]))
+    assert decoded(Pack.of([sample], 8), None).endswith("4 tokens  5 6[[7 8]]")
+
+
+def test_the_map_draws_every_token_once():
+    row = pack_map.line([100, 28], budget=128, width=64, colour=False)
+    assert len(row) == 64 and row.count("█") == 50 and row.count("▓") == 14
+
+
+def test_fill_and_waste_are_those_of_the_lengths():
+    lengths = np.full(64, 32)
+    assert padding_waste(lengths) == 0.0
+    assert "100.00%" in budgets(lengths, 128, "split")
+
+
+def test_the_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    pack_map.write_png(tmp_path / "map.png", [np.array([3, 4])], 8)
+    assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
