@@ -161,9 +161,6 @@ def _let_go(held, wait, trial, slack, oldest, limit, order, offsets, packs):
     p = leaving = stay = 0
     done = offsets[packs]
     for _ in range(len(slack)):
-        p += stride
-        if p >= len(slack):
-            p -= len(slack)
         if slack[p] < (limit + 1) * ALLOWANCE[oldest[p]]:
             for j in range(ends[p], ends[p + 1]):
                 order[done] = held[slots[j]]
@@ -175,6 +172,9 @@ def _let_go(held, wait, trial, slack, oldest, limit, order, offsets, packs):
                 back[stay] = held[slots[j]]
                 back_wait[stay] = wait[slots[j]] + 1
                 stay += 1
+        p += stride
+        if p >= len(slack):
+            p -= len(slack)
     held[:stay] = back[:stay]
     wait[:] = 0
     wait[:stay] = back_wait[:stay]
