@@ -2,13 +2,13 @@
 
 Every page is in one of three states:
 
-    free ──allocate──▶ held (by one owner or shared by several) ──free──▶ free
-                          ▲                                        └────▶ cached: nobody holds it, but a
-                          └──────────────── adopt ◀─────────────────────  registered prefix still lives in it
+    free ──allocate──▶ held, by one owner or several ──free──▶ free
+                          ▲                           └──────▶ cached: nobody holds it, but a
+                          └────────── adopt ◀────────────────  registered prefix still lives in it
 
-Cached pages are handed out again, least recently used first, once the free list is empty. Shared pages
-are never written: `own` says which copy must be made first. Copies that `own` and `adopt` ask for
-must all be made, in one `PagedCache.copy_page`, before the next forward writes.
+Cached pages are handed out again, least recently used first, once the free list is empty. Shared
+pages are never written: `own` says which copy must be made first. Copies that `own` and `adopt` ask
+for must all be made, in one `PagedCache.copy_page`, before the next forward writes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class PageAllocator:
             raise ValueError(f"owner {owner!r} asked for {count} pages")
         if count > self.available:
             raise OutOfPages(
-                f"owner {owner!r} needs {count} pages, {self.available} of {self.num_pages} are left"
+                f"owner {owner!r} needs {count} pages, "
+                f"{self.available} of {self.num_pages} are left"
             )
         fresh = [self._take() for _ in range(count)]
         self._tables.setdefault(owner, []).extend(fresh)

@@ -37,14 +37,15 @@ def attend(
         sinks: [H], a logit per head that takes weight and gives no value.
         backend: the name of the one to use; else the best that can.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rule = (scale, window, softcap, sinks)
+    scaling: float = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = Scores(scaling, window, softcap, sinks)
+    rule = (scaling, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
         chosen = choice.choose(_facts(q, k, v, rule, 0, False), backend)
         if chosen == "sdpa" and torch.compiler.is_compiling():
             return opaque.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
-        return choice.module(chosen).packed(q, k, v, varlen, Scores(*rule))
+        return choice.module(chosen).packed(q, k, v, varlen, scores)
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
     facts = _facts(q, keys, values, rule, keys.shape[1], varlen.max_length == 1)
@@ -56,7 +57,7 @@ def attend(
         out = opaque.attend_pages(q, keys, values, *where, *bounds, *rule, chosen)
     else:
         write(k, v, keys, values, pages.slots)
-        out = choice.module(chosen).paged(q, keys, values, varlen, Scores(*rule))
+        out = choice.module(chosen).paged(q, keys, values, varlen, scores)
     return out.to(v.dtype)
 
 

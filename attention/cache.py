@@ -28,7 +28,7 @@ class PagedCache:
             raise ValueError(f"pages of {page_size} tokens are too small: use 16 or more")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.layer_shapes = [tuple(shape) for shape in layer_shapes]
+        self.layer_shapes = [(heads, k, v) for heads, k, v in layer_shapes]
         # zeros, not empty: what a page held before must never turn a masked product into NaN
         self._layers = [
             (

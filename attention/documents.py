@@ -60,7 +60,7 @@ def installed() -> bool:
 
 
 def install(masking: ModuleType, name: str) -> bool:
-    """Wrap the one function in which Transformers prepares mask arguments, if it is as we know it."""
+    """Wrap the function in which Transformers prepares mask arguments, if it is as we know it."""
     global _installed
     original = getattr(masking, _POINT, None)
     if getattr(original, "wrapped_by", None) == name:
@@ -90,8 +90,8 @@ def _wrapped(original: Any, name: str) -> Any:
         ours = getattr(config, "_attn_implementation", None) == name
         if ours and attention_mask is not None and _hides_something(attention_mask):
             raise ValueError(
-                "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack the "
-                "samples (nopad.collators) or generate through nopad.inference"
+                "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack "
+                "the samples (nopad.collators) or generate through nopad.inference"
             )
         made = original(config, inputs_embeds, attention_mask, *rest, **named)
         if made[0] or not _documents or inputs_embeds.shape[1] != _documents[-1].shape[1]:

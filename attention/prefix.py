@@ -4,7 +4,8 @@
     keys     h(scope,·) ─▶ h(key0,·) ──▶ h(key1,·)      scope: which weights computed them
 
 A key is only a way to find a candidate: a link counts as a hit when its tokens are equal and it
-continues the very link found before it, so a hash collision can cost a hit but never gives a wrong one.
+continues the very link found before it, so a hash collision can cost a hit but never give a wrong
+one.
 A link lives only as long as the link it continues.
 """
 

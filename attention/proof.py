@@ -48,8 +48,8 @@ def expect_layers(model: nn.Module, *, positions_suffice: bool = False) -> Itera
     """Raise unless every attention layer is called once inside, each with its metadata.
 
     Args:
-        positions_suffice: accept layers that found the boundaries by restarting positions, as the few
-            models that drop keywords do in training; never enough for pages.
+        positions_suffice: accept layers that found the boundaries by restarting positions, as the
+            few models that drop keywords do in training; never enough for pages.
     """
     with watch() as witness:
         yield

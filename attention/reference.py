@@ -6,6 +6,8 @@ same function computed in the backend's own precision.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def reference(
     """Attend as `attend` does; with pages, this step's keys must already be written."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     bounds = varlen.cu_seqlens.tolist()
-    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(bounds)):
         if start == end:
             continue
         keys, values = k[start:end], v[start:end]

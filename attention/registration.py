@@ -50,7 +50,7 @@ def attention(
     position_ids: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as the attention interface of Transformers asks: (B, H, T, D) in, (B, T, H, Dv) out."""
+    """Attend as Transformers' attention interface asks: (B, H, T, D) in, (B, T, H, Dv) out."""
     _refuse(module, query, key, attention_mask, dropout, is_causal, unused)
     if varlen is None and cu_seq_lens_q is not None:
         varlen = Varlen(cu_seq_lens_q, _longest(max_length_q, query))
@@ -88,7 +88,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotary embeddings in fp32 leave q and k wider than v; autocast would narrow a matmul's inputs."""
+    """Rotary embeddings in fp32 leave q and k wider than v; autocast narrows products' inputs."""
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -147,8 +147,8 @@ def _refuse(
         raise ValueError(f"{name}: attention that is not causal is not supported by 'nopad'")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: 'nopad' keeps earlier keys in "
-            "pages; call the model with use_cache=False, or generate through nopad.inference"
+            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: 'nopad' keeps earlier keys "
+            "in pages; call the model with use_cache=False, or generate through nopad.inference"
         )
     for extra in ("position_bias", "block_indices"):
         if unused.get(extra) is not None:

@@ -1,4 +1,4 @@
-"""Does packing change a model? Ask the model itself: the same documents packed, alone, and over pages.
+"""Does packing change a model? Ask it: the same documents packed, alone, and over pages.
 
     leak     a document's logits move when the one before it in the row is changed
     wrong    packed logits, loss or gradients differ from those of the documents run one by one

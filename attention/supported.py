@@ -27,17 +27,21 @@ _STATEFUL = (
 )  # fmt: skip
 _SPARSE = ("Indexer",)
 _STATEFUL_KINDS = ("linear", "mamba", "conv", "recurrent")
-_OFFSET = "counts its positions from pad_token_id + 1, a packed batch counts from 0"
-_REFUSED_TYPES |= {
-    kind: _OFFSET
-    for kind in (
-        "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
-    )
-}  # fmt: skip
+_REFUSED_TYPES |= dict.fromkeys(
+    (
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    ),
+    "counts its positions from pad_token_id + 1, a packed batch counts from 0",
+)
 
 
 def why_refused(model: Any) -> str | None:
-    """Say why a model cannot run with attn_implementation="nopad", or None if nothing speaks against it."""
+    """Say why a model cannot run with attn_implementation="nopad"; None: nothing is against it."""
     config = model.config
     kind = getattr(config, "model_type", type(model).__name__)
     if kind in _REFUSED_TYPES:

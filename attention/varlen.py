@@ -28,7 +28,7 @@ class Pages:
     lengths: Tensor
     """int32 [N]: keys each sequence has once this step's are written."""
     slots: Tensor
-    """int64 [T]: slot (page * page_size + offset) each of this step's tokens is written to; -1: none."""
+    """int64 [T]: slot (page * page_size + offset) each token of this step goes to; -1: none."""
     max_length: int
     """An upper bound of `lengths`, on the host."""
 

@@ -1,4 +1,4 @@
-"""`nopad doctor MODEL`: does a model keep packed documents apart, under each attention implementation?
+"""`nopad doctor MODEL`: does a model keep packed documents apart, under each kind of attention?
 
     nopad doctor path/to/checkpoint          its own weights
     nopad doctor path/to/config.json         a small model of that config
@@ -47,7 +47,9 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="nopad doctor", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="nopad doctor", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("model", help="a checkpoint folder, a config.json, or a model type")
     parser.add_argument("--attn", default=",".join(IMPLEMENTATIONS), help="which, by commas")
     parser.add_argument("--tiny", action="store_true", help="shrink the model, with random weights")
@@ -84,7 +86,8 @@ def load(name: str, tiny: bool) -> Any:
         scramble(model)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **kind)
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.eval().to(device)
 
 
 def examine(oracle: Any, name: str) -> Finding:

@@ -11,7 +11,8 @@ from torch import nn
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 64, "d_model": 64,
-    "n_embd": 64, "word_embed_proj_dim": 64, "embedding_size": 64, "hidden_size_per_layer_input": 16,
+    "n_embd": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
+    "hidden_size_per_layer_input": 16,
     "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "ffn_hidden_size": 96, "dff": 96,
     "d_ff": 96, "feed_forward_size": 96, "intermediate_size_mlp": 96, "decoder_ffn_dim": 96,
     "mlp_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_intermediate_size": 32,
@@ -33,8 +34,8 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2, "attn_logit_softcapping": 5.0, "ngram_vocab_size_ratio": 2,
 }  # fmt: skip
 ALWAYS = {
-    "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts", "head_dim",
-    "num_key_value_heads",
+    "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts",
+    "head_dim", "num_key_value_heads",
 }  # fmt: skip
 """Set even where the type's default is None."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
@@ -103,7 +104,8 @@ def _settable(config: Any, name: str) -> bool:
 _OWN_RULES = {
     "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
     "attention_bias", "tie_word_embeddings", "hidden_act", "hidden_activation", "use_qk_norm",
-    "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query", "alibi",
+    "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query",
+    "alibi",
     "rope_parameters", "attention_chunk_size",
 }  # fmt: skip
 

@@ -54,11 +54,13 @@ class Backend(Protocol):
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
         """Attend to this step's own keys; differentiable."""
+        ...
 
     def paged(
         self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores
     ) -> Tensor:
         """Attend to all keys in the pages of one layer, this step's among them."""
+        ...
 
 
 def installed(module: ModuleType | None, name: str) -> str | None:

@@ -1,8 +1,8 @@
 """PyTorch's own scaled dot product attention, sequence by sequence: runs everywhere.
 
 Packed rows are split, attended one sequence at a time and joined. Over pages, sequences with a
-single query (decodes) go together: bucketed by length, their pages gathered into one padded batch, so
-that sixty-four decodes cost a few calls and not sixty-four.
+single query (decodes) go together: bucketed by length, their pages gathered into one padded batch,
+so that sixty-four decodes cost a few calls and not sixty-four.
 
     lengths [5, 900, 7, 6, 700]  ->  [5, 7, 6 | padded to 7] and [900, 700 | padded to 900]
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,12 @@ def why_not(ask: Ask) -> str | None:
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
     """Attend inside each sequence of a packed row."""
     bounds = varlen.cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    lengths = [end - start for start, end in pairwise(bounds) if end > start]
     parts = []
     # split, not slices: its backward joins the parts once, a slice's fills T zeros each
     for q1, k1, v1 in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        batch = (x.transpose(0, 1)[None] for x in (q1, k1, v1))
-        parts.append(_rectangle(*batch, scores, None)[0].transpose(0, 1))
+        batch = [x.transpose(0, 1)[None] for x in (q1, k1, v1)]
+        parts.append(_rectangle(*batch, scores=scores, mask=None)[0].transpose(0, 1))
     return torch.cat(parts) if parts else q.new_zeros(0, q.shape[1], v.shape[-1])
 
 
@@ -74,7 +75,7 @@ class _Group:
         longest = max(lengths[i] for i in members)
         self.sequences = torch.tensor(members, device=device)
         own = torch.tensor([lengths[i] for i in members], device=device)[:, None]
-        # shorter members repeat their last key: what else lies in a page must not be read, even masked
+        # shorter members repeat their last key: what else lies in a page is not read, even masked
         self.places = torch.arange(longest, device=device).expand(len(members), -1).minimum(own - 1)
         rows = [row for i in members for row in range(bounds[i], bounds[i + 1])]
         self.rows = torch.tensor(rows, device=device)
@@ -96,7 +97,7 @@ def _plan(
     window: int | None,
     device: str,
 ) -> list[_Group]:
-    """Decodes in buckets of similar length, longer queries one by one; once per step, not per layer."""
+    """Decodes in buckets of similar length, longer queries one by one; once for all layers."""
     buckets: dict[object, list[int]] = {}
     for index, length in enumerate(lengths):
         queries = bounds[index + 1] - bounds[index]

@@ -7,6 +7,8 @@ With one split the result is written directly; with more, a second kernel joins 
 with another number of queries than one are left to the prefill kernel.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -110,6 +112,7 @@ def _join_kernel(
     at = (sequence * tl.num_programs(0) + head) * SPLITS + split
     lse = tl.load(part_lse + at)
     top = tl.max(lse, 0)
+    sink = 0.0
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, sink)

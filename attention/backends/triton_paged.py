@@ -1,8 +1,10 @@
 """Our own paged kernels in Triton: any page size from 16, graph-safe, every score rule.
 
-A step is at most three launches: decodes (and the joining of their splits), then everything with several
-queries. Each kernel skips what is the other's on the device, so the host needs no lengths.
+A step is at most three launches: decodes, the joining of their splits, everything with several
+queries. Each kernel skips what is another's on the device, so the host needs no lengths.
 """
+
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ from ..varlen import Varlen
 from .ask import Ask, Scores
 
 try:
+    import triton
+
     from .triton_decode import DecodeTiles, decode, padded
     from .triton_prefill import PrefillTiles, prefill
-except ImportError:  # no Triton on this machine: `why_not` says so
-    decode = prefill = None
+except ImportError:  # `why_not` says so
+    triton = None
 
 
 def why_not(ask: Ask) -> str | None:
-    if decode is None:
+    if triton is None:
         return "triton is not installed"
     if not ask.paged:
         return "it reads pages only"
@@ -43,7 +47,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
 def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
-    assert pages is not None and decode is not None and prefill is not None
+    assert pages is not None
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
     where = (varlen.cu_seqlens, pages.table, pages.lengths, scores, out)
     reach = pages.max_length if scores.window is None else min(scores.window, pages.max_length)

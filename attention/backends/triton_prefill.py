@@ -5,6 +5,8 @@ per group. Sequences take cu_seqlens[n] // TILE + n as their first tile: a bound
 look at the lengths on the host; surplus tiles return at once.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

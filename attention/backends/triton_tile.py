@@ -1,8 +1,10 @@
 """The inner step of both Triton kernels: one tile of queries meets one block of keys in pages.
 
-Softmax is kept running, in base 2: `top` is the largest score a row has seen, `total` the sum of its
-weights, `acc` its weighted values, the last two relative to `top`.
+Softmax is kept running, in base 2: `top` is the largest score a row has seen, `total` the sum of
+its weights, `acc` its weighted values, the last two relative to `top`.
 """
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a GPU, the Triton kernels are run by Triton's interpreter: that must be said before import."""
+"""Without a GPU, the Triton kernels are interpreted: to be said before they are imported."""
 
 import os
 

@@ -1,7 +1,7 @@
 """The allocator against a model of it: a dict of what every page must hold.
 
-The model plays the cache: it remembers, per page and slot, which token (and which text before it) was
-written there. Whatever the allocator decides, an owner must always read back its own text.
+The model plays the cache: it remembers, per page and slot, which token was written there, and with
+which weights. Whatever the allocator decides, an owner must always read back its own text.
 """
 
 import random
@@ -41,7 +41,7 @@ class World:
         return owner, hit
 
     def write(self, owner, tokens):
-        """Append tokens, as a forward does: allocate, copy what is shared, write. False: no room."""
+        """Append tokens as a forward does: allocate, copy what is shared, write. False: no room."""
         text = self.text[owner]
         held = len(self.pages.pages(owner))
         try:
@@ -344,7 +344,7 @@ def test_other_weights_find_nothing():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_eight_bit_hash_never_gives_a_wrong_hit(seed):
-    """Collisions are certain; the comparison of tokens must catch every one (World.start reads back)."""
+    """Collisions are certain; the comparison of tokens must catch each one (`start` reads back)."""
     hits, _, _ = play(3_000, seed, digest=lambda data: bytes([sum(data) % 251]), page_size=16)
     assert hits > 30
 

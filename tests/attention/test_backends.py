@@ -1,7 +1,7 @@
 """Every backend that runs here against the oracle, on random mixes of lengths.
 
-The bound is that of flash-attention's own tests: an error at most twice that of the reference computed
-in the backend's precision, both held against the reference in a higher one.
+The bound is that of flash-attention's own tests: an error at most twice that of the reference
+computed in the backend's precision, both held against the reference in a higher one.
 """
 
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def varlen_of(case, dtype, seed=0):
 
 
 def paged_varlen(case, dtype, seed=0):
-    """Pages dealt out at random, the first ones shared where the case says so; the rest poisoned."""
+    """Pages dealt out at random, the first shared where the case says so; the rest poisoned."""
     make = torch.Generator().manual_seed(seed + 1)
     size = case.page_size
     totals = [before + queries for before, queries in case.sequences]

@@ -34,7 +34,7 @@ def test_a_forced_backend_that_cannot_raises_with_the_reason():
 
 
 def test_an_unknown_name_raises_with_those_there_are():
-    with pytest.raises(ValueError, match="no attention backend is called 'flsh'.*sdpa"):
+    with pytest.raises(ValueError, match=r"no attention backend is called 'flsh'.*sdpa"):
         attend(*qkv(), VARLEN, backend="flsh")
 
 

@@ -1,8 +1,8 @@
 """The zoo: a tiny random model of every causal-LM type that Transformers offers.
 
 Each must give, packed, what its documents give one by one under eager attention (logits, loss and
-gradients), and over pages, in uneven chunks, what it gives packed. `EXCEPTIONS` names every type that is
-not held to that; the run is compared with it, so the list can only shrink.
+gradients), and over pages, in uneven chunks, what it gives packed. `EXCEPTIONS` names every type
+that is not held to that; the run is compared with it, so the list can only shrink.
 """
 
 import copy
@@ -19,30 +19,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LARGEST = 3_000_000
 REFUSED, TOO_BIG = "refused", "not built small"
-EXCEPTIONS = dict.fromkeys(
-    # `why_refused` gives each one's reason: state beside attention, no attention interface, sparse
-    # choice of keys, positions that cannot restart
-    """
-        axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
-        camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon
-        falcon_mamba glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
-        inkling_text jamba kimi_linear mamba marian mbart megatron-bert minimax mpt mvp
-        nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5_moe_text qwen3_5_text
-        qwen3_next recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv trocr
-        whisper xglm xlm xlm-roberta xlm-roberta-xl xlstm
-    """.split(),
-    REFUSED,
-) | dict.fromkeys(
-    # composite, or sizes that hang together in ways `shrink` does not know
-    """
-        bamba blt cohere_compass_text cpmant dbrx emu3 falcon_h1 fuyu gemma3 gemma3n gemma4
-        gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2 gpt_neo lfm2_moe
-        llama4 mamba2 mllama moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
-        prophetnet qwen3_5 qwen3_5_moe qwen4_exp qwen4_exp_text reformer roc_bert xlnet xmod
-        zamba zamba2 zaya
-    """.split(),
-    TOO_BIG,
-)
+# `why_refused` gives each one's reason: state beside attention, no attention interface, sparse
+# choice of keys, positions that cannot restart.
+_REFUSED = """
+axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
+camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon
+falcon_mamba glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
+inkling_text jamba kimi_linear mamba marian mbart megatron-bert minimax mpt mvp
+nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5_moe_text qwen3_5_text
+qwen3_next recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv trocr
+whisper xglm xlm xlm-roberta xlm-roberta-xl xlstm
+"""
+# Composite, or with sizes that hang together in ways `shrink` does not know.
+_TOO_BIG = """
+bamba blt cohere_compass_text cpmant dbrx emu3 falcon_h1 fuyu gemma3 gemma3n gemma4
+gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2 gpt_neo lfm2_moe
+llama4 mamba2 mllama moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
+prophetnet qwen3_5 qwen3_5_moe qwen4_exp qwen4_exp_text reformer roc_bert xlnet xmod
+zamba zamba2 zaya
+"""
+EXCEPTIONS = dict.fromkeys(_REFUSED.split(), REFUSED) | dict.fromkeys(_TOO_BIG.split(), TOO_BIG)
 
 
 class NotBuiltSmall(Exception):
