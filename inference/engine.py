@@ -71,7 +71,7 @@ class Engine:
         on_gpu = next(self._model.parameters()).device.type == "cuda"
         self._settings = Settings(
             memory=memory,
-            page_size=_positive("page_size", page_size or (256 if on_gpu else 16)),
+            page_size=_page_size(page_size or (256 if on_gpu else 16)),
             max_running=_positive("max_running", max_running or (512 if on_gpu else 64)),
             tokens_per_step=_positive(
                 "tokens_per_step", tokens_per_step or (16384 if on_gpu else 2048)
@@ -421,6 +421,12 @@ class Engine:
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
+    return value
+
+
+def _page_size(value: int) -> int:
+    if _positive("page_size", value) % 16:
+        raise ValueError(f"page_size is {value}; it must be a multiple of 16")
     return value
 
 

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
 
@@ -183,15 +184,15 @@ class _Plain:
 
 
 def _side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run branches of the same input in parallel in a captured graph, else one after the other.
+    """Run branches of the same input at the same time inside `parallel`, else one by one.
 
     Each fork waits for all work before it and the join waits for all forks, so memory that one
     branch gives back is never written while another stream still reads it.
     """
-    if x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if not _parallel.get():
         return [branch(x) for branch in branches]
     main = torch.cuda.current_stream()
-    sides = _streams(x.device, len(branches) - 1)
+    sides = streams(x.device)[1 : len(branches)]
     results: list[Any] = [None] * len(branches)
     for place, side in enumerate(sides, start=1):
         side.wait_stream(main)
@@ -203,9 +204,23 @@ def _side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tens
     return results
 
 
+_parallel: ContextVar[bool] = ContextVar("nopad_parallel", default=False)
+
+
+@contextmanager
+def parallel() -> Iterator[None]:
+    """Let small matrix products of one input run side by side: good in a graph only."""
+    token = _parallel.set(True)
+    try:
+        yield
+    finally:
+        _parallel.reset(token)
+
+
 @lru_cache(maxsize=8)
-def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(count)]
+def streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """A stream to capture on and two beside it, always the same: libraries keep memory for each."""
+    return [torch.cuda.Stream(device) for _ in range(3)]
 
 
 def _rotaries(model: nn.Module, stack: ExitStack) -> None:

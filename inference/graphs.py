@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..attention import PagedCache, Pages, Varlen
 from .batch import Step
+from .fused import parallel, streams
 from .sampler import Choice, sample
 from .staging import pack, views
 
@@ -100,14 +101,15 @@ class DecodeGraphs:
             self._newest.index_copy_(0, owners, tokens.clamp(min=0))
             return logits, tokens
 
-        stream = torch.cuda.Stream()
+        stream = streams(inputs.device)[0]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            body()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, tokens = body()
+        with parallel():
+            with torch.cuda.stream(stream):
+                body()
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                logits, tokens = body()
         return _Captured(graph, inputs, bounds, logits, tokens)
 
 

@@ -166,21 +166,18 @@ class EngineLM(TemplateLM):
                 f"max_gen_toks is {new} and the model's length {self.max_length}: lower it"
             )
         bos = getattr(self.tokenizer, "bos_token", None)
-        special = {"add_special_tokens": False} if has_bos_prefix(context, bos) else {}
-        ids = self.tokenizer(context, **special)["input_ids"][-room:]
+        extra = {"add_special_tokens": False} if has_bos_prefix(context, bos) else {}
+        ids = self.tokenizer(context, **extra)["input_ids"][-room:]
+        # Decoded text does not show special tokens: those stop by their ids.
+        special = [text for text in until if text in self.tokenizer.all_special_tokens]
         penalty = getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
         params = SamplingParams(
             max_tokens=new,
-            stop=[s for s in until if s and s != end],
-            stop_token_ids=self._special(until),
+            stop=[text for text in until if text and text not in special],
+            stop_token_ids=self.tokenizer.convert_tokens_to_ids(special),
             **{"repetition_penalty": penalty, **wishes},
         )
         return ids, params, until
-
-    def _special(self, until: list[str]) -> list[int]:
-        """Stop strings that are one special token: decoded text does not show them."""
-        known = self.tokenizer.all_special_tokens
-        return self.tokenizer.convert_tokens_to_ids([text for text in until if text in known])
 
     def _left(self) -> float | None:
         return None if self._until == float("inf") else max(self._until - time.monotonic(), 0.0)
@@ -223,7 +220,7 @@ class Harness:
         self._limit, self._chat = limit, chat
         self._device = next(self.lm.model.parameters()).device
         with random_states(self._device):
-            self._tasks = TaskManager(include_path=include_path).load(list(tasks))
+            self._tasks = _manager(tasks, include_path).load(list(tasks))
         for task in self._tasks["tasks"].values():
             own = task.get_config("num_fewshot")
             if own is None or (num_fewshot is not None and own != 0):
@@ -264,6 +261,15 @@ class Harness:
             )
         assert found is not None
         return dict(found)
+
+
+def _manager(tasks: Sequence[Any], include_path: str | None) -> TaskManager:
+    """Know the tasks of the folder, and lm_eval's thousands only where one of them is wanted."""
+    if include_path is not None:
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if all(not isinstance(task, str) or task in own.all_tasks for task in tasks):
+            return own
+    return TaskManager(include_path=include_path)
 
 
 def _plain(name: str) -> str:

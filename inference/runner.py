@@ -45,7 +45,7 @@ class DeviceRunner:
         self._staging = Staging(device)
         # One entry more than slots: what padding rows of a graph yield goes there.
         self._newest = torch.zeros(len(columns.seed) + 1, dtype=torch.int64, device=device)
-        self._history = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._history = self._newest.new_zeros(len(self._newest), 0)
         self._proven = False
         self._stats = stats
         self._graphs: DecodeGraphs | None = None
