@@ -175,7 +175,7 @@ class EngineLM(TemplateLM):
             max_tokens=new,
             stop=[text for text in until if text and text not in special],
             stop_token_ids=self.tokenizer.convert_tokens_to_ids(special),
-            **{"repetition_penalty": penalty, **wishes},
+            **{"temperature": 0.0, "repetition_penalty": penalty, **wishes},
         )
         return ids, params, until
 

@@ -1,0 +1,265 @@
+"""lm_eval's tasks by the engine give what its own `hf` model gives, and leave no trace (C3)."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+lm_eval = pytest.importorskip("lm_eval")
+
+import lm_tasks  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+from nopad.inference.harness import EngineLM, Harness  # noqa: E402
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def small_tokenizer():
+    """A tokenizer of our own, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=90 + 256,
+        special_tokens=["<s>", "</s>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    texts = [row["text"] + row["question"] for row in lm_tasks.documents(20)]
+    made.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<s>",
+        extra_special_tokens=["<end>"],
+        chat_template=CHAT,
+    )
+
+
+def random_model(tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def small():
+    tokenizer = small_tokenizer()
+    return random_model(tokenizer), tokenizer
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = shared / "models" / "stories260k"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    return folder, lm_tasks.write_tasks(folder, 200)
+
+
+def both(pair, folder: Path, names: list[str], limit: int, chat: bool = False, **settings):
+    """The same tasks by our engine and by lm_eval's own model: sample by sample, and in sum."""
+    torch.set_num_threads(1)
+    model, tokenizer = pair
+    harness = Harness(
+        model, tokenizer, names, limit=limit, chat=chat, include_path=str(folder), **settings
+    )
+    ours = harness.results(samples=True)
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16, device="cpu"),
+        tasks=names,
+        limit=limit,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        bootstrap_iters=1000,
+    )
+    return ours, theirs
+
+
+def assert_equal(ours: dict, theirs: dict) -> int:
+    """Equal predictions, flags and metrics; log-likelihoods to 1e-4; the number of answers."""
+    answers = 0
+    for name, samples in theirs["samples"].items():
+        mine = sorted(ours["samples"][name], key=lambda s: s["doc_id"])
+        for a, b in zip(mine, sorted(samples, key=lambda s: s["doc_id"]), strict=True):
+            assert a["arguments"] == b["arguments"]
+            for (x,), (y,) in zip(a["resps"], b["resps"], strict=True):
+                answers += 1
+                if isinstance(y, str):
+                    assert x == y
+                elif isinstance(y, tuple):
+                    assert abs(x[0] - y[0]) < 1e-4 and x[1] == y[1]
+                else:  # a sum over a whole text
+                    assert abs(x - y) < 1e-4 + 1e-6 * abs(y)
+        for metric, value in theirs["results"][name].items():
+            if isinstance(value, float):
+                assert ours["results"][name][metric] == pytest.approx(value, rel=1e-5), metric
+    return answers
+
+
+def test_scores_equal_those_of_lm_evals_own_model(small, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(small, folder, names, 12)) == 6 * 12
+
+
+def test_scores_of_a_real_model_are_equal(stories, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(stories, folder, names, 12)) == 6 * 12
+
+
+@pytest.mark.slow
+def test_scores_of_a_real_model_are_equal_on_200_documents(stories, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(stories, folder, names, 200)) == 6 * 200
+
+
+def test_chat_templates_are_applied_alike(small, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(small, folder, names[:2], 6, chat=True)) == 5 * 6
+
+
+def test_grade_school_questions_with_examples_are_answered_alike(stories, shared, tmp_path):
+    data = shared / "data" / "gsm8k"
+    (tmp_path / "gsm.yaml").write_text(
+        f"""task: gsm_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{train: {data}/train.jsonl, test: {data}/test.jsonl}}}}
+output_type: generate_until
+test_split: test
+fewshot_split: train
+num_fewshot: 2
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["Question:", "</s>"], max_gen_toks: 40, do_sample: false}}
+filter_list:
+  - name: strict
+    filter:
+      - {{function: regex, regex_pattern: "#### (-?[0-9.,]+)"}}
+      - {{function: take_first}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+    )
+    # Contexts are longer than the model's 512 positions: both cut them from the left.
+    assert assert_equal(*both(stories, tmp_path, ["gsm_local"], 6)) == 6
+
+
+def test_an_evaluation_sets_no_seed_writes_no_cache_and_leaves_the_model(small, tasks):
+    from lm_eval.caching import cache
+
+    folder, names = tasks
+    model, tokenizer = small
+    model.train()
+    harness = Harness(model, tokenizer, names, limit=3, include_path=str(folder))
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    cached = sorted(Path(cache.PATH).glob("*")) if Path(cache.PATH).exists() else []
+
+    def states():
+        flags = [m.training for m in model.modules()]
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), flags
+
+    before = states()
+    first, second = harness(), harness()
+    after = states()
+    model.eval()
+    assert before[:2] == after[:2] and before[3] == after[3] and torch.equal(before[2], after[2])
+    assert first == second and set(first) >= {"tiny_choice/acc", "tiny_roll/bits_per_byte"}
+    assert (sorted(Path(cache.PATH).glob("*")) if Path(cache.PATH).exists() else []) == cached
+
+
+def test_lm_evals_own_entry_takes_the_engine_and_none_for_seeds(small, tasks):
+    folder, names = tasks
+    state = torch.get_rng_state()
+    found = lm_eval.simple_evaluate(
+        model=EngineLM(*small),
+        tasks=names[:1],
+        limit=4,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        random_seed=None,
+        numpy_random_seed=None,
+        torch_random_seed=None,
+        bootstrap_iters=0,
+    )
+    assert found["results"]["tiny_choice"]["sample_len"] == 4
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Asked:
+    """A request as lm_eval makes them."""
+
+    def __init__(self, *args):
+        self.args = args
+
+
+def test_a_special_token_among_the_stop_strings_ends_the_text(small):
+    lm = EngineLM(*small)
+    ids, params, _ = lm._generation("Lily", {"until": ["<end>", "."], "max_gen_toks": 4})
+    assert params.stop == (".",) and set(params.stop_token_ids) == {1, 2}
+    assert params.greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
+
+
+def test_a_setting_we_do_not_have_is_refused_by_name(small):
+    with pytest.raises(ValueError, match="num_beams"):
+        EngineLM(*small).generate_until([Asked("Lily", {"num_beams": 4})])
+
+
+def test_equal_requests_are_computed_once_and_answered_each(small):
+    lm = EngineLM(*small)
+    asked = [Asked("Lily saw", " a cat"), Asked("Lily saw", " a dog"), Asked("Tom", " a cat")]
+    once = lm.loglikelihood(asked, disable_tqdm=True)
+    ran = lm.engine.stats.tokens_run
+    again = lm.loglikelihood(asked * 5, disable_tqdm=True)
+    assert [round(x, 5) for x, _ in again] == [round(x, 5) for x, _ in once] * 5
+    assert lm.engine.stats.tokens_run - ran <= ran
+
+
+def test_too_little_time_raises_instead_of_scoring_a_part(small, tasks):
+    folder, names = tasks
+    harness = Harness(*small, names[:1], limit=4, include_path=str(folder))
+    with pytest.raises(TimeoutError, match="lower the limit"):
+        harness(deadline=0)
+    assert harness()["tiny_choice/acc"] >= 0, "the next one has its time"
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_ranks(tmp_path):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+    from tiny_run import launch
+
+    child = Path(__file__).parent / "harness_child.py"
+    (alone,) = launch(child, tmp_path, world=1, timeout=300)
+    for found in launch(child, tmp_path, world=2, timeout=300):
+        assert found == alone
