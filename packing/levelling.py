@@ -97,6 +97,8 @@ class Leveller:
                 )
         names = ("items", "starts", "lengths", "counts")
         items, starts, lengths, counts = (from_text(state[name]) for name in names)
+        if not len(items) == len(starts) == len(lengths) == counts.sum():
+            raise ValueError("the leveller state contradicts itself: it was damaged or edited")
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._next = state["next"]
         self._held = Plan(items + state["first"], starts, lengths, offsets)

@@ -118,6 +118,15 @@ def test_a_state_of_other_settings_is_refused_by_name():
         Leveller(window=64).load_state_dict(state | {"version": 9})
 
 
+def test_a_damaged_state_is_refused():
+    leveller = Leveller(window=64)
+    leveller.feed(lognormal_plan(500))
+    state = leveller.state_dict()
+    for name in ("items", "starts", "lengths", "counts"):
+        with pytest.raises(ValueError, match="damaged"):
+            Leveller(window=64).load_state_dict(state | {name: "1:AQ=="})
+
+
 def test_a_window_that_cuts_groups_is_refused():
     with pytest.raises(ValueError, match="multiple of 64"):
         Leveller(window=100)
