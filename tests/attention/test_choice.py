@@ -95,3 +95,12 @@ def test_trials_do_not_move_the_random_state(name):
 def test_declared_limits_are_told(name, changes, reason):
     known = {"device": "cuda", "dtype": torch.bfloat16} | changes
     assert reason in (choice.module(name).why_not(Ask(*facts(**known))) or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (64, 8, 128), (128, 1, 64)])
+def test_a_right_backend_passes_its_trial_whatever_the_size(heads, kv_heads, dim, dtype):
+    for grad, page_size in ((True, 0), (False, 0), (False, 16)):
+        shape = {"heads": heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim}
+        asked = facts(**shape, dtype=dtype, grad=grad, page_size=page_size)
+        assert choice.why_not("sdpa", Ask(*asked)) is None
