@@ -96,9 +96,9 @@ def main(argv: list[str] | None = None) -> None:
         default_root_dir=args.output,
     )
     trainer.fit(module(args, load_model(args, tokenizer)), data, ckpt_path=args.resume)
-    print(
-        f"{'done' if trainer.global_step == args.steps else 'stopped'}: {trainer.global_step} steps"
-    )
+    if trainer.is_global_zero:
+        ended = "done" if trainer.global_step == args.steps else "stopped"
+        print(f"{ended}: {trainer.global_step} steps")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from accelerate.utils import send_to_device
 from ..packing import Pack, PackedDataset
 from .data_state import load_data_state, save_data_state
 from .loader import Batch, PackedLoader
+from .start import check_run, first_check, say_start
 
 
 class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
@@ -35,9 +36,15 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
         accelerator: Accelerator,
         dataset: PackedDataset,
         collator: Callable[[Pack], Batch] | None = None,
+        *,
+        check: bool = True,
         **options: Any,
     ):
-        """options: num_workers, last_window; see `PackedLoader`."""
+        """Take the accelerator's settings.
+
+        check: before the first step, refuse what would train the prepared model wrongly.
+        options: num_workers, last_window; see `PackedLoader`.
+        """
         super().__init__(
             dataset,
             collator,
@@ -47,15 +54,27 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
         )
         self.accelerator = accelerator
         self.gradient_state = GradientState()
+        self._to_check = check
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._to_check:
+            self._to_check = False
+            self._check()
         self.begin()
         try:
             yield from super().__iter__()
         finally:
             self.end()
+
+    def _check(self) -> None:
+        for prepared in self.accelerator._models:
+            model = self.accelerator.unwrap_model(prepared)
+            model = model.get_base_model() if hasattr(model, "get_base_model") else model
+            if hasattr(model, "get_output_embeddings"):
+                say_start(check_run(model, self.dataset, self.collator))
+                self.first_check = first_check(model)
 
     def place(self, batch: Batch) -> Batch:
         moved: Any = send_to_device(batch, self.accelerator.device, non_blocking=True)

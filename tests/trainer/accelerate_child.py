@@ -88,7 +88,15 @@ def resumed(folder: Path) -> dict:
     }
 
 
-def main(folder: Path, world: int) -> None:
+def moved(folder: Path) -> list:
+    """Go on with the checkpoint of two ranks alone, with as many packs a step as they had."""
+    run = prepare(4, epochs=None)
+    run[0].load_state(str(folder))
+    seen = train(run, 3)
+    return [seen["packs"], seen["losses"]]
+
+
+def main(folder: Path, world: int, other: Path | None) -> None:
     curve = train(prepare(8 // world, epochs=None), 4)
     ends = train(prepare(2, count=9), 1000)
     sliced = train(prepare(2, count=40), 1000)
@@ -100,6 +108,7 @@ def main(folder: Path, world: int) -> None:
                 "curve": curve["losses"],
                 "ends": [ends["steps"], sliced["steps"]],
                 "packs": sliced["packs"],
+                "moved": moved(other) if other else None,
             }
         )
     )
@@ -107,4 +116,4 @@ def main(folder: Path, world: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)

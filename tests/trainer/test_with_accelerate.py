@@ -12,13 +12,18 @@ CHILD = Path(__file__).parent / "accelerate_child.py"
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    return tiny_run.launch(CHILD, tmp_path_factory.mktemp("one") / "state", 1, world=1)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return tiny_run.launch(CHILD, tmp_path_factory.mktemp("two") / "state", 2, world=2)
+def two(folder):
+    return tiny_run.launch(CHILD, folder / "two", 2, world=2)
+
+
+@pytest.fixture(scope="module")
+def one(folder, two):
+    return tiny_run.launch(CHILD, folder / "one", 1, folder / "two", world=1)
 
 
 def test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one(one, two):
@@ -49,3 +54,11 @@ def test_two_ranks_see_the_packs_of_one_in_turn(one, two):
     alone = [index for index in one[0]["packs"] if index >= 0]
     assert in_turn[: len(alone)] == alone == list(range(len(alone)))
     assert len(in_turn) - len(alone) < 2  # an empty pack evens the ranks out
+
+
+def test_one_rank_goes_on_where_two_stopped(one, two):
+    packs, losses = one[0]["moved"]
+    whole = [child["resumed"]["whole"] for child in two]
+    in_turn = [index for pair in zip(whole[0][0], whole[1][0], strict=True) for index in pair]
+    assert packs == in_turn[12:] == list(range(12, 24))
+    assert np.allclose(losses, whole[0][1][3:], rtol=1e-5)
