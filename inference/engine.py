@@ -12,26 +12,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from .borrow import borrowed, unwrap
+from .borrow import unwrap
 from .completion import Completion, Event, Score
-from .fused import fused
 from .group import Group, longest_first
-from .intake import Intake, Params
-from .machine import Machine, Settings, assemble
+from .intake import Asked, Intake, Params, each_asked
+from .loop import Loop
+from .machine import Machine, Settings
 from .memory import SPARE, Memory
 from .prompts import Prompt, Tongue
 from .request import Request
 from .scoring import Job, pairs, rolling_windows, scored
 from .stats import Stats
+from .tenancy import Tenancy
 from .trace import Trace
-from .weights import WeightsVersion
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
     ):
         self._model = unwrap(model)
         on_gpu = next(self._model.parameters()).device.type == "cuda"
-        self._settings = Settings(
+        settings = Settings(
             memory=memory,
             page_size=_page_size(page_size or (256 if on_gpu else 16)),
             max_running=_positive("max_running", max_running or (512 if on_gpu else 64)),
@@ -81,14 +81,19 @@ class Engine:
             debug=debug,
         )
         self._tongue = Tongue(self._model, tokenizer)
-        self._intake = Intake(self._tongue, seed, self._settings.max_length)
+        self._intake = Intake(self._tongue, seed, settings.max_length)
         self._max_waiting = max_waiting
-        self._keep = keep
-        self._dtype = dtype
         self.stats = Stats()
         self.trace = Trace()
-        self._weights = WeightsVersion(self._model)
-        self._machine: Machine | None = None
+        self._tenancy = Tenancy(
+            self._model,
+            settings,
+            self.stats,
+            self.trace,
+            lambda request: self._groups[request.id].text_ends(request),
+            keep=keep,
+            dtype=dtype,
+        )
         self._groups: dict[int, Group] = {}
         """By the numbers of groups and of their requests."""
         self._news: list[Event] = []
@@ -109,8 +114,9 @@ class Engine:
             priority: lower runs first; for all, or one for each.
             deadline: seconds after which unfinished requests return what they have.
         """
-        with self._session(), tqdm(total=len(prompts), disable=not progress, unit="req") as bar:
-            groups = self._take_in(prompts, params, priority, deadline)
+        asked = each_asked(prompts, params, priority)
+        with self._session(), tqdm(total=len(asked), disable=not progress, unit="req") as bar:
+            groups = self._take_in(asked, deadline)
             bar.update(sum(group.done for group in groups))
             self._finish_all(groups, longest_first(groups), bar.update)
         return [group.result() for group in groups]
@@ -127,8 +133,9 @@ class Engine:
 
         The model is borrowed only while a step runs: between two events it is the trainer's.
         """
+        asked = each_asked(prompts, params, priority)
         with self._session():
-            groups = self._take_in(prompts, params, priority, deadline, streaming=True)
+            groups = self._take_in(asked, deadline, streaming=True)
             queue = longest_first(groups)
         index = {group.id: i for i, group in enumerate(groups)}
         try:
@@ -153,7 +160,7 @@ class Engine:
     ) -> int:
         """Queue a request for `step`; its number names it in events and for `cancel`."""
         with self._session():
-            (group,) = self._take_in([prompt], params, priority, deadline, streaming=True)
+            (group,) = self._take_in([(prompt, params, priority)], deadline, streaming=True)
             full = (
                 self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting
             )
@@ -205,7 +212,8 @@ class Engine:
         Each token is predicted once, from the tokens before it in its window; the first one from
         the beginning-of-text token.
         """
-        length = min(max_length or self._settings.max_length, self._settings.max_length)
+        longest = self._tenancy.settings.max_length
+        length = min(max_length or longest, longest)
         jobs, join = rolling_windows(self._tongue, texts, length)
         return join(self._score(jobs, None))
 
@@ -216,7 +224,7 @@ class Engine:
 
     @max_running.setter
     def max_running(self, value: int) -> None:
-        most = self._settings.max_running
+        most = self._tenancy.settings.max_running
         if not 1 <= value <= most:
             raise ValueError(f"max_running is {value}; this engine was made for 1 to {most}")
         self._turn("max_running", value)
@@ -232,106 +240,42 @@ class Engine:
 
     def release(self) -> None:
         """Give back pages, graphs and copies of weights; the next call builds them anew."""
-        self._machine = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._tenancy.release()
 
     # --- below: how the calls above share one loop ---
 
     @property
-    def _loop(self):
-        assert self._machine is not None
-        return self._machine.loop
+    def _machine(self) -> Machine | None:
+        return self._tenancy.machine
+
+    @property
+    def _loop(self) -> Loop:
+        return self._tenancy.loop
 
     @contextmanager
     def _session(self, light: bool = False) -> Iterator[None]:
-        """Borrow the model, build what is missing, notice changed weights; clean up on a fault."""
-        narrow = self._narrow()
+        """Have the model; after a fault, nothing of the running calls survives."""
         try:
-            with ExitStack() as stack:
-                stack.enter_context(borrowed(self._model, narrow))
-                if self._machine is not None and self._machine.narrow != narrow:
-                    self._change_dtype()
-                if self._machine is None:
-                    self._machine = self._assemble(narrow)
-                if self._machine.shadow is not None:
-                    stack.enter_context(self._machine.shadow.active())
-                stack.enter_context(fused(self._model, self._machine.fused))
-                self._notice_weights(light)
+            with self._tenancy.session(light) as drained:
+                self._news += self._events(drained)
                 yield
         except BaseException:
-            self._abandon()
+            for group in list(self._groups.values()):
+                group.refuse("the engine stopped on an error")
+            self._groups.clear()
+            self._news.clear()
             raise
-        finally:
-            if not self._keep and self._machine is not None and not self._loop.busy:
-                self.release()
-
-    def _assemble(self, narrow: torch.dtype | None) -> Machine:
-        machine = assemble(
-            self._model, self._settings, self.stats, self.trace, self._text_ends, narrow
-        )
-        self._weights.refresh()
-        machine.loop.scheduler.scope = str(self._weights.number)
-        return machine
-
-    def _change_dtype(self) -> None:
-        if self._loop.busy:
-            raise ValueError("autocast changed while requests run; finish or cancel them first")
-        self.release()
-
-    def _narrow(self) -> torch.dtype | None:
-        """The dtype to compute in, if the weights are wider."""
-        parameter = next(self._model.parameters())
-        kind = parameter.device.type
-        dtype = self._dtype
-        if dtype is None and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        return None if dtype is None or dtype == parameter.dtype else dtype
-
-    def _notice_weights(self, light: bool) -> None:
-        """Forget what other weights computed: cached prefixes, and the keys of running requests."""
-        assert self._machine is not None
-        if light and self._weights.unchanged():
-            return
-        if self._weights.moved():
-            self._machine.runner.forget_graphs()
-        if self._weights.refresh():
-            scheduler = self._loop.scheduler
-            self._news += self._events(self._loop.drain())
-            scheduler.restart("the weights changed")
-            scheduler.pages.forget()
-            scheduler.scope = str(self._weights.number)
-
-    def _abandon(self) -> None:
-        """After a fault: nothing of the running calls survives, the model is as it was."""
-        for group in list(self._groups.values()):
-            group.refuse("the engine stopped on an error")
-        self._groups.clear()
-        self._news.clear()
-        self._machine = None
 
     def _take_in(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params],
-        priority: int | Sequence[int],
-        deadline: float | None,
-        streaming: bool = False,
+        self, asked: list[Asked], deadline: float | None, streaming: bool = False
     ) -> list[Group]:
-        groups = self._intake.to_generate(
-            prompts, params, priority, self._until(deadline), self._room, streaming
-        )
+        until = self._until(deadline)
+        groups = self._intake.to_generate(asked, until, self._tenancy.room, streaming)
         self._know(groups)
         return groups
 
     def _until(self, deadline: float | None) -> float:
         return float("inf") if deadline is None else self._loop.clock() + deadline
-
-    @property
-    def _room(self) -> int:
-        """Tokens the cache holds."""
-        pages = self._loop.scheduler.pages
-        return pages.num_pages * pages.page_size
 
     def _know(self, groups: list[Group]) -> None:
         for group in groups:
@@ -370,7 +314,7 @@ class Engine:
     def _advance(self) -> list[Event]:
         """Run a step; say what is new."""
         events = self._events(self._loop.step())
-        if self._settings.debug:
+        if self._tenancy.settings.debug:
             self._loop.scheduler.check()
         return events
 
@@ -398,22 +342,20 @@ class Engine:
                 self._loop.cancel(request)
         self._forget(group)
 
-    def _text_ends(self, request: Request) -> bool:
-        return self._groups[request.id].text_ends(request)
-
     def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
         with self._session():
-            groups = self._intake.to_score(jobs, self._until(deadline), self._room)
+            groups = self._intake.to_score(jobs, self._until(deadline), self._tenancy.room)
             self._know(groups)
             self._finish_all(groups, longest_first(groups))
         return [scored(group) for group in groups]
 
     def _dial(self, name: str) -> int:
-        return getattr(self._settings if self._machine is None else self._loop.scheduler, name)
+        place = self._tenancy.settings if self._machine is None else self._loop.scheduler
+        return getattr(place, name)
 
     def _turn(self, name: str, value: int) -> None:
         if self._machine is None:
-            self._settings = replace(self._settings, **{name: value})
+            self._tenancy.settings = replace(self._tenancy.settings, **{name: value})
         else:
             setattr(self._loop.scheduler, name, value)
 

@@ -14,6 +14,8 @@ from .request import Request
 from .scoring import Job
 
 Params = SamplingParams | Mapping[str, Any] | None
+Asked = tuple[Prompt, Params, int]
+"""A prompt, its parameters and its priority."""
 
 
 class Intake:
@@ -26,25 +28,15 @@ class Intake:
         self._next = 0
 
     def to_generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params],
-        priority: int | Sequence[int],
-        until: float,
-        room: int,
-        streaming: bool,
+        self, asked: Sequence[Asked], until: float, room: int, streaming: bool
     ) -> list[Group]:
         """One group a prompt; `room` is what the cache holds, in tokens."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one string; give a list of prompts")
-        each = _for_each("params", params, len(prompts), (SamplingParams, Mapping, type(None)))
-        priorities = _for_each("priority", priority, len(prompts), (int,))
         twins: Counter[int] = Counter()
         groups = []
-        for prompt, one, rank in zip(prompts, each, priorities, strict=True):
+        for one in asked:
             group = Group(self._number(), self._tongue, streaming)
             try:
-                group.requests = self._requests(prompt, one, rank, until, room, twins, streaming)
+                group.requests = self._requests(*one, until, room, twins, streaming)
             except ValueError as error:
                 group.refuse(str(error))
             groups.append(group)
@@ -123,6 +115,17 @@ class Intake:
     def _number(self) -> int:
         self._next += 1
         return self._next - 1
+
+
+def each_asked(
+    prompts: Sequence[Prompt], params: Params | Sequence[Params], priority: int | Sequence[int]
+) -> list[Asked]:
+    """Give every prompt its own parameters and priority."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string; give a list of prompts")
+    each = _for_each("params", params, len(prompts), (SamplingParams, Mapping, type(None)))
+    priorities = _for_each("priority", priority, len(prompts), (int,))
+    return list(zip(prompts, each, priorities, strict=True))
 
 
 def _for_each(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:

@@ -1,0 +1,125 @@
+"""The engine's hold on a model: borrowed for a call, its working parts kept for the next one.
+
+A session borrows the model, builds what is missing, and looks whether the weights are still those
+that made the cached keys. Leaving it, by whatever way, the model is the trainer's again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .borrow import borrowed
+from .fused import fused
+from .loop import Loop
+from .machine import Machine, Settings, assemble
+from .request import Request
+from .stats import Stats
+from .trace import Trace
+from .weights import WeightsVersion
+
+
+class Tenancy:
+    """A model, and what was built around it."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Settings,
+        stats: Stats,
+        trace: Trace,
+        ends: Callable[[Request], bool],
+        *,
+        keep: bool,
+        dtype: torch.dtype | None,
+    ):
+        self.settings = settings
+        self.machine: Machine | None = None
+        self._model = model
+        self._stats = stats
+        self._trace = trace
+        self._ends = ends
+        self._keep = keep
+        self._dtype = dtype
+        self._weights = WeightsVersion(model)
+
+    @property
+    def loop(self) -> Loop:
+        assert self.machine is not None
+        return self.machine.loop
+
+    @property
+    def room(self) -> int:
+        """Tokens the cache holds."""
+        pages = self.loop.scheduler.pages
+        return pages.num_pages * pages.page_size
+
+    @contextmanager
+    def session(self, light: bool = False) -> Iterator[list[Request]]:
+        """Have the model; yields requests that ended while old steps were waited for.
+
+        `light` trusts the version counters to tell of changed weights: for single steps.
+        """
+        narrow = self._narrow()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(borrowed(self._model, narrow))
+                if self.machine is not None and self.machine.narrow != narrow:
+                    self._change_dtype()
+                if self.machine is None:
+                    self.machine = self._assemble(narrow)
+                if self.machine.shadow is not None:
+                    stack.enter_context(self.machine.shadow.active())
+                stack.enter_context(fused(self._model, self.machine.fused))
+                yield self._notice_weights(light)
+        except BaseException:
+            self.machine = None
+            raise
+        finally:
+            if not self._keep and self.machine is not None and not self.loop.busy:
+                self.release()
+
+    def release(self) -> None:
+        """Give back pages, graphs and copies of weights."""
+        self.machine = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _assemble(self, narrow: torch.dtype | None) -> Machine:
+        machine = assemble(self._model, self.settings, self._stats, self._trace, self._ends, narrow)
+        self._weights.refresh()
+        machine.loop.scheduler.scope = str(self._weights.number)
+        return machine
+
+    def _change_dtype(self) -> None:
+        if self.loop.busy:
+            raise ValueError("autocast changed while requests run; finish or cancel them first")
+        self.release()
+
+    def _narrow(self) -> torch.dtype | None:
+        """The dtype to compute in, if the weights are wider."""
+        parameter = next(self._model.parameters())
+        kind = parameter.device.type
+        dtype = self._dtype
+        if dtype is None and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return None if dtype is None or dtype == parameter.dtype else dtype
+
+    def _notice_weights(self, light: bool) -> list[Request]:
+        """Forget what other weights computed: cached prefixes, and the keys of running requests."""
+        assert self.machine is not None
+        if light and self._weights.unchanged():
+            return []
+        if self._weights.moved():
+            self.machine.runner.forget_graphs()
+        if not self._weights.refresh():
+            return []
+        news = self.loop.drain()
+        scheduler = self.loop.scheduler
+        scheduler.restart("the weights changed")
+        scheduler.pages.forget()
+        scheduler.scope = str(self._weights.number)
+        return news
