@@ -137,7 +137,8 @@ def _error(backend: Backend, ask: Ask) -> float:
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest difference in units of the largest value: gradients grow with the number of heads."""
-    return float((got.float() - want.float()).abs().max() / want.float().abs().max())
+    got, want = got.detach().float(), want.detach().float()
+    return float((got - want).abs().max() / want.abs().max())
 
 
 def _inputs(ask: Ask, tokens: int):
@@ -147,9 +148,10 @@ def _inputs(ask: Ask, tokens: int):
 
 
 def _numbers(ask: Ask, *shape: int, seed: int) -> torch.Tensor:
-    """Fixed numbers of a fair spread; drawing them would move the caller's random state."""
+    """Fixed scattered numbers of unit variance: drawing would move the caller's random state."""
     count = torch.arange(1, 1 + torch.Size(shape).numel(), device=ask.device, dtype=torch.float32)
-    return torch.sin(count * 12.9898 + seed).view(shape).to(ask.dtype)
+    scattered = torch.sin(count * 12.9898 + seed) * 43758.5453
+    return ((scattered - scattered.floor() - 0.5) * 3.46).view(shape).to(ask.dtype)
 
 
 def _varlen(ask: Ask, lengths: list[int]) -> Varlen:
