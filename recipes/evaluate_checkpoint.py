@@ -1,0 +1,132 @@
+"""Evaluate a saved checkpoint by generation: prompts with references from a file, and metrics.
+
+    python recipes/evaluate_checkpoint.py --model runs/pretrain-1/checkpoint-400 --data test.jsonl \\
+        --prompt "Question: {question}\\nAnswer:" --reference "{answer}" --regex "#### (-?[0-9.,]+)"
+
+The very evaluation that runs inside training (`GenerationEval`), so its numbers are the same. More
+processes share the prompts: `torchrun --nproc_per_node 4 recipes/evaluate_checkpoint.py ...`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Every setting, documented."""
+    parser = argparse.ArgumentParser(
+        description="Evaluate a saved checkpoint by generation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint folder or hub name")
+    add("--data", type=Path, required=True, help="jsonl file")
+    add("--prompt", default="{prompt}", help="how a line becomes a prompt")
+    add("--reference", default="{completion}", help="and what its completion is held against")
+    add("--regex", help="compare what this finds in both, besides exact match")
+    add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
+    add("--limit", type=int, help="lines to read")
+    add("--max-tokens", type=int, default=256, help="longest completion")
+    add("--stop", action="append", default=[], help="text that ends a completion; may be repeated")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    add("--seed", type=int, default=0, help="of the draws")
+    add("--deadline", type=float, help="seconds after which the rest does not count")
+    add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
+    add("--show", type=int, default=3, help="completions to print")
+    return parser.parse_args(argv)
+
+
+def examples(args: argparse.Namespace) -> list:
+    """Prompts and references, by the two templates."""
+    from nopad.trainer.evaluation import Example
+
+    found = []
+    with args.data.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if args.limit is not None and len(found) == args.limit:
+                break
+            try:
+                row = json.loads(line)
+                prompt = _unescape(args.prompt).format(**row)
+                reference = _unescape(args.reference).format(**row)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{args.data}:{number}: {error}") from None
+            except KeyError as missing:
+                raise ValueError(
+                    f"{args.data}:{number} has no {missing}: it has {sorted(row)}; "
+                    "say how to read it with --prompt and --reference"
+                ) from None
+            message = [{"role": "user", "content": prompt}]
+            found.append(Example(message if args.chat else prompt, reference))
+    return found
+
+
+def _unescape(template: str) -> str:
+    return template.replace("\\n", "\n")
+
+
+def load(args: argparse.Namespace):
+    """The model on its device, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(args.model)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Evaluate as the options say; print samples, a line for each metric, and JSON last."""
+    args = options(argv)
+    given = examples(args)
+    from nopad.inference import Engine, SamplingParams
+    from nopad.inference.all_ranks import AllRanks
+    from nopad.trainer.evaluation import GenerationEval
+    from nopad.trainer.evaluation_metrics import exact_match, extracted
+    from nopad.trainer.evaluation_table import show
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    model, tokenizer = load(args)
+    params = SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
+    )
+    metrics = {"exact": exact_match}
+    if args.regex:
+        metrics["extracted"] = extracted(args.regex)
+    evaluation = GenerationEval(
+        AllRanks(Engine(model, tokenizer)).generate,
+        given,
+        metrics,
+        params,
+        deadline=args.deadline,
+        samples=args.show,
+        on_error="raise",
+    )
+    report = evaluation.run(0)
+    if int(os.environ.get("RANK", "0")) == 0:
+        show(report, [], console=True)
+        width = max(map(len, report.metrics))
+        print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
+        print(json.dumps(report.metrics))
+    return report.metrics
+
+
+def run(argv: list[str] | None = None) -> int:
+    """Run the recipe; give the exit status."""
+    try:
+        main(argv)
+    except (ValueError, OSError) as error:
+        print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())
