@@ -1,0 +1,322 @@
+"""Tests of the tests: faults seeded into the packer, its order, sources and state are all caught.
+
+Each fault is a small, plausible mistake, put in place of the real code. One probe, the same
+checks that the other tests make, must fail on every one of them and pass without any.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from nopad.packing import (
+    PackedDataset,
+    Sample,
+    order,
+    packer,
+    planned,
+    progress,
+    rows_in_order,
+    shard,
+    sharded,
+    state_file,
+    token_store,
+)
+from nopad.packing import state as state_module
+from nopad.packing.encoder import Encoder
+from nopad.packing.ids import checked_ids, checked_sample
+from nopad.packing.mixture import Mixture
+from nopad.packing.sources import jsonl as jsonl_module
+from nopad.packing.sources import paths
+from nopad.packing.sources.source import Indexed
+
+BUDGET = 64
+
+
+def planned_run(tools, rows):
+    def make(rank=0, world=1):
+        return PackedDataset(rows, budget=BUDGET, pool=8, epochs=2, rank=rank, world=world)
+
+    return make
+
+
+def sharded_run(tools, path):
+    def make(rank=0, world=1):
+        return PackedDataset(
+            path, budget=BUDGET, pool=6, shards=4, shuffle=8, ahead=False, epochs=None,
+            packs=40, rank=rank, world=world,
+        )  # fmt: skip
+
+    return make
+
+
+def check_content(make, rows, epochs):
+    """Every document whole and once per epoch, right labels, within the budget."""
+    found = []
+    for pack in make():
+        assert len(pack.tokens) <= BUDGET and pack.cu_seqlens[-1] == len(pack.tokens)
+        for a, b in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False):
+            assert pack.labels[a] == -100
+            assert (pack.labels[a + 1 : b] == pack.tokens[a + 1 : b]).all()
+            assert pack.positions()[a] == 0
+            found.append(tuple(pack.tokens[a:b].tolist()))
+    if epochs:
+        parts = [tuple(r[i : i + BUDGET].tolist()) for r in rows for i in range(0, len(r), BUDGET)]
+        assert sorted(found) == sorted(parts * epochs)
+        assert found[: len(parts)] != found[len(parts) :], "both epochs have one order"
+
+
+def check_views(tools, make):
+    """Ranks, workers and restarts are views of one sequence."""
+    alone = [tools.digest(pack) for pack in make()]
+    for world, workers in ((2, 1), (1, 2)):
+        run = tools.Run(make, world, workers)
+        packs, states = [], {}
+        for number, pack in enumerate(run.packs(), 1):
+            packs.append(tools.digest(pack))
+            if number in (2, 14, 26):
+                states[number] = run.saved()
+        assert packs[: len(alone)] == alone
+        for stop, saved in states.items():
+            for topology in ((1, 1), (2, 1)):
+                rest = tools.Run(make, *topology).load(saved).packs()
+                rest = [tools.digest(pack) for pack in rest]
+                assert (packs[:stop] + rest)[: len(alone)] == alone
+
+
+def check_states(make, tmp_path):
+    """A wrong state is refused, a torn file noticed."""
+    data = make()
+    packs = iter(data)
+    next(packs)
+    state = json.loads(json.dumps(data.state_dict()))
+    for change in (
+        {"version": 2},
+        {"data": "other"},
+        {"settings": {**state["settings"], "seed": 9}},
+        {"position": {**state["position"], "index": -1}},
+    ):
+        with pytest.raises(ValueError):
+            make().load_state_dict({**state, **change})
+    path = tmp_path / "state.json"
+    state_file.write_state(path, {"old": 1})
+    state_file.write_state(path, state)
+    text = path.read_text()
+    path.write_text(text.replace('"index":1', '"index":2'))
+    assert state_file.read_state(path) == {"old": 1}
+    path.write_text(text[:-5])
+    state_file.write_state(path, state)
+    path.write_text(text[:-5])
+    assert state_file.read_state(path) == {"old": 1}
+
+
+def check_rows(tmp_path):
+    """Bad rows are refused, good ones kept; names stay inside; mixtures follow their weights."""
+    for bad in ([], [1.5], [True], [-1], [2**70], [[1]], None):
+        with pytest.raises(ValueError):
+            checked_sample(bad)
+    with pytest.raises(ValueError):
+        checked_sample([1, 9], None, 9)
+    with pytest.raises(ValueError):
+        checked_sample([1, 2], [1])
+    encoder = Encoder(lambda text: [ord(letter) for letter in text], eos=0)
+    assert encoder.encode([{"text": "a"}])[0].tokens.tolist() == [97, 0]
+    pair = encoder.encode([{"prompt": "ab", "completion": "c"}])[0]
+    assert pair.labels.tolist() == [-100, -100, 99, 0]
+    bad = b'{"a": 1, "a": 2}\n{"text": "x"}\n'
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(bad)
+    values = [row.value for row in jsonl_module.JsonLines([path]).read(0, 1)]
+    assert isinstance(values[0], ValueError) and values[1] == {"text": "x"}
+    rows = [row.value for s in range(3) for row in jsonl_module.JsonLines([path]).read(s, 3)]
+    assert len(rows) == 2
+    with pytest.raises(ValueError):
+        paths.contained(tmp_path, "../x")
+    lengths = [np.full(300, 7), np.full(300, 7)]
+    choices, _ = Mixture([3, 1]).draw(lengths)
+    assert abs((choices == 0).mean() - 0.75) < 0.01
+
+
+def check_packer():
+    """A packer killed while parts of a split sample wait keeps exactly what still waits."""
+    samples = [Sample(np.arange(1, n)) for n in (150, 40, 30, 70, 20)]
+    first = packer.Packer(BUDGET, pool=4)
+    list(first.add(samples))
+    second = packer.Packer(BUDGET, pool=4)
+    second.load_state_dict(first.state_dict(), dict(first.held))
+    whole = [pack.tokens.tolist() for pack in first.finish()]
+    assert [pack.tokens.tolist() for pack in second.finish()] == whole
+    assert not first.held and not second.held
+
+
+def check_laps(path):
+    """Each pass over a stream has its own order."""
+    source = jsonl_module.JsonLines([path])
+    reader = rows_in_order.RowsInOrder(source, window=8)
+    laps = []
+    for _ in range(2):
+        laps.append([])
+        while rows := reader.take(100):
+            laps[-1] += [str(row.value) for _, row in rows]
+        reader.next_lap()
+    assert sorted(laps[0]) == sorted(laps[1]) and laps[0] != laps[1]
+
+
+@pytest.fixture
+def probe(tools, jsonl, tmp_path):
+    """Give the whole of the checks as one function."""
+    rows = tools.documents(60, longest=150)
+    path = jsonl(rows)
+    mixture = [(path, 3), (jsonl(rows[:30], "other.jsonl"), 1)]
+
+    def run():
+        check_packer()
+        check_laps(path)
+        check_views(tools, sharded_run(tools, mixture))
+        plan, stream = planned_run(tools, rows), sharded_run(tools, path)
+        check_content(plan, rows, epochs=2)
+        check_content(stream, rows, epochs=None)
+        check_views(tools, plan)
+        check_views(tools, stream)
+        check_states(plan, tmp_path)
+        check_rows(tmp_path)
+        one = PackedDataset(path, budget=BUDGET, pool=6, shards=2, shuffle=8, ahead=False, epochs=2)
+        check_content(lambda: one, rows, epochs=2)
+
+    return run
+
+
+def without_last(function):
+    return lambda *a, **k: function(*a, **k)[:-1]
+
+
+def no_check(*args, **kwargs):
+    return None
+
+
+def fill_all_labels(*args):
+    token_store_copy(*args)
+    args[-1][:] = args[-2]
+
+
+token_store_copy = token_store._copy
+
+
+FAULTS = {
+    "a worker's share starts one pack late": (
+        order.Share, "first", lambda self, base: base + (self.rank - base) % self.world
+        + self.worker * self.world + 1),
+    "workers of a rank repeat each other": (
+        order.Share, "first", lambda self, base: base + (self.rank - base) % self.world),
+    "the stride forgets the workers": (order.Share, "stride", property(lambda self: self.world)),
+    "a round ends with its first pack": (
+        order.Share, "round_end", lambda self, index, base: index + 1),
+    "a round is counted from 0, not from the base": (
+        order.Share, "round_start", lambda self, index, base: index - index % self.world + 1),
+    "ranks are dealt from the base": (
+        order.Share, "first", lambda self, base: base + self.rank + self.worker * self.world + 0 * 1
+        if base % 3 else base + self.rank + self.worker * self.world + self.world),
+    "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
+                                    token_store_order(n, seed, 0, shuffle)),
+    "a block's key forgets the lap": (
+        rows_in_order.RowsInOrder, "_key", lambda self, *parts: order.key(self.seed, self.shard)),
+    "the last document of a window is lost": (
+        planned, "epoch_order", lambda *a: (w[:-1] for w in token_store_order(*a))),
+    "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
+    "a part's start is forgotten": (
+        token_store.TokenStore, "lay",
+        lambda self, d, s, n, o, a=1, p=0: lay(self, d, s * 0, n, o, a, p)),
+    "boundaries count from the window, not the pack": (
+        token_store, "_bound", lambda total, offsets, bounds: bounds.__setitem__(
+            slice(None), np.resize(total, len(bounds)))),
+    "a finished sample is kept by the packer": (
+        packer.Packer, "_hold", lambda self, number, sample: hold(self, number + 1, sample)),
+    "a packer's state forgets the planner": (
+        packer.Packer, "load_state_dict", lambda self, state, samples: self.held.update(samples)),
+    "a packer's split samples wait for all their tokens again": (
+        packer.Packer, "state_dict", lambda self: {"planner": self.planner.state_dict(),
+                                                   "waiting": [[n, 1] for n in self.held]}),
+    "a shard's snapshot is taken after feeding": (
+        shard.ShardPacks, "cursor", lambda self: {"shard": self.shard, "made": 0,
+                                                  "state": self._take_snapshot()}),
+    "a resume passes over one pack too many": (
+        shard.ShardPacks, "cursor", lambda self: {"shard": self.shard, "made": self._count + 1,
+                                                  "state": self._snapshot}),
+    "a resume repeats a pack": (
+        shard.ShardPacks, "cursor", lambda self: {"shard": self.shard,
+                                                  "made": max(0, self._count - 1),
+                                                  "state": self._snapshot}),
+    "rows read ahead count as drawn": (
+        shard.ShardPacks, "_position", lambda self, source: self.rows[source].given),
+    "a resumed reader starts its block again": (
+        rows_in_order.RowsInOrder, "restore", lambda self, marks, position, numbers:
+            restore(self, marks, marks[-1][0], numbers)),
+    "the marks of held rows are forgotten": (
+        rows_in_order.RowsInOrder, "forget", lambda self, needed: self.marks.__delitem__(
+            slice(0, len(self.marks) - 1))),
+    "a shard of another rank is read": (
+        sharded.ShardedPacks, "_open", lambda self, position, share, following, cursors: opened(
+            self, position, share, following, {s: cursors.get((s + 2) % 4, c)
+                                               for s, c in cursors.items()})),
+    "progress counts the pack that was given as not done": (
+        progress.Progress, "reached", lambda self, share: self.position),
+    "progress keeps the first cursor of a shard": (
+        progress.Progress, "add", lambda self, index, cursor: keep_first(self, index, cursor)),
+    "settings are not compared": (state_module, "_check_settings", no_check),
+    "positions are not checked": (state_module, "_check_position", no_check),
+    "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
+    "the version is not compared": (state_module, "VERSION", 2),
+    "the checksum is not compared": (state_file, "_sealed", lambda state: json.dumps(
+        {"state": state}).encode()),
+    "the state before is not kept": (state_file, "_keep", no_check),
+    "a torn state pushes out the good one": (state_file, "_whole", lambda path: path.exists()),
+    "ids are rounded": (checked_ids.__globals__, "checked_ids", lambda ids, what="": np.asarray(
+        ids, np.float64).astype(np.int64)),
+    "ids beyond the vocabulary pass": (checked_ids.__globals__, "_within", no_check),
+    "the end mark is forgotten": (Encoder, "_ended", lambda self, ids: Sample(ids)),
+    "a key that stands twice passes": (
+        jsonl_module, "_DECODER", json.JSONDecoder()),
+    "lines at a shard's border are read twice": (
+        jsonl_module, "_line_start", lambda file, begin: begin),
+    "a name may lead out": (paths, "contained", lambda folder, name: folder / name),
+    "a mixture ignores its weights": (
+        Mixture, "draw", lambda self, lengths: draw_evenly(self, lengths)),
+    "rows known by number forget one batch": (Indexed, "read", lambda self, *a, **k: iter(())),
+}  # fmt: skip
+
+token_store_order = planned.epoch_order
+lay = token_store.TokenStore.lay
+hold = packer.Packer._hold
+restore = rows_in_order.RowsInOrder.restore
+opened = sharded.ShardedPacks._open
+add = progress.Progress.add
+draw = Mixture.draw
+
+
+def keep_first(self, index, cursor):
+    shard_number = cursor.get("shard")
+    before = self.cursors.get(shard_number)
+    add(self, index, cursor)
+    if before is not None:
+        self.cursors[shard_number] = before
+
+
+def draw_evenly(self, lengths):
+    self.shares[:] = self.shares.mean()
+    return draw(self, lengths)
+
+
+def test_without_a_fault_the_probe_passes(probe):
+    probe()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_caught(probe, monkeypatch, name):
+    place, attribute, fault = FAULTS[name]
+    if isinstance(place, dict):
+        monkeypatch.setitem(place, attribute, fault)
+    else:
+        monkeypatch.setattr(place, attribute, fault)
+    with pytest.raises(
+        (AssertionError, ValueError, KeyError, IndexError, TypeError, pytest.fail.Exception)
+    ):
+        probe()
