@@ -44,21 +44,25 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     assert pages is not None
     bounds = tuple(varlen.cu_seqlens.tolist())
     lengths = tuple(pages.lengths.tolist())
-    size = keys.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
-    for group in _plan(bounds, lengths, scores.window, str(q.device)):
-        used = pages.table[group.sequences[:, None], group.places // size].long()
-        slots = (used * size + group.places % size).flatten()
-        k, v = (_rows(x.flatten(0, 1), slots, len(used)) for x in (keys, values))
-        queries = _rows(q, group.rows, len(used))
+    for group in _plan(bounds, lengths, keys.shape[1], scores.window, str(q.device)):
+        used = pages.table[group.sequences[:, None], group.pages]
+        k, v = (_gathered(x, used, group) for x in (keys, values))
+        queries = q.index_select(0, group.rows).view(len(used), -1, *q.shape[1:]).transpose(1, 2)
         mixed = _rectangle(queries, k, v, scores, group.mask)
         out.index_copy_(0, group.rows, mixed.transpose(1, 2).flatten(0, 1))
     return out
 
 
-def _rows(x: Tensor, index: Tensor, count: int) -> Tensor:
-    """Gather rows of [T, H, D] into a batch [count, H, L, D]."""
-    return x.index_select(0, index).view(count, -1, *x.shape[1:]).transpose(1, 2)
+def _gathered(cache: Tensor, used: Tensor, group: _Group) -> Tensor:
+    """Pages [pages, size, H, D] as a batch [n, H, L, D]; what lies past a sequence is blanked.
+
+    Masking it would not do: another request may have left a NaN there.
+    """
+    rows = cache.index_select(0, used.flatten()).flatten(0, 1)
+    if group.past_end is not None:
+        rows.index_fill_(0, group.past_end, 0)
+    return rows.view(len(used), -1, *cache.shape[2:])[:, : group.length].transpose(1, 2)
 
 
 class _Group:
@@ -69,31 +73,38 @@ class _Group:
         members: Sequence[int],
         bounds: Sequence[int],
         lengths: Sequence[int],
+        page_size: int,
         window: int | None,
         device: str,
     ):
-        longest = max(lengths[i] for i in members)
+        own = torch.tensor([lengths[i] for i in members])[:, None]
+        self.length = int(own.max())
+        place = torch.arange(self.length)
+        count = -(-self.length // page_size)
         self.sequences = torch.tensor(members, device=device)
-        own = torch.tensor([lengths[i] for i in members], device=device)[:, None]
-        # shorter members repeat their last key: what else lies in a page is not read, even masked
-        self.places = torch.arange(longest, device=device).expand(len(members), -1).minimum(own - 1)
+        self.pages = torch.arange(count).minimum((own - 1) // page_size).to(device)
         rows = [row for i in members for row in range(bounds[i], bounds[i + 1])]
         self.rows = torch.tensor(rows, device=device)
-        queries = len(rows) // len(members)
-        self.mask = None
-        if len(members) == 1 and 1 < queries == longest:
-            return  # a whole prompt: plainly causal, which the fused function computes in half
-        masks = [
-            F.pad(visible(queries, lengths[i], window, device), (0, longest - lengths[i]))
-            for i in members
-        ]
-        self.mask = torch.stack(masks)[:, None]
+        self.past_end, self.mask = None, None
+        if len(members) == 1:
+            if 1 < len(rows) < self.length or window is not None:
+                self.mask = visible(len(rows), self.length, window, device)
+            elif len(rows) == 1:
+                self.mask = torch.ones(1, self.length, dtype=torch.bool, device=device)
+            return
+        past = place >= own
+        if past.any():
+            slots = torch.arange(len(members))[:, None] * count * page_size + place
+            self.past_end = slots[past].to(device)
+        seen = ~past if window is None else ~past & (place >= own - window)
+        self.mask = seen[:, None, None].to(device)
 
 
 @lru_cache(maxsize=16)
 def _plan(
     bounds: tuple[int, ...],
     lengths: tuple[int, ...],
+    page_size: int,
     window: int | None,
     device: str,
 ) -> list[_Group]:
@@ -105,7 +116,9 @@ def _plan(
             single = queries == 1
             key = ((length - 1).bit_length() if single else 0, -1 if single else index)
             buckets.setdefault(key, []).append(index)
-    return [_Group(members, bounds, lengths, window, device) for members in buckets.values()]
+    return [
+        _Group(members, bounds, lengths, page_size, window, device) for members in buckets.values()
+    ]
 
 
 def _rectangle(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
