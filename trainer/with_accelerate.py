@@ -62,6 +62,8 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
         if self._to_check:
             self._to_check = False
             self._check()
+        # A load brings the count of micro-batches of a run that may have accumulated otherwise.
+        self.accelerator.step = 0
         self.begin()
         try:
             yield from super().__iter__()
