@@ -147,8 +147,9 @@ def refused(backend, case, dtype, page_size, grad):
 
 
 def assert_close_to_oracle(got, low, high):
-    """At most twice the error of the low-precision reference."""
-    allowed = 2 * (low.double() - high).abs().max().item() + 1e-6
+    """At most twice the error of the low-precision reference, and a few roundings of the largest."""
+    roundings = 8 * torch.finfo(torch.float32).eps * high.abs().max().item()
+    allowed = 2 * (low.double() - high).abs().max().item() + roundings
     assert torch.isfinite(got).all()
     assert (got.double() - high).abs().max().item() <= allowed
 
@@ -169,7 +170,8 @@ def check_packed(backend, case, dtype):
     if sinks is not None:
         sinks.requires_grad_()
     rule, varlen = rule_of(case, sinks), varlen_of(case, dtype)
-    weight = torch.randn(q.shape[0], q.shape[1], v.shape[2], generator=None).to(q)
+    make = torch.Generator().manual_seed(7)
+    weight = torch.randn(q.shape[0], q.shape[1], v.shape[2], generator=make).to(q)
 
     def run(function, dtype, **named):
         made = [x.detach().to(dtype).requires_grad_() for x in leaves]
