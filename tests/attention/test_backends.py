@@ -147,7 +147,7 @@ def refused(backend, case, dtype, page_size, grad):
 
 
 def assert_close_to_oracle(got, low, high):
-    """At most twice the error of the low-precision reference, and a few roundings of the largest."""
+    """At most twice the error of the low-precision reference, and a few roundings."""
     roundings = 8 * torch.finfo(torch.float32).eps * high.abs().max().item()
     allowed = 2 * (low.double() - high).abs().max().item() + roundings
     assert torch.isfinite(got).all()
