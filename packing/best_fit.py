@@ -24,11 +24,12 @@ from .compiled import compiled
 
 PATIENCE = 14
 """How often a segment may be put back."""
-PROBES = 4
+PROBES, PROBES_OF_MANY, MANY = 4, 2, 4096
 """Pairs tried, from the most unequal to the most equal, for one that fills a pack exactly.
 
-More would fill more packs exactly, and use up the short segments that the long ones need: on hard
-mixes four leave up to 6 points less empty than best-fit decreasing, sixteen up to 1 point more."""
+More would fill more packs exactly, and use up the short segments that the long ones need; the
+larger the pool, the more often a pair is found. On hard mixes these leave 0.2 to 6 points less
+empty than best-fit decreasing, whatever the pool; sixteen pairs would leave up to 1 point more."""
 ALLOWANCE = 1.5 ** np.arange(PATIENCE + 1)
 """By what factor a pack may be less full when its most patient segment was put back n times."""
 
@@ -50,6 +51,7 @@ def best_fit(places, waits, budget, pool, final):
     oldest = np.empty(pool, np.int64)
     lists = np.full(budget + 1, -1, np.int32), np.empty(pool, np.int32)
     levels = empty_bitset(budget)
+    probes = PROBES if pool <= MANY else PROBES_OF_MANY
     wait[: len(waits)] = waits
     packs = m = source = 0
     while True:
@@ -60,7 +62,8 @@ def best_fit(places, waits, budget, pool, final):
         last = final and source == n
         if m == 0 or (m < pool and not last):
             break
-        k = _trial_packs(places, held[:m], wait, budget, lists, levels, trial, slack, oldest)
+        spots = places, held[:m], wait
+        k = _trial_packs(spots, budget, probes, lists, levels, trial, slack, oldest)
         limit = budget if last else _slack_limit(slack[:k], budget)
         leaving, m = _let_go(held, wait, trial, slack[:k], oldest, limit, order, offsets, packs)
         packs += leaving
@@ -68,8 +71,9 @@ def best_fit(places, waits, budget, pool, final):
 
 
 @compiled
-def _trial_packs(places, held, wait, budget, lists, levels, trial, slack, oldest):
+def _trial_packs(spots, budget, probes, lists, levels, trial, slack, oldest):
     """Give every held segment a trial pack; gives the number of packs."""
+    places, held, wait = spots
     heads, links = lists
     low, high = levels
     slots, ends = trial
@@ -102,7 +106,7 @@ def _trial_packs(places, held, wait, budget, lists, levels, trial, slack, oldest
             else:
                 place = largest_at_most(low, high, room)
                 if place < room < 2 * place:
-                    first = _first_of_pair(room, place, low, high, heads, links)
+                    first = _first_of_pair(room, place, probes, low, high, heads, links)
                     if first >= 0:
                         place = first
                         pair = room - first
@@ -115,9 +119,9 @@ def _trial_packs(places, held, wait, budget, lists, levels, trial, slack, oldest
 
 
 @compiled
-def _first_of_pair(room, largest, low, high, heads, links):
+def _first_of_pair(room, largest, probes, low, high, heads, links):
     """Find the larger of two segments that fill the room exactly, or -1."""
-    step = (2 * largest - room) // (2 * PROBES) + 1
+    step = (2 * largest - room) // (2 * probes) + 1
     first = largest
     while 2 * first >= room:
         second = room - first
