@@ -122,14 +122,14 @@ def show_planning(rows: list[dict]) -> None:
     print("\nplanning: lengths only, at most 1024 documents held back")
     head = ("mix", "budget", "ours", "seqpk", "times", "fill %", "seqpk %", "offline %", "to it")
     print("{:19}{:>7}{:>9}{:>9}{:>7}{:>9}{:>9}{:>10}{:>8}".format(*head), end="")
-    print("{:>13}{:>9}".format("delay mean/max", "bias"))
+    print("{:>16}{:>9}".format("delay mean/max", "bias"))
     for row in rows:
         fill = row["fill"]
         print(
             f"{row['mix']:19}{row['budget']:7}{row['ours_docs_s'] / 1e6:8.1f}M"
             f"{row['seqpacker_docs_s'] / 1e6:8.1f}M{row['times']:6.1f}x{fill['ours']:9.3f}"
             f"{fill['seqpacker']:9.3f}{fill['offline']:10.3f}{row['to_offline']:+8.3f}"
-            f"{row['delay_mean']:7.0f}/{row['delay_max']:<6.0f}{row['bias']:+9.4f}"
+            f"{row['delay_mean']:9.0f}/{row['delay_max']:<6.0f}{row['bias']:+9.4f}"
         )
 
 
