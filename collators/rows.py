@@ -32,7 +32,8 @@ def lay_rows(
     if len(packs) == 1 and len(packs[0].tokens) == widths[0]:
         pack = packs[0]
         return pack.tokens, pack.labels, pack.positions(), pack.cu_seqlens
-    tokens, labels, positions = np.empty((3, sum(widths)), np.int64)
+    # Three small arrays: one large one would be mapped afresh, page by page, for every batch.
+    tokens, labels, positions = (np.empty(sum(widths), np.int64) for _ in range(3))
     bounds, start = [np.zeros(1, np.int32)], 0
     for pack, width in zip(packs, widths, strict=True):
         end, used = start + width, start + len(pack.tokens)

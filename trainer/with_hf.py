@@ -13,6 +13,7 @@ position, and the log tells fill, rates and MFU.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class Packed(_Base):
                 "nopad.packing.PackedDataset, or use the trainer without Packed"
             )
         smoothing = _settle(args, train_dataset)
-        super().__init__(model, args, data_collator, self._stand_in(train_dataset), **kwargs)
+        super().__init__(model, args, data_collator, self._stand_in(train_dataset, args), **kwargs)
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
         bare = _bare(self.accelerator.unwrap_model(self.model))
@@ -73,9 +74,14 @@ class Packed(_Base):
         self._meter: Meter | None = None
         self._resume: Path | None = None
 
-    def _stand_in(self, data: PackedDataset) -> Any:
-        """What the stock __init__ looks at; trainers with checks of their own override it."""
-        return data
+    def _stand_in(self, data: PackedDataset, args: Any) -> Any:
+        """What the trainer's __init__ looks at: TRL's takes data sets of one kind only."""
+        files = (sys.modules[kind.__module__] for kind in type(self).__mro__)
+        trl: Any = next((file for file in files if file.__name__.startswith("trl.")), None)
+        if trl is None:
+            return data
+        args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+        return trl.Dataset.from_dict({"input_ids": [[0, 1]]})
 
     def get_train_dataloader(self) -> Any:
         self._loader = PackedLoader(

@@ -46,3 +46,25 @@ def test_the_evaluation_loss_is_the_token_mean(one, two):
     for child in (*one, *two):
         got, wanted = child["evaluated"]
         assert abs(got - wanted) < 1e-5 * wanted
+
+
+def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
+    sft = pytest.importorskip("trl")
+    from hf_child import Watch
+    from nopad.trainer.with_hf import Packed
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    class PackedSFTTrainer(Packed, sft.SFTTrainer):
+        pass
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    model = tiny_run.model()
+    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "bf16": False}
+    quiet = {"report_to": [], "save_strategy": "no", "max_grad_norm": 0, "disable_tqdm": True}
+    args = sft.SFTConfig(str(tmp_path), **settings, **quiet)
+    watch, data = Watch(), tiny_run.dataset()
+    PackedSFTTrainer(model, args, None, data, processing_class=tokenizer, callbacks=[watch]).train()
+    assert tiny_run.distance(watch.gradient, gold) < 2e-6

@@ -1,0 +1,107 @@
+"""The loader: whole windows, exact counts, a state of what was stepped, ends that are told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_run
+from nopad.collators import PackedCollator
+from nopad.trainer.data_state import (
+    STATE_FILE,
+    last_whole_checkpoint,
+    load_data_state,
+    save_data_state,
+)
+from nopad.trainer.loader import EvaluationLoader, PackedLoader
+
+
+def ids(batch: dict) -> list:
+    return batch["input_ids"].tolist()
+
+
+def test_every_batch_of_a_step_carries_the_tokens_of_the_whole_step():
+    loader, batches = PackedLoader(tiny_run.dataset(), accumulation=4), []
+    for batch in loader:
+        batches.append(batch)
+    assert len(batches) == 16  # 15 packs, filled up by an empty one
+    for start in range(0, 16, 4):
+        window = batches[start : start + 4]
+        counted = sum(int((batch["labels"] != -100).sum()) for batch in window)
+        assert {float(batch["num_items_in_batch"]) for batch in window} == {counted / 4}
+    assert batches[-1]["labels"].tolist() == [[-100]]
+
+
+def test_a_partial_window_is_dropped_if_asked():
+    loader = PackedLoader(tiny_run.dataset(), accumulation=4, last_window="drop")
+    assert len(list(loader)) == 12
+
+
+def test_the_state_is_that_of_whole_steps_whatever_was_read_ahead():
+    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation=2)]
+    for stop in (1, 2, 3, 4, 7):
+        loader = PackedLoader(tiny_run.dataset(), accumulation=2)
+        seen = [ids(batch) for _, batch in zip(range(stop), loader, strict=False)]
+        state = json.loads(json.dumps(loader.state()))
+        again = PackedLoader(tiny_run.dataset(), accumulation=2)
+        again.load_state(state)
+        stepped = stop // 2 * 2
+        assert seen[:stepped] + [ids(batch) for batch in again] == whole, stop
+
+
+def test_an_iteration_left_early_goes_on_behind_the_last_step():
+    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation=2)]
+    loader = PackedLoader(tiny_run.dataset(), accumulation=2)
+    first = [ids(batch) for _, batch in zip(range(4), loader, strict=False)]
+    assert first + [ids(batch) for batch in loader] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_iteration_is_the_next_epoch(workers):
+    loader = PackedLoader(tiny_run.dataset(), num_workers=workers)
+    epochs = [[ids(batch) for batch in loader] for _ in range(2)]
+    both = [ids(batch) for batch in PackedLoader(tiny_run.dataset(epochs=2))]
+    assert epochs[0] + epochs[1] == both
+
+
+def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens():
+    loader = EvaluationLoader(tiny_run.dataset(23))
+    first, second = list(loader), list(loader)
+    next(iter(loader))
+    assert [ids(batch) for batch in first] == [ids(batch) for batch in second]
+    counted = sum(int((batch["labels"] != -100).sum()) for batch in first)
+    assert float(first[0]["num_items_in_batch"]) * len(first) == counted
+    assert len(list(loader)) == len(first)
+
+
+def test_sample_means_count_samples():
+    loader = PackedLoader(tiny_run.dataset(), PackedCollator(mean="sample"))
+    batch = next(iter(loader))
+    assert float(batch["num_items_in_batch"]) == len(loader.last.lengths)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_found(tmp_path):
+    loader = PackedLoader(tiny_run.dataset())
+    for step in (2, 9, 10, 11):
+        save_data_state(loader, tmp_path / f"checkpoint-{step}")
+        (tmp_path / f"checkpoint-{step}" / "last").touch()
+    torn = tmp_path / "checkpoint-11" / STATE_FILE
+    whole = torn.read_bytes()
+    (tmp_path / "checkpoint-10" / "last").unlink()
+    for length in range(0, len(whole), 23):
+        torn.write_bytes(whole[:length])
+        assert last_whole_checkpoint(tmp_path, "last").name == "checkpoint-9"
+    for name in ("checkpoint-2", "checkpoint-9"):
+        (tmp_path / name / "last").unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint; checkpoint-11: .*checksum|torn"):
+        last_whole_checkpoint(tmp_path, "last")
+
+
+def test_other_data_is_refused_on_resume(tmp_path):
+    save_data_state(PackedLoader(tiny_run.dataset()), tmp_path)
+    with pytest.raises(ValueError, match="fingerprint"):
+        load_data_state(PackedLoader(tiny_run.dataset(39)), tmp_path)
+    with pytest.raises(ValueError, match=r"seed=3.*seed=4"):
+        load_data_state(PackedLoader(tiny_run.dataset(seed=4)), tmp_path)
+    with pytest.raises(ValueError, match=r"has no nopad_data\.json"):
+        load_data_state(PackedLoader(tiny_run.dataset()), tmp_path / "elsewhere")

@@ -1,0 +1,60 @@
+"""What is measured: rates, fill, waits, loss by source, and FLOPs as a counter of the real ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import tiny_run
+import torch
+from nopad.collators import PackedCollator
+from nopad.packing import Pack, Sample
+from nopad.trainer.flops import ModelFlops
+from nopad.trainer.loader import PackInfo
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.meter import Meter
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def test_matrix_flops_are_those_that_run():
+    model = tiny_run.model(tie_word_embeddings=True)
+    batch = PackedCollator()([{"input_ids": list(range(1, 33))}])
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(**batch).loss.backward()
+    per_token = ModelFlops.of_model(model).per_token
+    run = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    attention = 3 * 2 * 2 * 4 * 32 * 32 * 8 * 2  # may run as matrix products on a CPU
+    assert per_token * 32 <= run <= per_token * 32 + attention
+
+
+def test_attention_is_counted_per_sample():
+    flops = ModelFlops.of_model(tiny_run.model())
+    apart, together = flops.of([16, 16]), flops.of([32])
+    assert together - apart == flops.per_pair * 2 * 16 * 16
+    assert flops.per_pair == 12 * 32
+
+
+def test_loss_is_told_by_source():
+    model = tiny_run.model()
+    loss = attach_loss(model)
+    samples = [Sample(np.arange(1, 9), source=0), Sample(np.arange(20, 33), source=1)]
+    pack = Pack.of(samples, budget=32)
+    batch = PackedCollator(fill=True)(pack)
+    model(**batch)
+    meter = Meter()
+    info = PackInfo.of(pack, batch)
+    meter.add_losses(info, batch["labels"], loss.token_losses)
+    rates = meter.read()
+    for source, sample in enumerate(samples):
+        alone = model(**PackedCollator()([sample])).loss
+        assert torch.isclose(torch.tensor(rates[f"loss_source_{source}"]), alone, rtol=1e-5)
+
+
+def test_rates_are_of_what_was_added_since_the_last_reset():
+    meter = Meter(2, flops=ModelFlops(10.0, 0.0, (None,)), peak=100.0, waited=lambda: 0.0)
+    for _ in range(2):
+        meter.reset()
+        meter.seconds = lambda: 2.0
+        meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
+    rates = meter.read()
+    assert rates["tokens_per_second"] == 9.0 and rates["tokens_seen"] == 36
+    assert rates["mfu"] == 9 * 10 / 2 / 100 and abs(rates["padding"] - 0.1) < 1e-9
