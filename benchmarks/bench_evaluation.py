@@ -1,0 +1,323 @@
+"""Evaluation in the middle of training, and lm_eval's requests, beside what Transformers offers.
+
+    python benchmarks/bench_evaluation.py --model path/to/model       # lm_eval's hf model as peer
+    python benchmarks/bench_evaluation.py --shape 1b                  # on a GPU: inside training
+
+With `--model` (real weights; CPU or GPU): multiple choice with four continuations of a context, and
+few-shot generation, through lm_eval's `hf` model at its best batch size and through ours; answers
+are asserted equal. With `--shape`: random weights and GSM8K-like 8-shot prompts; evaluations in a
+training loop by `GenerationEval`, by `generate` in a callback and by `generate_batch`, and the time
+an evaluation costs beyond its generation. A table for people, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+RESULTS: list[dict] = []
+
+
+def note(part: str, who: str, seconds: float, **more) -> None:
+    """Print a line of the table and keep it for the record."""
+    more = {k: round(v, 4) if isinstance(v, float) else v for k, v in more.items()}
+    RESULTS.append({"part": part, "who": who, "seconds": round(seconds, 3), **more})
+    extra = "  ".join(f"{k} {v}" for k, v in more.items())
+    print(f"{part:10} {who:34} {seconds:9.3f} s  {extra}", flush=True)
+
+
+def timed(call):
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, out
+
+
+def questions(count: int) -> list[dict]:
+    """GSM8K where it is there, else questions of the same form."""
+    folder = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[2] / "shared")
+    file = folder / "data" / "gsm8k" / "test.jsonl"
+    if file.exists():
+        return [json.loads(line) for line in file.read_text().splitlines()[:count]]
+    rng = random.Random(0)
+    made = []
+    for _ in range(count):
+        a, b, c = (rng.randrange(2, 90) for _ in range(3))
+        text = f"Ann has {a} apples and buys {b} bags of {c} apples each. How many has she now? "
+        made.append({"question": text * rng.randint(1, 4), "answer": f"{a} + {b} * {c}\n#### {a}"})
+    return made
+
+
+def prompt(rows: list[dict], row: dict, shots: int) -> str:
+    before = [f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in rows[-shots:]]
+    return "".join(before[:shots]) + f"Question: {row['question']}\nAnswer:"
+
+
+def requests(rows: list[dict], shots: int, new: int) -> tuple[list, list]:
+    """lm_eval's requests: four continuations of each context, and a completion of each."""
+    from lm_eval.api.instance import Instance
+
+    rng = random.Random(1)
+    ends = [" The answer is " + r["answer"].split("####")[-1].strip() + "." for r in rows]
+    choices, completions = [], []
+    settings = {"until": ["Question:", "\n\n"], "max_gen_toks": new, "do_sample": False}
+    for number, row in enumerate(rows[: len(rows) - shots]):
+        context = prompt(rows, row, shots)
+        for end in [ends[number], *rng.sample(ends, 3)]:
+            choices.append(Instance("loglikelihood", row, (context, end), number))
+        completions.append(Instance("generate_until", row, (context, dict(settings)), number))
+    return choices, completions
+
+
+def beside_lm_eval(args: argparse.Namespace) -> None:
+    """Ours beside lm_eval's own model, on the same requests: equal answers, and how fast."""
+    from lm_eval.models.huggingface import HFLM
+    from nopad.inference.harness import EngineLM
+
+    model, tokenizer = load(args)
+    choices, completions = requests(questions(args.questions + args.shots), args.shots, args.new)
+    lengths = [len(tokenizer.encode(r.args[0])) for r in completions]
+    ends = statistics.mean(len(tokenizer.encode(r.args[1])) for r in choices)
+    print(
+        f"{len(completions)} questions, {args.shots} shots, context {statistics.mean(lengths):.0f} "
+        f"tokens (longest {max(lengths)}), continuations {ends:.0f}, up to {args.new} new"
+    )
+    lm = EngineLM(model, tokenizer)
+
+    def best(call, runs: int):
+        pairs = []
+        for _ in range(runs):
+            lm.engine.release()  # nothing cached from the run before
+            pairs.append(timed(call))
+        return min(pairs, key=lambda pair: pair[0])
+
+    ours = {
+        "choice": best(lambda: lm.loglikelihood(choices, disable_tqdm=True), args.runs),
+        "generate": best(lambda: lm.generate_until(completions, disable_tqdm=True), args.runs),
+    }
+    for part, (seconds, _) in ours.items():
+        note(part, "nopad", seconds, requests=len(choices if part == "choice" else completions))
+    theirs: dict[str, dict[int, float]] = {"choice": {}, "generate": {}}
+    for batch in args.batches:
+        hf = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+        for part, call, asked in (
+            ("choice", hf.loglikelihood, choices),
+            ("generate", hf.generate_until, completions),
+        ):
+            seconds, answers = timed(lambda c=call, a=asked: c(a, disable_tqdm=True))
+            theirs[part][batch] = seconds
+            note(part, f"lm_eval hf, batch {batch}", seconds, **compare(ours[part][1], answers))
+    for part, times in theirs.items():
+        batch = min(times, key=times.__getitem__)
+        note(part, f"speed-up over batch {batch}", times[batch], ratio=times[batch] / ours[part][0])
+
+
+def compare(ours: list, theirs: list) -> dict:
+    """Assert that the answers are the same; say how close."""
+    if isinstance(theirs[0], str):
+        differing = sum(a != b for a, b in zip(ours, theirs, strict=True))
+        assert differing == 0, f"{differing} of {len(ours)} completions differ"
+        return {"differing": differing}
+    worst = max(abs(a[0] - b[0]) for a, b in zip(ours, theirs, strict=True))
+    assert worst < 1e-4 and [a[1] for a in ours] == [b[1] for b in theirs], worst
+    picks = [max(range(4), key=lambda i: s[i][0]) for s in four(theirs)]
+    assert picks == [max(range(4), key=lambda i: s[i][0]) for s in four(ours)]
+    return {"largest_difference": worst}
+
+
+def four(scores: list) -> list:
+    return [scores[i : i + 4] for i in range(0, len(scores), 4)]
+
+
+def load(args: argparse.Namespace):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not args.model.endswith(".gguf"):
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        return model.to(args.device).eval(), AutoTokenizer.from_pretrained(args.model)
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import GgufConfig
+
+    folder, file = os.path.split(args.model)
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, quantization_config=whole)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    # The conversion loses the splitting of digits, which the model was trained with.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    return model.float().to(args.device).eval(), tokenizer
+
+
+def inside_training(args: argparse.Namespace) -> None:
+    """Evaluations between training steps: ours, `generate` in a callback, `generate_batch`."""
+    import generation_workloads as shapes
+    from nopad.inference import Engine, SamplingParams
+    from nopad.trainer.evaluation import Example, GenerationEval
+
+    model = shapes.llama_1b(args.device) if args.shape == "1b" else tiny(args.device)
+    model.train()
+    prompts, new = eight_shot(args.questions, args.shots, model.config.vocab_size, args.new)
+    tokens = sum(new)
+    step = Stepper(model)
+    engine = Engine(model)
+    busy: list[float] = []
+
+    def generate(given: list, params: object, deadline: float | None = None) -> list:
+        each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in new]
+        seconds, out = timed(lambda: engine.generate(given, each, deadline=deadline))
+        busy.append(seconds)
+        return out
+
+    evaluation = GenerationEval(
+        generate, [Example(p) for p in prompts], {"length": lambda text, _: len(text.split())}
+    )
+    plain = statistics.median(step.run(8)[2:])
+    for number in range(args.evaluations):
+        seconds, report = timed(lambda n=number: evaluation.run(n, model))
+        assert report.error is None and report.metrics["eval/new_tokens"] == tokens
+        after = step.run(3)
+        lost = seconds - busy[-1] + max(0.0, after[0] - plain)
+        rate = tokens / seconds
+        note("training", f"nopad, evaluation {number + 1}", seconds,
+             tokens_per_second=rate, lost=lost, step=plain, step_after=after[0])  # fmt: skip
+    engine.release()
+    if args.device == "cuda":
+        batched(model, prompts, new)
+    static(model, prompts, new, args.static, args.batches[-1])
+
+
+class Stepper:
+    """Training steps on packs of random tokens."""
+
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(0)
+        length = 4096 if next(model.parameters()).is_cuda else 64
+        ids = torch.randint(10, model.config.vocab_size, (1, length), generator=generator)
+        self.ids = ids.to(next(model.parameters()).device)
+
+    def run(self, count: int) -> list[float]:
+        return [timed(self._step)[0] for _ in range(count)]
+
+    def _step(self) -> None:
+        self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def eight_shot(count: int, shots: int, vocabulary: int, most: int):
+    """Prompts that share their examples; lengths of GSM8K's questions and answers, in words."""
+    rows = questions(count + shots)
+    rng = random.Random(0)
+    size = lambda text: max(4, int(1.4 * len(text.split())))  # noqa: E731
+    ids = lambda n: [rng.randrange(10, vocabulary) for _ in range(n)]  # noqa: E731
+    shared = ids(sum(size(r["question"]) + size(r["answer"]) for r in rows[count:]))
+    prompts = [shared + ids(size(r["question"])) for r in rows[:count]]
+    return prompts, [min(most, size(r["answer"])) for r in rows[:count]]
+
+
+def batched(model, prompts: list, new: list) -> None:
+    """Transformers' continuous batching, cold as a callback finds it."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(do_sample=False, max_new_tokens=max(new), eos_token_id=-1)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("flash_attention_2")
+
+    def serve() -> None:
+        with model.continuous_batching_context_manager(generation_config=config) as manager:
+            for ids, count in zip(prompts, new, strict=True):
+                manager.add_request(ids, max_new_tokens=count, eos_token_id=-1)
+            done = 0
+            while done < len(prompts):
+                result = manager.get_result(timeout=120)
+                assert result is not None and result.error is None
+                done += result.is_finished()
+
+    for number in (1, 2):
+        seconds, _ = timed(serve)
+        rate = sum(new) / seconds
+        note("training", f"generate_batch, evaluation {number}", seconds, tokens_per_second=rate)
+    model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def static(model, prompts: list, new: list, count: int, batch: int) -> None:
+    """`generate` on padded batches; on `count` of the prompts, and scaled to all of them."""
+    model.eval()
+
+    def go() -> None:
+        for start in range(0, count, batch):
+            rows, lengths = prompts[start : start + batch], new[start : start + batch]
+            wide = max(map(len, rows))
+            ids = torch.tensor([[0] * (wide - len(r)) + r for r in rows]).to(model.device)
+            mask = torch.tensor([[0] * (wide - len(r)) + [1] * len(r) for r in rows])
+            model.generate(
+                ids, attention_mask=mask.to(model.device), max_new_tokens=max(lengths),
+                do_sample=False, pad_token_id=0, eos_token_id=None,
+            )  # fmt: skip
+
+    seconds, _ = timed(go)
+    scaled = seconds * len(prompts) / count
+    note("training", f"generate in a callback, batch {batch}", scaled,
+         tokens_per_second=sum(new[:count]) / seconds, measured_on=count)  # fmt: skip
+    model.train()
+
+
+def tiny(device: str):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", help="folder of a real model, or a gguf file: beside lm_eval's hf model")
+    add("--shape", choices=["1b", "tiny"], help="random weights: evaluations inside training")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--questions", type=int, default=48)
+    add("--shots", type=int, default=1)
+    add("--new", type=int, default=64, help="longest completion")
+    add("--batches", type=int, nargs="+", default=[1, 8, 16, 32], help="of the peers")
+    add("--runs", type=int, default=2, help="of ours; the best counts, as of the peers' sizes")
+    add("--evaluations", type=int, default=3)
+    add("--static", type=int, default=64, help="prompts for generate in a callback")
+    args = parser.parse_args()
+    if not args.model and not args.shape:
+        parser.error("give --model or --shape")
+    if args.device == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if args.model:
+        beside_lm_eval(args)
+    if args.shape:
+        inside_training(args)
+    where = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    record = {
+        "benchmark": "evaluation", "hardware": where, "torch": torch.__version__,
+        "settings": {k: v for k, v in vars(args).items() if k != "model"},
+        "model": Path(args.model).name if args.model else args.shape, "results": RESULTS,
+    }  # fmt: skip
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
