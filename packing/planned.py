@@ -151,28 +151,28 @@ class PlannedPacks:
         together = max(1, TOGETHER // budget)
         current = {"epoch": begins[-1][0], "start": begins[-1][1]}
         for first in range(0, len(numbers), together):
-            segments, offsets = _segments(plan, numbers[first : first + together])
-            starts, named = plan.starts[segments], plan.items[segments]
-            lengths = plan.lengths[segments]
-            rows = self.store.lay(named, starts, lengths, offsets, align, self.pad)
-            self.store.check_ids(rows, named, self.vocab_size)
-            sources, shown = self.store.sources(named), self.store.numbers(named)
+            some = numbers[first : first + together]
+            rows = self.store.lay(plan, some, align, self.pad, self.vocab_size)
+            tokens, labels, bounds, starts = rows.tokens, rows.labels, rows.bounds, rows.starts
             if not self.continue_positions:
                 starts = np.zeros_like(starts)
-            ends, cuts = rows.ends.tolist(), offsets.tolist()
-            for p, index in enumerate(indices[first : first + together].tolist()):
+            shown, sources = self.store.numbers(rows.documents), self.store.sources(rows.documents)
+            ends, cuts = rows.ends.tolist(), rows.cuts.tolist()
+            places = indices[first : first + together].tolist()
+            early = share.round_start(places[0], base) < current["start"]
+            for p, index in enumerate(places):
                 a, b, c, d = ends[p], ends[p + 1], cuts[p], cuts[p + 1]
-                begin = share.round_start(index, base)
+                cursor = _cursor(begins, share.round_start(index, base)) if early else current
                 yield Pack(
-                    rows.tokens[a:b],
-                    rows.labels[a:b],
-                    rows.bounds[c + p : d + p + 1],
+                    tokens[a:b],
+                    labels[a:b],
+                    bounds[c + p : d + p + 1],
                     budget,
                     shown[c:d],
                     sources[c:d],
                     starts[c:d],
                     index,
-                    current if begin >= current["start"] else _cursor(begins, begin),
+                    cursor,
                 )
 
 
@@ -197,11 +197,3 @@ def _cursor(begins: list[tuple[int, int]], index: int) -> dict:
     """Name the last epoch that began at or before a pack."""
     epoch, start = next(begin for begin in reversed(begins) if begin[1] <= index)
     return {"epoch": epoch, "start": start}
-
-
-def _segments(plan: Plan, packs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Give the segments of some packs, and where each pack's begin among them."""
-    counts = plan.offsets[packs + 1] - plan.offsets[packs]
-    offsets = np.zeros(len(packs) + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return np.arange(offsets[-1]) + np.repeat(plan.offsets[packs] - offsets[:-1], counts), offsets

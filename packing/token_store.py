@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .compiled import compiled
 from .fingerprint import Fingerprint
+from .plan import Plan
 from .sample import IGNORE, Sample
 
 
@@ -57,7 +59,8 @@ class TokenStore:
     """Documents of one or several shelves, numbered through.
 
     >>> store = TokenStore([Shelf.of([Sample(np.array([5, 6, 7])), Sample(np.array([8, 9]))])])
-    >>> rows = store.lay(np.array([1, 0]), np.array([0, 1]), np.array([2, 2]), np.array([0, 2]))
+    >>> plan = Plan(*map(np.array, ([1, 0], [0, 1], [2, 2], [0, 2])))
+    >>> rows = store.lay(plan, np.array([0]))
     >>> rows.tokens.tolist(), rows.labels.tolist(), rows.bounds.tolist()
     ([8, 9, 6, 7], [-100, 9, -100, 7], [0, 2, 4])
     """
@@ -84,22 +87,6 @@ class TokenStore:
                 row = int(np.argmin(shelf.lengths))
                 raise ValueError(f"{shelf.name}, document {row} is empty: leave it out")
 
-    def check_ids(self, rows: Rows, documents: np.ndarray, vocab_size: int | None) -> None:
-        """Refuse ids below 0 or beyond the vocabulary, naming the document."""
-        if _within(rows.tokens, np.iinfo(np.int64).max if vocab_size is None else vocab_size):
-            return
-        bad = rows.tokens < 0
-        if vocab_size is not None:
-            bad |= rows.tokens >= vocab_size
-        place = int(np.argmax(bad))
-        segment = int(np.searchsorted(rows.places, place, side="right")) - 1
-        name = self.shelves[int(self.shelf_of(documents[segment]))].name
-        number = int(self.numbers(documents[segment : segment + 1])[0])
-        raise ValueError(
-            f"{name}, document {number} holds the id {rows.tokens[place]}: ids go from 0 to "
-            f"{'the vocabulary' if vocab_size is None else vocab_size - 1}"
-        )
-
     def source_bounds(self, sources: int) -> list[int]:
         """Give the first document of each source, and the end."""
         counts = np.zeros(sources, np.int64)
@@ -111,18 +98,45 @@ class TokenStore:
         """Identify all documents."""
         return Fingerprint(*(shelf.fingerprint() for shelf in self.shelves)).text()
 
-    def lay(self, documents, starts, lengths, offsets, align: int = 1, pad: int = 0) -> Rows:
-        """Lay the segments of several packs end to end: documents[s][starts[s]:][:lengths[s]]."""
-        rows = Rows.empty(lengths, offsets, align)
+    def lay(
+        self,
+        plan: Plan,
+        packs: np.ndarray,
+        align: int = 1,
+        pad: int = 0,
+        vocab_size: int | None = None,
+    ) -> Rows:
+        """Lay some packs of a plan end to end; its items are documents of this store.
+
+        An id below 0 or beyond the vocabulary is refused, naming its document.
+        """
+        columns = plan.items, plan.starts, plan.lengths, plan.offsets
+        rows, sound = Rows(*_outline(*columns, packs, align)), True
+        limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
         if len(self.shelves) == 1:
-            _fill(self.shelves[0], documents, starts, lengths, rows, pad)
-            return rows
-        shelf_of = self.shelf_of(documents)
-        for number in np.unique(shelf_of):
-            some = np.flatnonzero(shelf_of == number)
-            shelf, own = self.shelves[number], documents[some] - self.firsts[number]
-            _fill(shelf, own, starts[some], lengths[some], rows, pad, some)
+            sound = _fill(self.shelves[0], rows, rows.documents, slice(None), pad, limit)
+        else:
+            shelf_of = self.shelf_of(rows.documents)
+            for number in np.unique(shelf_of):
+                some = np.flatnonzero(shelf_of == number)
+                own = rows.documents[some] - self.firsts[number]
+                sound &= _fill(self.shelves[number], rows, own, some, pad, limit)
+        if not sound:
+            self._refuse(rows, rows.documents, vocab_size)
         return rows
+
+    def _refuse(self, rows: Rows, documents: np.ndarray, vocab_size: int | None) -> None:
+        bad = rows.tokens < 0
+        if vocab_size is not None:
+            bad |= rows.tokens >= vocab_size
+        place = int(np.argmax(bad))
+        segment = int(np.searchsorted(rows.places, place, side="right")) - 1
+        name = self.shelves[int(self.shelf_of(documents[segment]))].name
+        number = int(self.numbers(documents[segment : segment + 1])[0])
+        raise ValueError(
+            f"{name}, document {number} holds the id {rows.tokens[place]}: ids go from 0 to "
+            f"{'the vocabulary' if vocab_size is None else vocab_size - 1}"
+        )
 
     def shelf_of(self, documents: np.ndarray) -> np.ndarray:
         """Give the shelf each document stands on."""
@@ -142,71 +156,73 @@ class TokenStore:
         return documents - self._source_firsts[self.shelf_of(documents)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Several packs end to end, to be cut into views."""
+class Rows(NamedTuple):
+    """P packs of M segments end to end, to be cut into views."""
 
     tokens: np.ndarray
     labels: np.ndarray
     bounds: np.ndarray
-    """int32: cu_seqlens of all packs one behind the other, N+1 entries each."""
+    """int32 [M + P]: cu_seqlens of all packs one behind the other, N + 1 entries each."""
     ends: np.ndarray
     """int64 [P+1]: where each pack's tokens end."""
+    cuts: np.ndarray
+    """int64 [P+1]: where each pack's segments end."""
+    documents: np.ndarray
+    """int64 [M]."""
+    starts: np.ndarray
+    """int64 [M]: first token of each segment inside its document."""
+    lengths: np.ndarray
+    """int64 [M]."""
     places: np.ndarray
-    """int64 [M]: where each segment begins in `tokens`."""
-    widths: np.ndarray
-    """int64 [M]: places each segment takes; more than its tokens where it is aligned."""
-
-    @classmethod
-    def empty(cls, lengths: np.ndarray, offsets: np.ndarray, align: int) -> Rows:
-        """Make room for these segments, and set their boundaries."""
-        widths = lengths if align == 1 else -(-lengths // align) * align
-        total = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(widths, out=total[1:])
-        bounds = np.empty(len(lengths) + len(offsets) - 1, np.int32)
-        _bound(total, offsets, bounds)
-        size = int(total[-1])
-        tokens, labels = np.empty(size, np.int64), np.empty(size, np.int64)
-        return cls(tokens, labels, bounds, total[offsets], total[:-1], widths)
+    """int64 [M+1]: where each segment begins in `tokens`, and the end of the last."""
 
 
-def _fill(shelf, documents, starts, lengths, rows: Rows, pad: int, some=None) -> None:
-    places = rows.places if some is None else rows.places[some]
-    widths = rows.widths if some is None else rows.widths[some]
-    froms = shelf.begins[documents] + starts
+def _fill(shelf: Shelf, rows: Rows, documents: np.ndarray, some, pad: int, limit: int) -> bool:
+    """Copy the segments of one shelf to their places; say whether all ids are in the vocabulary."""
     labels = shelf.flat if shelf.labels is None else shelf.labels
-    _copy(shelf.flat, labels, froms, lengths, places, widths, pad, rows.tokens, rows.labels)
+    froms = shelf.begins[documents] + rows.starts[some]
+    where = froms, rows.lengths[some], rows.places[:-1][some], rows.places[1:][some]
+    return _copy(shelf.flat, labels, *where, pad, limit, rows.tokens, rows.labels)
 
 
 @compiled
-def _within(tokens, limit):
-    """Whether 0 <= token < limit for all; one sign bit collects what is not, without branches."""
-    signs = 0
-    for i in range(len(tokens)):
-        signs |= tokens[i] | (limit - 1 - tokens[i])
-    return signs >= 0
-
-
-@compiled
-def _bound(total, offsets, bounds):
+def _outline(items, starts, lengths, offsets, packs, align):
+    """Choose the segments of some packs, make room for them, and set their boundaries."""
+    count = 0
+    for p in packs:
+        count += offsets[p + 1] - offsets[p]
+    documents, firsts = np.empty(count, np.int64), np.empty(count, np.int64)
+    sizes, places = np.empty(count, np.int64), np.zeros(count + 1, np.int64)
+    ends, cuts = np.zeros(len(packs) + 1, np.int64), np.zeros(len(packs) + 1, np.int64)
+    bounds = np.empty(count + len(packs), np.int32)
     at = 0
-    for p in range(len(offsets) - 1):
-        for s in range(offsets[p], offsets[p + 1] + 1):
-            bounds[at] = total[s] - total[offsets[p]]
+    for number, p in enumerate(packs):
+        bounds[at + number] = 0
+        for s in range(offsets[p], offsets[p + 1]):
+            documents[at], firsts[at], sizes[at] = items[s], starts[s], lengths[s]
+            places[at + 1] = places[at] + -(-lengths[s] // align) * align
             at += 1
+            bounds[at + number] = places[at] - ends[number]
+        ends[number + 1], cuts[number + 1] = places[at], at
+    tokens, labels = np.empty(places[at], np.int64), np.empty(places[at], np.int64)
+    return tokens, labels, bounds, ends, cuts, documents, firsts, sizes, places
 
 
 @compiled
-def _copy(flat, flat_labels, froms, lengths, places, widths, pad, tokens, labels):
+def _copy(flat, flat_labels, froms, lengths, begins, ends, pad, limit, tokens, labels):
+    signs = 0  # its sign bit collects ids outside of 0 <= id < limit, without a branch
     for s in range(len(froms)):
-        begin, place, n = froms[s], places[s], lengths[s]
+        begin, n = froms[s], lengths[s]
         ids, marks = flat[begin : begin + n], flat_labels[begin : begin + n]
-        to, label = tokens[place : place + widths[s]], labels[place : place + widths[s]]
+        to, label = tokens[begins[s] : ends[s]], labels[begins[s] : ends[s]]
         for i in range(n):
-            to[i] = ids[i]
+            token = np.int64(ids[i])
+            to[i] = token
+            signs |= token | (limit - 1 - token)
         for i in range(n):
             label[i] = marks[i]
         for i in range(n, len(to)):
             to[i] = pad
-            label[i] = -100
-        label[0] = -100
+            label[i] = IGNORE
+        label[0] = IGNORE
+    return signs >= 0

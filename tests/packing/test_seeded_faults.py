@@ -196,6 +196,7 @@ def no_check(*args, **kwargs):
 def fill_all_labels(*args):
     token_store_copy(*args)
     args[-1][:] = args[-2]
+    return True
 
 
 token_store_copy = token_store._copy
@@ -223,11 +224,9 @@ FAULTS = {
         planned, "epoch_order", lambda *a: (w[:-1] for w in token_store_order(*a))),
     "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
     "a part's start is forgotten": (
-        token_store.TokenStore, "lay",
-        lambda self, d, s, n, o, a=1, p=0: lay(self, d, s * 0, n, o, a, p)),
+        token_store, "_outline", lambda items, starts, *rest: outline(items, starts * 0, *rest)),
     "boundaries count from the window, not the pack": (
-        token_store, "_bound", lambda total, offsets, bounds: bounds.__setitem__(
-            slice(None), np.resize(total, len(bounds)))),
+        token_store, "_outline", lambda *a: from_the_window(outline(*a))),
     "a finished sample is kept by the packer": (
         packer.Packer, "_hold", lambda self, number, sample: hold(self, number + 1, sample)),
     "a packer's state forgets the planner": (
@@ -284,7 +283,15 @@ FAULTS = {
 }  # fmt: skip
 
 token_store_order = planned.epoch_order
-lay = token_store.TokenStore.lay
+outline = token_store._outline
+
+
+def from_the_window(columns):
+    columns = list(columns)
+    columns[2] = np.resize(columns[-1], len(columns[2])).astype(np.int32)
+    return tuple(columns)
+
+
 hold = packer.Packer._hold
 restore = rows_in_order.RowsInOrder.restore
 opened = sharded.ShardedPacks._open

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nopad.packing import IGNORE, Sample
+from nopad.packing import IGNORE, Plan, Sample
 from nopad.packing.token_store import Shelf, TokenStore
 
 
@@ -45,7 +45,8 @@ def test_laying_out_equals_the_naive_way(data):
         segments.append((document, start, length))
     align = data.draw(st.sampled_from([1, 2, 8]))
     columns = [np.array(column, np.int64) for column in zip(*segments, strict=True)]
-    rows = store.lay(*columns, np.array([0, len(segments)]), align, pad=7)
+    plan = Plan(*columns, np.array([0, len(segments)]))
+    rows = store.lay(plan, np.array([0]), align, pad=7)
     tokens, labels, bounds = naive(samples, segments, align, 7)
     assert rows.tokens.tolist() == tokens
     assert rows.labels.tolist() == labels
@@ -54,10 +55,17 @@ def test_laying_out_equals_the_naive_way(data):
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_document():
     store = TokenStore([Shelf.of([Sample(np.array([1, 2])), Sample(np.array([3, 99, 4]))], "mine")])
-    rows = store.lay(*map(np.array, ([0, 1], [0, 0], [2, 3], [0, 2])))
-    store.check_ids(rows, np.array([0, 1]), 100)
+    plan = Plan(*map(np.array, ([0, 1], [0, 0], [2, 3], [0, 2])))
+    store.lay(plan, np.array([0]), vocab_size=100)
     with pytest.raises(ValueError, match="mine, document 1 holds the id 99"):
-        store.check_ids(rows, np.array([0, 1]), 99)
+        store.lay(plan, np.array([0]), vocab_size=99)
+
+
+def test_a_negative_id_is_named_whatever_the_vocabulary():
+    shelf = Shelf("mine", np.array([1, -2, 3]), np.array([0]), np.array([3]))
+    with pytest.raises(ValueError, match="mine, document 0 holds the id -2"):
+        plan = Plan(*map(np.array, ([0], [0], [3], [0, 1])))
+        TokenStore([shelf]).lay(plan, np.array([0]))
 
 
 def test_an_empty_document_is_named():
