@@ -5,7 +5,7 @@
     nopad generate path/to/checkpoint --file chats.jsonl --temperature 0.8 --n 4 --stats
 
 A file holds one prompt a line, or, named .jsonl, objects with "prompt" (text or token ids) or
-"messages". One JSON object a completion comes out, in the order of the prompts. Exit status: 0, 1 if
+"messages". One JSON object a completion comes out, in the prompts' order. Exit status: 0, 1 if
 a request failed, 2 if the command could not start.
 """
 

@@ -13,17 +13,28 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import Varlen, carry
 from .borrow import borrowed
+from .replacing import replace_attribute
+from .stacked import Stacked
 
 log = logging.getLogger("nopad.inference")
 
-Part = Callable[[nn.Module, ExitStack], None]
+
+class Part(Protocol):
+    """A kind of replacement: put in place on a model until the stack unwinds.
+
+    `stale`: the weights may have changed since it was last in place.
+    """
+
+    __name__: str
+
+    def __call__(self, model: nn.Module, stack: ExitStack, stale: bool, /) -> None: ...
 
 
 def provable_parts(model: Any) -> list[Part]:
@@ -31,7 +42,7 @@ def provable_parts(model: Any) -> list[Part]:
     proven: list[Part] = []
     with borrowed(model):
         want = _logits(model, next(model.parameters()).device)
-        for part in (_norms, _gates, _rotaries, _projections, _residuals):
+        for part in (_norms, _gates, _rotaries, Stacked(), _residuals):
             if _agrees(model, [*proven, part], want):
                 proven.append(part)
     names = [part.__name__.strip("_") for part in proven]
@@ -40,11 +51,11 @@ def provable_parts(model: Any) -> list[Part]:
 
 
 @contextmanager
-def fused(model: nn.Module, parts: list[Part]) -> Iterator[None]:
+def fused(model: nn.Module, parts: list[Part], stale: bool = True) -> Iterator[None]:
     """Let fused kernels stand in for the model's own operations."""
     with ExitStack() as stack:
         for part in parts:
-            part(model, stack)
+            part(model, stack, stale)
         yield
 
 
@@ -74,7 +85,7 @@ def _logits(model: Any, device: torch.device) -> Tensor:
     return out.logits
 
 
-def _norms(model: nn.Module, stack: ExitStack) -> None:
+def _norms(model: nn.Module, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import rms_norm
 
     for module in model.modules():
@@ -84,7 +95,7 @@ def _norms(model: nn.Module, stack: ExitStack) -> None:
             def forward(x: Tensor, m: Any = module, eps: float = eps) -> Tensor:
                 return rms_norm(x, m.weight, eps)
 
-            _replace(module, "forward", forward, stack)
+            replace_attribute(module, "forward", forward, stack)
 
 
 def _rms_eps(module: Any) -> float | None:
@@ -93,7 +104,7 @@ def _rms_eps(module: Any) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _gates(model: nn.Module, stack: ExitStack) -> None:
+def _gates(model: nn.Module, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import silu_mul
 
     for module in model.modules():
@@ -105,33 +116,10 @@ def _gates(model: nn.Module, stack: ExitStack) -> None:
             gate, up = _side_by_side(x, m.gate_proj, m.up_proj)
             return m.down_proj(silu_mul(gate, up))
 
-        _replace(module, "forward", forward, stack)
+        replace_attribute(module, "forward", forward, stack)
 
 
-def _projections(model: nn.Module, stack: ExitStack) -> None:
-    """Queries, keys and values at the same time: alone, each is too small to fill the device."""
-    for module in model.modules():
-        trio: list[Any] = [getattr(module, n, None) for n in ("q_proj", "k_proj", "v_proj")]
-        if not all(type(linear) is nn.Linear for linear in trio):
-            continue
-        kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def first(x: Tensor, trio: list[Any] = trio, kept: dict = kept) -> Tensor:
-            q, k, v = _side_by_side(x, *(_Plain(linear) for linear in trio))
-            kept.update({1: (x, k), 2: (x, v)})
-            return q
-
-        def later(x: Tensor, place: int, linear: nn.Linear, kept: dict = kept) -> Tensor:
-            asked, found = kept.pop(place, (None, None))
-            return found if asked is x else nn.Linear.forward(linear, x)
-
-        _replace(trio[0], "forward", first, stack)
-        for place in (1, 2):
-            linear = trio[place]
-            _replace(linear, "forward", partial(later, place=place, linear=linear), stack)
-
-
-def _residuals(model: nn.Module, stack: ExitStack) -> None:
+def _residuals(model: nn.Module, stack: ExitStack, stale: bool) -> None:
     """Add to the residual stream inside the next norm, not in a pass of its own.
 
     A layer hands on the residual and leaves what is to be added to it with `owed`; whoever norms
@@ -168,19 +156,9 @@ def _residuals(model: nn.Module, stack: ExitStack) -> None:
             _rms_eps(layer.input_layernorm),
             _rms_eps(layer.post_attention_layernorm),
         )
-        _replace(layer, "forward", partial(layer_forward, layer=layer), stack)
+        replace_attribute(layer, "forward", partial(layer_forward, layer=layer), stack)
     stack.callback(owed.clear)
-    _replace(body.norm, "forward", lambda x: settle(body.norm, x)[1], stack)
-
-
-class _Plain:
-    """A linear layer's own forward, whatever stands in for it."""
-
-    def __init__(self, linear: nn.Linear):
-        self._linear = linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.Linear.forward(self._linear, x)
+    replace_attribute(body.norm, "forward", lambda x: settle(body.norm, x)[1], stack)
 
 
 def _side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -223,7 +201,7 @@ def streams(device: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(3)]
 
 
-def _rotaries(model: nn.Module, stack: ExitStack) -> None:
+def _rotaries(model: nn.Module, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import rotary
 
     files = {type(module).__module__ for module in model.modules()}
@@ -235,21 +213,4 @@ def _rotaries(model: nn.Module, stack: ExitStack) -> None:
             assert unsqueeze_dim == 1 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
             return rotary(q, k, cos, sin)
 
-        _replace(source, "apply_rotary_pos_emb", apply, stack)
-
-
-def _replace(owner: Any, name: str, value: Any, stack: ExitStack) -> None:
-    """Set an attribute of one object, and have it as it was when the stack unwinds."""
-    before = vars(owner).get(name)
-    if isinstance(owner, nn.Module) and before is not None and not hasattr(before, "ours"):
-        return  # someone wrapped it: theirs stays
-    value.ours = True
-    stack.callback(_put_back, owner, name, before)
-    vars(owner)[name] = value
-
-
-def _put_back(owner: Any, name: str, before: Any) -> None:
-    if before is None:
-        del vars(owner)[name]
-    else:
-        vars(owner)[name] = before
+        replace_attribute(source, "apply_rotary_pos_emb", apply, stack)

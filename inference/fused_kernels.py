@@ -16,11 +16,12 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, width, WIDTH: tl.constexpr):
+def _rms_norm(x, weight, out, eps, width, inner, outer_stride, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
     inside = place < width
-    value = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    at = x + row // inner * outer_stride + row % inner * width
+    value = tl.load(at + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
     rounded = (value * scale).to(x.dtype.element_ty).to(tl.float32)
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
@@ -29,12 +30,18 @@ def _rms_norm(x, weight, out, eps, width, WIDTH: tl.constexpr):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, then the gain."""
-    x = x.contiguous()
-    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     width = x.shape[-1]
+    # Heads of one token lie together, but tokens may be apart: part of a wider product's rows.
+    heads = x.ndim == 4 and len(x) == 1 and x.stride()[2:] == (width, 1)
+    if not heads:
+        x = x.contiguous()
+    inner, outer = (x.shape[2], x.stride(1)) if heads else (max(x.numel() // width, 1), 0)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block, warps = _shape(width)
     if x.numel():
-        _rms_norm[(x.numel() // width,)](x, weight, out, eps, width, block, num_warps=warps)
+        rows = x.numel() // width
+        _rms_norm[(rows,)](x, weight, out, eps, width, inner, outer, block, num_warps=warps)
     return out
 
 

@@ -17,6 +17,7 @@ from .request import Request
 from .runner import DeviceRunner
 from .scheduler import Scheduler
 from .slots import Slots
+from .stacked import stacked_bytes
 from .stats import Stats
 from .trace import Trace
 from .weights import Shadow
@@ -65,6 +66,8 @@ def assemble(
     page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
     most = settings.max_running * -(-settings.max_length // settings.page_size)
     budget = allowance(settings.memory, device) - (shadow.bytes if shadow else 0)
+    if device.type == "cuda":
+        budget -= stacked_bytes(model, dtype.itemsize)
     count = min(budget // page, most)
     if count < 1:
         raise ValueError(

@@ -69,12 +69,14 @@ class Tenancy:
                 stack.enter_context(borrowed(self._model, narrow))
                 if self.machine is not None and self.machine.narrow != narrow:
                     self._change_dtype()
+                stale = not light or self.machine is None or not self._weights.unchanged()
                 if self.machine is None:
                     self.machine = self._assemble(narrow)
+                news = self._notice_weights() if stale else []
                 if self.machine.shadow is not None:
-                    stack.enter_context(self.machine.shadow.active())
-                stack.enter_context(fused(self._model, self.machine.fused))
-                yield self._notice_weights(light)
+                    stack.enter_context(self.machine.shadow.active(stale))
+                stack.enter_context(fused(self._model, self.machine.fused, stale))
+                yield news
         except BaseException:
             self.machine = None
             raise
@@ -108,11 +110,9 @@ class Tenancy:
             dtype = torch.get_autocast_dtype(kind)
         return None if dtype is None or dtype == parameter.dtype else dtype
 
-    def _notice_weights(self, light: bool) -> list[Request]:
+    def _notice_weights(self) -> list[Request]:
         """Forget what other weights computed: cached prefixes, and the keys of running requests."""
         assert self.machine is not None
-        if light and self._weights.unchanged():
-            return []
         if self._weights.moved():
             self.machine.runner.forget_graphs()
         if not self._weights.refresh():

@@ -89,11 +89,12 @@ class Shadow:
         return sum({copy.data_ptr(): copy.nbytes for *_, copy in self._pairs}.values())
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Let the copies, brought up to date, stand in for the weights."""
-        with torch.no_grad():
-            for _, _, parameter, copy in self._pairs:
-                copy.copy_(parameter)
+    def active(self, stale: bool = True) -> Iterator[None]:
+        """Let the copies stand in for the weights, brought up to date first if stale."""
+        if stale:
+            with torch.no_grad():
+                for _, _, parameter, copy in self._pairs:
+                    copy.copy_(parameter)
         try:
             for module, name, _, copy in self._pairs:
                 module._parameters[name] = copy  # pyright: ignore[reportArgumentType]

@@ -18,8 +18,9 @@ torch.manual_seed(0)
 for width in (16, 96, 300):
     norm = llama.LlamaRMSNorm(width, eps=1e-5)
     norm.weight.data.normal_()
-    x = torch.randn(1, 7, width)
-    torch.testing.assert_close(rms_norm(x, norm.weight.data, 1e-5), norm(x).detach())
+    wide = torch.randn(1, 7, 5 * width)[..., : 3 * width].view(1, 7, 3, width)
+    for x in (torch.randn(1, 7, width), wide, wide.transpose(1, 2)):
+        torch.testing.assert_close(rms_norm(x, norm.weight.data, 1e-5), norm(x).detach())
 gate, up = torch.randn(1, 5, 300), torch.randn(1, 5, 300)
 torch.testing.assert_close(silu_mul(gate, up), torch.nn.functional.silu(gate) * up)
 for heads, kv, width in ((4, 2, 32), (6, 3, 24), (1, 1, 128)):
