@@ -27,6 +27,7 @@ from generation_workloads import Work
 from nopad.inference import Engine, SamplingParams
 
 RESULTS: list[dict] = []
+REPEATS = 3
 
 
 def note(workload: str, who: str, seconds: float, tokens: int, floor: float = 0.0, **more) -> None:
@@ -72,12 +73,12 @@ def params_of(work: Work) -> list[SamplingParams]:
 
 
 def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", **settings) -> float:
-    """Cold once, then the median of three calls without any cached prefix."""
+    """Cold once, then the median of several calls without any cached prefix."""
     engine = Engine(model, **settings)
     params = params_of(work)
     cold, _ = timed(lambda: engine.generate(work.prompts, params))
     captured, times = engine.stats.graphs_captured, []
-    for _ in range(3):
+    for _ in range(REPEATS):
         engine._machine.loop.scheduler.pages.forget()
         engine.stats.reset()
         seconds, out = timed(lambda: engine.generate(work.prompts, params))
@@ -118,7 +119,7 @@ def run_continuous(name: str, model, work: Work, floor: float) -> float:
     def whole() -> tuple[float, float]:
         with model.continuous_batching_context_manager(generation_config=config) as manager:
             first, _ = timed(lambda: serve(manager))
-            return first, min(timed(lambda: serve(manager))[0] for _ in range(2))
+            return first, timed(lambda: serve(manager))[0]
 
     start, (first, warm) = timed(whole)
     del start
@@ -289,10 +290,14 @@ def bench_gpu(only: set[str]) -> None:
         work = load.lognormal(vocabulary)
         floor = load.floor_seconds(model, work, bandwidth, rate)
         run_engine("a", model, work, floor)
+        run_continuous("a", model, work, floor)
+    if "k" in only:
+        work = load.lognormal(vocabulary)
+        floor = load.floor_seconds(model, work, bandwidth, rate)
         with attention("flash2"):
             run_engine("a", model, work, floor, "nopad, attention by flash-attn 2")
-        run_continuous("a", model, work, floor)
-        run_static("a", model, sample_of(work, 64), 32)
+    if "s" in only:
+        run_static("a", model, sample_of(load.lognormal(vocabulary), 64), 32)
     if "d" in only:
         work = load.few_shot(vocabulary)
         run_engine("d", model, work, 0.0)
@@ -318,8 +323,6 @@ def bench_gpu(only: set[str]) -> None:
         work = load.uniform(model.config.vocab_size)
         floor = load.floor_seconds(model, work, bandwidth, rate)
         run_engine("b", model, work, floor)
-        with attention("flash2"):
-            run_engine("b", model, work, floor, "nopad, attention by flash-attn 2")
         run_continuous("b", model, work, floor)
 
 
@@ -339,7 +342,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="a,b,c,d,e,f")
+    parser.add_argument(
+        "--only",
+        default="a,k,s,d,e,c,f,b",
+        help="workloads, k: (a) with flash-attn 2 inside, s: (a) in static batches",
+    )
     given = parser.parse_args()
     if given.device == "cuda":
         bench_gpu(set(given.only.split(",")))
