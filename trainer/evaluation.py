@@ -132,7 +132,8 @@ class GenerationEval:
         with undisturbed():
             found, rows, error = self._on_all_ranks(plan, model)
         seconds = time.monotonic() - began
-        self.budget.note(plan.examples, seconds)
+        finished = plan.examples - int(found.get("unfinished", 0)) if found else None
+        self.budget.note(finished, seconds)
         return self._report(step, found, rows, seconds, plan.note, error)
 
     def state_dict(self) -> dict:

@@ -71,8 +71,8 @@ class Budget:
             return Allowance(0, None, f"left out: {times}")
         return Allowance(fitting, limit, f"cut to {fitting} of {examples} examples: {times}")
 
-    def note(self, examples: int, seconds: float) -> None:
-        """Remember what an evaluation took."""
+    def note(self, finished: int | None, seconds: float) -> None:
+        """Remember what an evaluation took, and how many examples it finished; None: it failed."""
         self.spent += seconds
-        if examples:
-            self._per_example = seconds / examples
+        if finished is not None:
+            self._per_example = seconds / max(finished, 1)

@@ -1,0 +1,269 @@
+"""GenerationEval: when it runs, what it may cost, what it tells whom, and best checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+import tiny_run
+import torch
+from nopad.trainer import evaluation as module
+from nopad.trainer.evaluation import Example, GenerationEval, Report, Row
+from nopad.trainer.evaluation_budget import Budget
+from nopad.trainer.evaluation_table import show
+
+
+@dataclass
+class Done:
+    """A completion."""
+
+    text: str
+    error: str | None = None
+    finish_reason: str = "stop"
+    tokens: list[int] = field(default_factory=lambda: [1, 2])
+
+
+def echo(prompts, params=None, deadline=None):
+    return [Done(str(prompt)) for prompt in prompts]
+
+
+def equal(text, reference):
+    return float(text == reference)
+
+
+EXAMPLES = [Example("a", "a"), Example("b", "x"), Example("c", "c"), Example("d", "d")]
+
+
+def test_metrics_are_means_over_what_was_completed():
+    report = GenerationEval(echo, EXAMPLES, {"exact": equal}, name="echo").run(7)
+    assert report.metrics["eval/echo/exact"] == 0.75
+    assert report.metrics["eval/echo/new_tokens"] == 8
+    assert report.rows[1] == Row("b", "b", "x", {"exact": 0.0})
+
+
+def test_what_failed_or_came_late_is_counted_and_does_not_count():
+    def some(prompts, params, deadline):
+        return [Done("a"), Done("", "too long", "error"), Done("c", None, "deadline"), Done("d")]
+
+    report = GenerationEval(some, EXAMPLES, {"exact": equal}).run(1)
+    counts = [report.metrics[f"eval/{k}"] for k in ("exact", "examples", "failed", "unfinished")]
+    assert counts == [1.0, 2, 1, 1]
+    assert report.error == "example 1: too long"
+
+
+def test_an_error_is_reported_or_raised_as_asked(caplog):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    report = GenerationEval(broken, EXAMPLES).run(3)
+    assert report.error == "RuntimeError: no memory" and report.rows == []
+    assert "after step 3" in caplog.text
+    with pytest.raises(RuntimeError, match="no memory"):
+        GenerationEval(broken, EXAMPLES, on_error="raise").run(3)
+
+
+def test_prompts_do_not_get_into_the_log(caplog):
+    caplog.set_level(logging.DEBUG)
+
+    def bad(text, reference):
+        raise ValueError("cannot")
+
+    secret = [Example("the password is swordfish", "swordfish")]
+    GenerationEval(echo, secret, {"bad": bad}).run(1)
+    assert "metric 'bad' on example 0" in caplog.text and "swordfish" not in caplog.text
+
+
+def test_a_harness_brings_its_own_metrics():
+    calls = []
+
+    def harness(deadline=None):
+        calls.append(deadline)
+        return {"arc/acc": 0.5}
+
+    report = GenerationEval(harness, deadline=9.0).run(1)
+    assert report.metrics["eval/arc/acc"] == 0.5 and calls == [9.0]
+
+
+def test_due_every_so_many_steps_and_at_the_end():
+    often = GenerationEval(echo, EXAMPLES, every=3)
+    assert [step for step in range(8) if often.due(step, last=step == 7)] == [3, 6, 7]
+    assert not GenerationEval(echo, EXAMPLES).due(3)
+
+
+def test_the_best_value_is_remembered_also_over_a_checkpoint():
+    values = iter([0.2, 0.5, 0.4, 0.6])
+
+    def source(deadline=None):
+        return {"acc": next(values)}
+
+    first = GenerationEval(source, watch="acc")
+    assert [first.run(i).is_best for i in range(2)] == [True, True]
+    second = GenerationEval(source, watch="acc")
+    second.load_state_dict(first.state_dict())
+    assert [second.run(i).is_best for i in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"max_share": 1.5}, {"deadline": 0}, {"on_error": "hide"}]
+)
+def test_settings_that_cannot_be_meant_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        GenerationEval(echo, EXAMPLES, **wrong)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_evaluations_stay_within_their_share_of_the_time():
+    clock = Clock()
+    budget = Budget(max_share=0.1, clock=clock)
+    ran = []
+    for _ in range(200):  # a step takes a second, an example a tenth
+        clock.now += 1.0
+        allowed = budget.allowance(100)
+        ran.append(allowed.examples)
+        seconds = 0.1 * allowed.examples
+        if allowed.deadline is not None:
+            seconds = min(seconds, allowed.deadline)
+        clock.now += seconds
+        budget.note(int(seconds / 0.1) if allowed.examples else None, seconds)
+        assert budget.share <= 0.1 + 1e-6
+    assert budget.share > 0.09, "the budget is used"
+    assert 0 in ran and any(0 < n < 100 for n in ran), "left out, and cut down"
+
+
+def test_what_the_budget_did_is_said(caplog):
+    evaluation = GenerationEval(echo, EXAMPLES, max_share=0.05)
+    clock = Clock()
+    evaluation.budget = Budget(0.05, clock=clock)
+    evaluation.budget.note(4, 40.0)
+    clock.now = 10.0
+    report = evaluation.run(5)
+    assert report.metrics == {} and "left out" in (report.note or "")
+    assert "after step 5 left out: it would take 40.0 s of 0.0 s" in caplog.text
+
+
+def test_tables_go_to_whatever_takes_text_or_tables(capsys):
+    told = []
+
+    class Board:
+        def add_text(self, tag, text, step):
+            told.append((tag, text.splitlines()[-1], step))
+
+    class Tables:
+        def log_table(self, name, columns, data, step):
+            told.append((name, columns, data, step))
+
+    row = Row("2+2=", "4", "4", {"exact": 1.0})
+    show(Report(3, rows=[row]), [Board(), Tables(), None], console=True)
+    assert told[0] == ("eval/samples", "| 2+2= | 4 | 4 | 1.0 |", 3)
+    assert told[1][2:] == ([["2+2=", "4", "4", 1.0]], 3)
+    assert "'2+2=' -> '4'" in capsys.readouterr().out
+
+
+def test_random_states_are_put_back_whatever_a_metric_draws(monkeypatch):
+    from contextlib import nullcontext
+
+    def noisy(text, reference):
+        return float(torch.rand(()))
+
+    def changes() -> bool:
+        before = torch.get_rng_state()
+        GenerationEval(echo, EXAMPLES, {"noisy": noisy}).run(1)
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert not changes()
+    monkeypatch.setattr(module, "undisturbed", nullcontext)
+    assert changes(), "the test would see it"
+
+
+def scores(*values: float):
+    """A source whose metric takes these values, one after the other."""
+    left = iter(values)
+    return lambda deadline=None: {"acc": next(left)}
+
+
+def test_the_hf_trainer_logs_and_keeps_the_best_checkpoint(tmp_path):
+    from nopad.trainer.with_hf import PackedTrainer
+    from nopad.trainer.with_hf_eval import EvalCallback
+    from transformers import TrainingArguments
+
+    def trainer(folder, **settings):
+        args = TrainingArguments(
+            str(folder), max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
+            metric_for_best_model="acc", greater_is_better=True, save_only_model=True, **settings,
+        )  # fmt: skip
+        data = tiny_run.dataset(epochs=None)
+        return PackedTrainer(tiny_run.model(), args, None, data, eval_dataset=tiny_run.dataset(5))
+
+    own = trainer(tmp_path / "own", save_strategy="steps", save_steps=100)
+    own.add_callback(EvalCallback(own, GenerationEval(scores(0.3, 0.1, 0.5), every=2)))
+    own.train()
+    assert [(h["step"], h["eval_acc"]) for h in own.state.log_history if "eval_acc" in h] == [
+        (2, 0.3), (4, 0.1), (6, 0.5),
+    ]  # fmt: skip
+    saved = sorted(path.name for path in (tmp_path / "own").glob("checkpoint-*"))
+    assert saved == ["checkpoint-2", "checkpoint-6"], "a new best is saved, another not"
+
+    joint = trainer(tmp_path / "joint", save_strategy="best", eval_strategy="steps", eval_steps=3)
+    joint.add_callback(EvalCallback(joint, GenerationEval(scores(0.5, 0.4))))
+    joint.train()
+    assert joint.state.best_metric == 0.5 and joint.state.best_global_step == 3
+    assert [p.name for p in (tmp_path / "joint").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_lightning_monitors_the_metric(tmp_path):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
+    from nopad.trainer.with_lightning_eval import EvalCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny_run.model()
+
+        def training_step(self, batch, _):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    data = PackedDataModule(tiny_run.dataset(epochs=None))
+    best = ModelCheckpoint(tmp_path, "{step}", "eval/acc", mode="max", every_n_train_steps=2)
+    run = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=6, enable_progress_bar=False,
+        enable_model_summary=False, logger=TensorBoardLogger(tmp_path), log_every_n_steps=1,
+        callbacks=[
+            PackedCallback(data), best, EvalCallback(GenerationEval(scores(0.1, 0.5, 0.2), every=2))
+        ],
+    )  # fmt: skip
+    run.fit(Module(), data)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
+    assert float(best.best_model_score) == 0.5
+
+
+def test_accelerate_hears_of_a_new_best(tmp_path):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from nopad.trainer.with_accelerate_eval import AccelerateEval
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    model = tiny_run.model()
+    source = GenerationEval(scores(0.1, 0.5, 0.2), every=2, watch="acc")
+    told = GenerationEval(echo, EXAMPLES, {"exact": equal}, every=4)
+    evaluations = AccelerateEval(accelerator, model, source, told)
+    found = {step: evaluations.after_step(step, last=step == 5) for step in range(1, 6)}
+    assert {step: [r.is_best for r in reports] for step, reports in found.items()} == {
+        1: [], 2: [True], 3: [], 4: [True, False], 5: [False, False],
+    }  # fmt: skip
+    accelerator.end_training()
+    assert any(path.stat().st_size > 500 for path in tmp_path.rglob("events*"))
