@@ -28,7 +28,9 @@ VERSION = 1
 
 
 class Planner:
-    """Decides which items share a pack, holding back at most `pool` segments.
+    """Decides which items share a pack, holding back fewer than `pool` segments.
+
+    An item leaves at the latest when 15 · `pool` more segments have arrived (see `best_fit`).
 
     strategy  best_fit: fullest packs; sequential: order kept, a pack ends where the next item
               does not fit; concat: order kept, items cut wherever a pack is full.
