@@ -189,11 +189,7 @@ def lay_rows(data: PackedDataset, together: int = 1 << 17) -> None:
     step = max(1, together // packs.planner["budget"])
     for plan in packs.plans(0):
         for first in range(0, len(plan), step):
-            offsets = plan.offsets[first : first + step + 1]
-            some = slice(offsets[0], offsets[-1])
-            packs.store.lay(
-                plan.items[some], plan.starts[some], plan.lengths[some], offsets - offsets[0]
-            )
+            packs.store.lay(plan, np.arange(first, min(first + step, len(plan))))
 
 
 def copy_twice(flat: np.ndarray) -> None:
