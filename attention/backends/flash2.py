@@ -54,12 +54,15 @@ def why_not(ask: Ask) -> str | None:
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
     """Attend inside each sequence of a packed row."""
     wide = q.shape[-1] - v.shape[-1]
+    bounds = varlen.cu_seqlens
+    # torch.compile cannot trace an autograd function that is given one tensor twice.
+    key_bounds = bounds.clone() if torch.compiler.is_compiling() else bounds
     out = _flash.flash_attn_varlen_func(
         q,
         k,
         F.pad(v, (0, wide)) if wide else v,
-        varlen.cu_seqlens,
-        varlen.cu_seqlens,
+        bounds,
+        key_bounds,
         varlen.max_length,
         varlen.max_length,
         softmax_scale=scores.scale,
