@@ -97,6 +97,21 @@ def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False)
     )
 
 
+def check_default_cache(model: Any) -> float:
+    """The leak of a pack whose batch does not say use_cache=False.
+
+    Transformers then makes a cache, and with one at hand its stock masks look for no documents.
+    """
+    documents, other = draw_documents(model), draw_documents(model, seed=1)
+    logits = []
+    for first in (documents[0], other[0]):
+        batch = batch_of([first, *documents[1:]])
+        del batch["use_cache"]
+        with torch.no_grad():
+            logits.append(model(**batch).logits[:, LENGTHS[0] :])
+    return _largest(logits[0] - logits[1])
+
+
 def check_paged(model: Any, page_size: int = 16) -> float:
     """Largest difference of logits between a packed row and the same tokens fed through pages.
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..attention import why_refused
-from ..attention.selfcheck import Packed, check_packed, check_paged
+from ..attention.selfcheck import Packed, check_default_cache, check_packed, check_paged
 from .shrink import scramble, shrink
 
 IMPLEMENTATIONS = ("nopad", "flash_attention_2", "sdpa", "eager", "flex_attention")
@@ -105,8 +105,16 @@ def examine(oracle: Any, name: str) -> Finding:
     verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
     if paged is not None and paged > limit:
         verdict = "WRONG"
-    note = _repair(model, oracle, limit) if verdict != "apart" and name in ("sdpa", "eager") else ""
-    return Finding(name, verdict, packed, paged, note)
+    return Finding(name, verdict, packed, paged, _advice(model, oracle, verdict, limit))
+
+
+def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
+    """What mends a leak, or what would open one."""
+    stock = model.config._attn_implementation in ("sdpa", "eager")
+    if verdict != "apart":
+        return _repair(model, oracle, limit) if stock else ""
+    leaks = check_default_cache(model) > limit
+    return "but leaks where the batch does not say use_cache=False" if leaks else ""
 
 
 def with_attention(model: Any, name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -61,8 +60,3 @@ class Backend(Protocol):
     ) -> Tensor:
         """Attend to all keys in the pages of one layer, this step's among them."""
         ...
-
-
-def installed(module: ModuleType | None, name: str) -> str | None:
-    """The usual first reason."""
-    return None if module is not None else f"{name} is not installed"

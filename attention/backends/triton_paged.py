@@ -48,6 +48,7 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
+    q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels read heads as unbroken rows
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
     where = (varlen.cu_seqlens, pages.table, pages.lengths, scores, out)
     reach = pages.max_length if scores.window is None else min(scores.window, pages.max_length)

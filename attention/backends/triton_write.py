@@ -33,6 +33,7 @@ def _write_kernel(
 
 def write_slots(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Put k [T, Hkv, Dk], v [T, Hkv, Dv] into a layer's slots."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     heads, dk = k.shape[1:]
     dv = v.shape[2]
     _write_kernel[(k.shape[0],)](

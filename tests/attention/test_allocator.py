@@ -9,7 +9,13 @@ import random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from nopad.attention.allocator import OutOfPages, PageAllocator
 from nopad.attention.prefix import PrefixIndex, sha256
 
@@ -234,15 +240,24 @@ class Machine(RuleBasedStateMachine):
         assert self.world.pages.available == self.world.pages.num_pages
 
 
-# 500 stories of 100 rules: 5 x 10^4 rules
-Machine.TestCase.settings = settings(
-    max_examples=500,
-    stateful_step_count=100,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestStories = Machine.TestCase
+def stories(count):
+    """Stories of 100 rules each."""
+    return settings(
+        max_examples=count,
+        stateful_step_count=100,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_fifty_thousand_rules_find_no_story_that_goes_wrong():
+    run_state_machine_as_test(Machine, settings=stories(500))
+
+
+@pytest.mark.slow
+def test_a_million_rules_find_no_story_that_goes_wrong():
+    run_state_machine_as_test(Machine, settings=stories(10_000))
 
 
 def allocator(**held):

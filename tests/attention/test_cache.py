@@ -34,7 +34,7 @@ def test_tokens_land_in_their_slots_and_minus_one_nowhere(writer):
     cache = PagedCache(4, 16, [(3, 8, 5)], torch.float32, "cpu")
     keys, values = cache.layer(0)
     k = torch.randn(3, 4, 8).transpose(0, 1)  # as a layer hands it over: heads first
-    v = torch.randn(4, 3, 5)
+    v = torch.randn(4, 5, 3).transpose(1, 2)
     slots = torch.tensor([33, -1, 0, 63])
     writer(k, v, keys, values, slots)
     for rows, tensor in ((k, keys), (v, values)):

@@ -18,8 +18,10 @@ def verdicts(text):
 
 def test_a_model_that_packs_rightly_passes(capsys):
     assert main(["llama", "--attn", "nopad,sdpa,eager"]) == 0
-    found = verdicts(capsys.readouterr().out)
-    assert found == {"nopad": "apart", "sdpa": "apart", "eager": "apart"}
+    text = capsys.readouterr().out
+    assert verdicts(text) == {"nopad": "apart", "sdpa": "apart", "eager": "apart"}
+    told = [line.split()[0] for line in text.splitlines() if "use_cache=False" in line]
+    assert told == ["sdpa", "eager"], "the default use_cache opens a leak in the stock masks only"
 
 
 def test_a_leak_is_told_with_its_cure_and_status_one(capsys):
