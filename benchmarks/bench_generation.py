@@ -74,6 +74,8 @@ def params_of(work: Work) -> list[SamplingParams]:
 
 def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", **settings) -> float:
     """Cold once, then the median of several calls without any cached prefix."""
+    if next(model.parameters()).is_cuda:
+        settings = {"memory": 60 << 30} | settings
     engine = Engine(model, **settings)
     params = params_of(work)
     cold, _ = timed(lambda: engine.generate(work.prompts, params))
@@ -161,7 +163,7 @@ def run_scoring(name: str, model) -> None:
     """(e) Four choices of one context: shared, beside padded batches with logits of all rows."""
     contexts, ends = load.choices(model.config.vocab_size)
     tokens = sum(len(e) for four in ends for e in four)
-    engine = Engine(model)
+    engine = Engine(model, memory=20 << 30)
     engine.score(contexts, ends)
     engine._machine.loop.scheduler.pages.forget()
     engine.stats.reset()
@@ -199,7 +201,7 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
     mean_gap = max(work.arrivals) / len(work.arrivals)
     for share in (0.5, 0.7, 0.9):
         scale = 1 / (capacity * share) / mean_gap
-        engine = Engine(model)
+        engine = Engine(model, memory=60 << 30)
         engine.generate(work.prompts[:64], params[:64])
         engine._machine.loop.scheduler.pages.forget()
         engine.stats.reset()

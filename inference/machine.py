@@ -12,7 +12,7 @@ from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
 from .fused import Part, provable_parts
 from .loop import Loop
-from .memory import Memory, allowance
+from .memory import Memory, allowance, note_taken
 from .request import Request
 from .runner import DeviceRunner
 from .scheduler import Scheduler
@@ -75,6 +75,7 @@ def assemble(
             f"tokens takes {page}: give more memory or a smaller page_size"
         )
     cache = PagedCache(count, settings.page_size, shapes, dtype, device)
+    note_taken(count * page, device)
     columns = Slots(settings.max_running)
 
     def admit(request: Request) -> None:

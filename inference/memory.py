@@ -15,8 +15,8 @@ _CPU_DEFAULT = 1 << 30
 def allowance(memory: Memory, device: torch.device) -> int:
     """Turn `memory=` into bytes.
 
-    Bytes as they are; a share (0 < x <= 1) of what is free now; or "spare": what is free now less
-    what training reached at its peak and does not hold at the moment.
+    Bytes as they are; a share (0 < x <= 1) of what is free now; or "spare": what training leaves
+    at its peak.
     """
     if isinstance(memory, str):
         if memory != SPARE:
@@ -35,10 +35,18 @@ def _spare(device: torch.device) -> int:
     if device.type != "cuda":
         return min(_CPU_DEFAULT, _free(device) // 4)
     held = torch.cuda.memory_reserved(device)
-    peak = max(torch.cuda.max_memory_reserved(device), held)
-    reusable = held - torch.cuda.memory_allocated(device)
+    # What engines took before is part of the peak, but training does not need it.
+    peak = max(torch.cuda.max_memory_reserved(device) - _taken.get(device, 0), 0)
     # A tenth stays for what forwards allocate beside the pages.
-    return int(max(_free(device) + reusable - peak + torch.cuda.memory_allocated(device), 0) * 0.9)
+    return int(max(_free(device) + held - max(peak, torch.cuda.memory_allocated(device)), 0) * 0.9)
+
+
+_taken: dict[torch.device, int] = {}
+
+
+def note_taken(size: int, device: torch.device) -> None:
+    """Remember how much engines took at most."""
+    _taken[device] = max(_taken.get(device, 0), size)
 
 
 def _free(device: torch.device) -> int:
