@@ -25,6 +25,7 @@ from .segments import Segments
 
 Strategy = Literal["best_fit", "sequential", "concat"]
 VERSION = 1
+"""Grows whenever the same lengths would give other packs: a state continues only under its own."""
 
 
 class Planner:

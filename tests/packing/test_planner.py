@@ -3,6 +3,7 @@
 import json
 import resource
 from bisect import bisect_left, insort
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, Planner, pack_lengths
 from nopad.packing.best_fit import ALLOWANCE, PATIENCE
+from nopad.packing.planner import VERSION
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
 SETTINGS = st.fixed_dictionaries(
@@ -282,6 +284,13 @@ def test_one_huge_item_is_split_without_ado():
     plan = pack_lengths([10**7, 3], 2048)
     assert plan.lengths.sum() == 10**7 + 3 and len(plan) == 4883
     assert sorted(plan.starts[plan.items == 0].tolist()) == list(range(0, 10**7, 2048))
+
+
+def test_the_packs_of_a_version_never_change():
+    lengths = (np.arange(20_000) * 7919 % 10_007) ** 2 % 2048 + 1
+    plan = pack_lengths(lengths, 2048)
+    content = b"".join(getattr(plan, name).astype("<i8").tobytes() for name in Plan.__slots__)
+    assert (VERSION, sha256(content).hexdigest()[:16]) == (1, "80fcb5b786e98d79")
 
 
 @pytest.mark.slow
