@@ -28,19 +28,22 @@ RESULTS: list[dict] = []
 
 def note(part: str, who: str, seconds: float, **more) -> None:
     """Print a line of the table and keep it for the record."""
-    more = {k: round(v, 4) if isinstance(v, float) else v for k, v in more.items()}
+    more = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in more.items()}
     RESULTS.append({"part": part, "who": who, "seconds": round(seconds, 3), **more})
     extra = "  ".join(f"{k} {v}" for k, v in more.items())
     print(f"{part:10} {who:34} {seconds:9.3f} s  {extra}", flush=True)
 
 
 def timed(call):
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Seconds and result; on a CPU, seconds of it: other processes may share the machine."""
+    if not torch.cuda.is_available():
+        start = time.process_time()
+        out = call()
+        return time.process_time() - start, out
+    torch.cuda.synchronize()
     start = time.perf_counter()
     out = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - start, out
 
 
@@ -59,21 +62,24 @@ def questions(count: int) -> list[dict]:
     return made
 
 
-def prompt(rows: list[dict], row: dict, shots: int) -> str:
-    before = [f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in rows[-shots:]]
-    return "".join(before[:shots]) + f"Question: {row['question']}\nAnswer:"
+def prompt(examples: list[dict], row: dict) -> str:
+    before = [f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in examples]
+    return "".join(before) + f"Question: {row['question']}\nAnswer:"
 
 
-def requests(rows: list[dict], shots: int, new: int) -> tuple[list, list]:
-    """lm_eval's requests: four continuations of each context, and a completion of each."""
+def requests(rows: list[dict], shots: int, new: int, fits) -> tuple[list, list]:
+    """lm_eval's requests: four continuations of each context that fits, and a completion of it."""
     from lm_eval.api.instance import Instance
 
     rng = random.Random(1)
     ends = [" The answer is " + r["answer"].split("####")[-1].strip() + "." for r in rows]
     choices, completions = [], []
     settings = {"until": ["Question:", "\n\n"], "max_gen_toks": new, "do_sample": False}
-    for number, row in enumerate(rows[: len(rows) - shots]):
-        context = prompt(rows, row, shots)
+    short = sorted(rows, key=lambda r: len(r["question"]) + len(r["answer"]))[:shots]
+    for number, row in enumerate(r for r in rows if r not in short):
+        context = prompt(short, row)
+        if not fits(context):
+            continue
         for end in [ends[number], *rng.sample(ends, 3)]:
             choices.append(Instance("loglikelihood", row, (context, end), number))
         completions.append(Instance("generate_until", row, (context, dict(settings)), number))
@@ -86,14 +92,20 @@ def beside_lm_eval(args: argparse.Namespace) -> None:
     from nopad.inference.harness import EngineLM
 
     model, tokenizer = load(args)
-    choices, completions = requests(questions(args.questions + args.shots), args.shots, args.new)
+    lm = EngineLM(model, tokenizer)
+    room = lm.max_length - args.new
+    choices, completions = requests(
+        questions(args.questions + args.shots),
+        args.shots,
+        args.new,
+        lambda text: len(tokenizer.encode(text)) <= room,
+    )
     lengths = [len(tokenizer.encode(r.args[0])) for r in completions]
     ends = statistics.mean(len(tokenizer.encode(r.args[1])) for r in choices)
     print(
         f"{len(completions)} questions, {args.shots} shots, context {statistics.mean(lengths):.0f} "
         f"tokens (longest {max(lengths)}), continuations {ends:.0f}, up to {args.new} new"
     )
-    lm = EngineLM(model, tokenizer)
 
     def best(call, runs: int):
         pairs = []

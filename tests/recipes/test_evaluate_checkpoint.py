@@ -1,0 +1,51 @@
+"""The recipe that evaluates a saved checkpoint, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path[:0] = [str(RECIPES), str(Path(__file__).parents[1] / "inference")]
+pytest.importorskip("lm_eval")
+
+import evaluate_checkpoint  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from test_harness import random_model, small_tokenizer
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = small_tokenizer()
+    random_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [{"question": f"Lily saw {i} cats.", "answer": f"#### {i}"} for i in range(5)]
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_it_evaluates_and_prints_metrics(checkpoint, data, capsys):
+    status = evaluate_checkpoint.run(
+        ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}\\n", "--limit",
+         "4", "--reference", "{answer}", "--regex", "#### ([0-9]+)", "--max-tokens", "6"]
+    )  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert status == 0 and found["eval/examples"] == 4 and found["eval/exact"] == 0
+    assert "eval/extracted" in found and lines[0] == "after 0 steps:"
+
+
+def test_a_missing_column_is_named_with_file_and_line(checkpoint, data, capsys):
+    status = evaluate_checkpoint.run(["--model", str(checkpoint), "--data", str(data)])
+    told = capsys.readouterr().err
+    assert status == 2 and "test.jsonl:1 has no 'prompt'" in told and "--prompt" in told
