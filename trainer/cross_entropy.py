@@ -172,4 +172,4 @@ def _kernel(device: str) -> Callable[..., Tensor]:
     """On an accelerator, fuse the chunk's arithmetic into two passes over it."""
     if device == "cpu":
         return _losses_and_gradient
-    return torch.compile(_losses_and_gradient, dynamic=True)
+    return torch.compile(_losses_and_gradient)
