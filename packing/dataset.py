@@ -33,6 +33,9 @@ from .state import VERSION, check_state
 class PackedDataset(IterableDataset):
     """Packs of a source, for `DataLoader(dataset, batch_size=None)`.
 
+    Iterating again gives the next epochs in another order; where DataLoader workers iterate, which
+    hold copies, `set_epoch` says so, as trainers do.
+
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
     ([[1, 2, 3, 6, 7, 8], [4, 5]], 2)
@@ -122,8 +125,14 @@ class PackedDataset(IterableDataset):
     def count(self, epoch: int = 0) -> int:
         """Count the packs of one epoch over all ranks; lengths must be known."""
         if not isinstance(self.packs, PlannedPacks):
-            raise ValueError("packs of a stream cannot be counted before it was read")
+            raise ValueError("a stream's packs cannot be counted before it was read: estimate()")
         return self.packs.count(epoch)
+
+    def estimate(self) -> int | None:
+        """Guess the packs of one epoch from a stream's first rows and size; None without a size."""
+        if isinstance(self.packs, PlannedPacks):
+            return self.packs.count()
+        return self.packs.estimate()
 
     def report(self) -> dict:
         """Say what was packed, split, truncated, dropped and left out, and the sources' shares.
@@ -136,8 +145,15 @@ class PackedDataset(IterableDataset):
         return self.packs.report((self._done or self._given).cursors)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless the run stands in it already."""
-        if self._begin.position.epoch != epoch:
+        """Go to the beginning of an epoch, unless the pass that holds it is under way already.
+
+        Trainers call it before every epoch, also after a resume, which it must not throw away. A
+        dataset without end counts its epochs itself.
+        """
+        until = self._begin.position.until
+        if until is None or self.epochs is None:
+            return
+        if self._over or not until - self.epochs <= epoch < until:
             self._begin_pass(epoch)
 
     def stepped(self, *packs: Pack | dict) -> None:

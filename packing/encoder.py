@@ -54,27 +54,49 @@ class Encoder:
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         """Give the sample of each row, or the reason why there is none."""
         out: list[Any] = [None] * len(rows)
-        texts: dict[int, str] = {}
+        heads: dict[int, str] = {}
+        tails: dict[int, str] = {}
         for i, row in enumerate(rows):
             try:
-                text = self._text_of(row)
-                if text is None:
+                texts = self._texts_of(row)
+                if texts is None:
                     out[i] = self._encode_row(row)
-                else:
-                    texts[i] = text
+                    continue
+                heads[i] = texts[0]
+                if len(texts) == 2:
+                    tails[i] = texts[1]
             except Exception as error:  # a tokenizer or its template may raise anything
                 out[i] = _as_value_error(error)
-        for i, ids in zip(texts, self._ids_of_all(list(texts.values())), strict=True):
-            out[i] = ids if isinstance(ids, ValueError) else self._ended(ids)
+        found = zip(heads, self._ids_of_all(list(heads.values()), special=True), strict=True)
+        ends = dict(zip(tails, self._ids_of_all(list(tails.values()), special=False), strict=True))
+        for i, ids in found:
+            out[i] = self._joined(ids, ends.get(i))
         return out
 
-    def _text_of(self, row: Any) -> str | None:
-        """Give the row's text if it is a text row."""
+    def _texts_of(self, row: Any) -> tuple[str, ...] | None:
+        """Give the row's text, or its prompt and completion; None if it is no such row."""
         if isinstance(row, str):
-            return _text(row, "text")
-        if isinstance(row, Mapping) and self.column in row:
-            return _text(row[self.column], self.column)
-        return None
+            return (_text(row, "text"),)
+        if not isinstance(row, Mapping) or "input_ids" in row or "messages" in row:
+            return None
+        if self.column in row:
+            return (_text(row[self.column], self.column),)
+        pair = [row.get(name) for name in ("prompt", "completion")]
+        if "prompt" not in row or "completion" not in row or any(isinstance(p, list) for p in pair):
+            return None
+        return _text(pair[0], "prompt"), _text(pair[1], "completion")
+
+    def _joined(self, ids: np.ndarray | ValueError, tail: np.ndarray | ValueError | None) -> Any:
+        """Build the sample of a text, or of a prompt that does not count and its completion."""
+        if isinstance(ids, ValueError) or isinstance(tail, ValueError):
+            return ids if isinstance(ids, ValueError) else tail
+        if tail is None:
+            return self._ended(ids)
+        if len(ids) and ids[-1] == self.eos:
+            ids = ids[:-1]  # a tokenizer that ends every text must not end the prompt
+        after = self._ended(tail).tokens
+        labels = np.concatenate([np.full(len(ids), IGNORE), after])
+        return Sample(np.concatenate([ids, after]), labels)
 
     def _encode_row(self, row: Any) -> Sample:
         if isinstance(row, Sample):
@@ -88,55 +110,40 @@ class Encoder:
         if "messages" in row:
             return encode_chat(self._needed_tokenizer(), row["messages"])
         if "prompt" in row and "completion" in row:
-            return self._encode_completion(row["prompt"], row["completion"])
+            turns = [*row["prompt"], *row["completion"]]
+            return encode_chat(self._needed_tokenizer(), turns, first=len(row["prompt"]))
         raise ValueError(
             f"a row with the keys {sorted(map(str, row))[:8]} has neither {self.column!r}, "
             "input_ids, messages nor prompt and completion: name the text's column with column="
         )
-
-    def _encode_completion(self, prompt: Any, completion: Any) -> Sample:
-        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-            return encode_chat(self._needed_tokenizer(), [*prompt, *completion], first=len(prompt))
-        before = self._ids(_text(prompt, "prompt"), special=True)
-        if len(before) and before[-1] == self.eos:
-            before = before[:-1]  # a tokenizer that ends every text must not end the prompt
-        after = self._ids(_text(completion, "completion"), special=False)
-        after = self._ended(after).tokens
-        labels = np.concatenate([np.full(len(before), IGNORE), after])
-        return Sample(np.concatenate([before, after]), labels)
 
     def _ended(self, ids: np.ndarray) -> Sample:
         if self.eos is not None and (not len(ids) or ids[-1] != self.eos):
             ids = np.append(ids, self.eos)
         return Sample(ids)
 
-    def _ids_of_all(self, texts: list[str]) -> list[np.ndarray | ValueError]:
+    def _ids_of_all(self, texts: list[str], special: bool) -> list[np.ndarray | ValueError]:
         """Tokenize in one call; if that fails, one by one, to find out which text it was."""
         if not texts:
             return []
-        tokenizer = self._needed_tokenizer()
-        if hasattr(tokenizer, "get_vocab"):
-            try:
-                batch = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-                return [np.asarray(ids, np.int64) for ids in batch]
-            except Exception as error:  # a tokenizer may raise anything on hostile text
-                if len(texts) == 1:
-                    return [_as_value_error(error)]
-                return [ids for text in texts for ids in self._ids_of_all([text])]
-        return [self._guarded(text) for text in texts]
+        try:
+            tokenizer = self._needed_tokenizer()
+            if not hasattr(tokenizer, "get_vocab"):
+                return [self._guarded(text) for text in texts]
+            batch = tokenizer(
+                texts, add_special_tokens=special, return_attention_mask=False, verbose=False
+            )
+            return [np.asarray(ids, np.int64) for ids in batch["input_ids"]]
+        except Exception as error:  # a tokenizer may raise anything on hostile text
+            if len(texts) == 1:
+                return [_as_value_error(error)]
+            return [ids for text in texts for ids in self._ids_of_all([text], special)]
 
     def _guarded(self, text: str) -> np.ndarray | ValueError:
         try:
-            return self._ids(text, special=True)
+            return checked_ids(self.tokenizer(text), "the tokenizer's output")
         except Exception as error:  # a tokenizer may raise anything on hostile text
             return _as_value_error(error)
-
-    def _ids(self, text: str, special: bool) -> np.ndarray:
-        tokenizer = self._needed_tokenizer()
-        if not hasattr(tokenizer, "get_vocab"):
-            return checked_ids(tokenizer(text), "the tokenizer's output")
-        ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return np.asarray(ids, np.int64)
 
     def _needed_tokenizer(self) -> Any:
         if self.tokenizer is None:

@@ -12,6 +12,8 @@ there the length of the run must be said, in packs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
+from math import ceil
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from .order import Share
 from .pack import Pack
 from .planned import Position
 from .report import add_counts, report
+from .sample import Sample
 from .shard import ShardPacks, ShardSettings
 
 
@@ -63,6 +66,18 @@ class ShardedPacks:
                     "ranks with merge_states before loading"
                 )
         return streams
+
+    def estimate(self) -> int | None:
+        """Guess the packs of an epoch from the first rows of each source and its size."""
+        tokens = 0.0
+        for source in self.settings.sources:
+            rows = [row.value for row in islice(source.read(0, 1), 256)]
+            samples = self.settings.encoder.encode(rows)
+            found = sum(len(sample) for sample in samples if isinstance(sample, Sample))
+            if source.size is None or not rows:
+                return None
+            tokens += found * source.size / max(1, sum(len(str(row)) for row in rows))
+        return ceil(tokens / self.settings.packer["budget"])
 
     def report(self, cursors: Mapping[int, dict]) -> dict:
         """Account for what was read here, or else for what the cursors say."""

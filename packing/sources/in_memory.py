@@ -70,9 +70,8 @@ class Iterated(RowSource):
 
     def _rows_from(self, number: int, shards: int) -> Iterator[Any]:
         if not self.once:
-            return islice(
-                iter(self.make() if callable(self.make) else self.make), number, None, shards
-            )
+            rows: Any = self.make() if callable(self.make) else self.make
+            return islice(rows, number, None, shards)
         if shards > 1 or number < self._at:
             raise ValueError(
                 f"{self.name}: an iterator can be read only once, by one shard and for one epoch: "

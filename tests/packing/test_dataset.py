@@ -151,6 +151,30 @@ def test_the_packs_of_an_epoch_are_counted_without_reading_tokens(make):
         make("sharded").count()
 
 
+def test_the_packs_of_a_stream_are_estimated_from_its_first_rows(make):
+    exact = len([pack for pack in make("sharded") if len(pack.tokens)])
+    assert abs(make("sharded").estimate() - exact) < 0.3 * exact
+    assert make("planned").estimate() == make("planned").count()
+    endless = PackedDataset(lambda: iter([[1]]), budget=8)
+    assert endless.estimate() is None
+
+
+def test_set_epoch_after_the_end_repeats_an_epoch_and_leaves_an_endless_run_alone(make, tools):
+    data = make("planned")
+    first = full(tools, data)
+    data.set_epoch(0)
+    assert full(tools, data) == first
+    endless = make("planned", epochs=None)
+    packs = iter(endless)
+    head = [tools.digest(next(packs)) for _ in range(120)]
+    state = endless.state_dict()
+    assert state["position"]["epoch"] > 0
+    again = make("planned", epochs=None)
+    again.load_state_dict(state)
+    again.set_epoch(0)
+    assert tools.digest(next(iter(again))) == tools.digest(next(packs)) != head[0]
+
+
 def test_every_document_is_in_an_epoch_exactly_once(make, tools):
     rows = sorted(row.tolist() for row in tools.documents(400))
     for kind in ("planned", "sharded"):

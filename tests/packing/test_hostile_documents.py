@@ -194,11 +194,12 @@ def test_a_hundred_thousand_documents_obey_the_law_of_tokens():
                 rows.append(rng.choice(bad))
             else:
                 rows.append([1] * rng.choice([1, 2, 3, 50, 300]))
-        for row, sample in zip(rows, encoder.encode(rows), strict=True):
+        samples = encoder.encode(rows)
+        for row, sample in zip(rows, samples, strict=True):
             assert isinstance(sample, Sample) == isinstance(row, list)
             rejected += not isinstance(sample, Sample)
             given += len(row) if isinstance(row, list) else 0
-        good = [sample for sample in encoder.encode(rows) if isinstance(sample, Sample)]
+        good = [sample for sample in samples if isinstance(sample, Sample)]
         out += sum(len(pack.tokens) for pack in packer.add(good))
     out += sum(len(pack.tokens) for pack in packer.finish())
     counts = packer.counts

@@ -9,8 +9,9 @@ import random
 
 import numpy as np
 import pytest
-from nopad.packing import PackedDataset
+from nopad.packing import PackedDataset, Sample
 from nopad.packing.state_file import read_state, write_state
+from nopad.packing.token_store import Shelf, TokenStore
 
 TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (1, 2, 4)]
 
@@ -28,11 +29,12 @@ def open_stream(path, rank=0, world=1, **options):
 def kinds(tools, jsonl):
     """Give functions that open each kind of dataset for one rank."""
     rows, path = tools.documents(160), jsonl(tools.documents(240, seed=2))
+    store = TokenStore([Shelf.of([Sample(row) for row in rows])])
     other = jsonl(tools.documents(60, seed=3), "other.jsonl")
     mixture = [(path, 3), (other, 1)]
     return {
-        "planned": lambda **o: open_list(rows, **o),
-        "levelled": lambda **o: open_list(rows, level=True, **o),
+        "planned": lambda **o: open_list(store, **o),
+        "levelled": lambda **o: open_list(store, level=True, **o),
         "planned mixture": lambda **o: open_list([(rows, 2), (rows[:40], 1)], stop="cycle", **o),
         "in order": lambda **o: open_list(rows, strategy="concat", shuffle=False, **o),
         "sharded": lambda **o: open_stream(path, **o),
