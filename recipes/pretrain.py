@@ -16,12 +16,14 @@ import logging
 import math
 import os
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 from run_folder import RunFolder
+from settings import parse
 
-PROMPTS = ["import ", "def __init__(self", "class ", "    for "]
-FREE_TO_CHANGE = {"resume", "output", "workers", "save_every", "eval_every", "prompt", "log_with"}
+FREE_TO_CHANGE = {"resume", "output", "config", "workers", "save_every", "eval_every", "prompt",
+                  "log_with"}  # fmt: skip
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -54,27 +56,17 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
     add("--save-every", type=int, default=100, help="steps between checkpoints")
     add("--eval-every", type=int, default=200, help="steps between generations")
-    add("--prompt", action="append", help="what to continue then; may be repeated")
+    add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
+        "beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
-    return parser.parse_args(argv)
+    return parse(parser, argv)
 
 
 def load_data(args: argparse.Namespace):
     """The tokenizer, and an endless stream of packs."""
+    tokenizer, source = _tokenizer_and_source(args)
     from nopad.packing import PackedDataset
-    from transformers import AutoTokenizer
 
-    source, tokenizer = args.data, None
-    if args.tokenizer or args.model:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or Path(args.model))
-    if source is None or tokenizer is None:
-        import stdlib_corpus
-
-        texts = stdlib_corpus.documents()
-        if tokenizer is None and source is None:
-            source = stdlib_corpus.encoded(texts)
-        source = source or [{"text": text} for text in texts]
-        tokenizer = tokenizer or stdlib_corpus.tokenizer(texts)
     dataset = PackedDataset(
         source,
         tokenizer=tokenizer,
@@ -85,6 +77,39 @@ def load_data(args: argparse.Namespace):
     )
     next(iter(dataset))  # bad data speaks up before anything is written
     return tokenizer, dataset
+
+
+def _tokenizer_and_source(args: argparse.Namespace):
+    import stdlib_corpus
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = None, []
+    if args.tokenizer or args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or Path(args.model))
+    if tokenizer is None or args.data is None:
+        texts, _ = stdlib_corpus.held_out(stdlib_corpus.documents())
+    if tokenizer is None and args.data is None:
+        return stdlib_corpus.tokenizer(texts), stdlib_corpus.encoded(texts)
+    rows = [{args.text_column: text} for text in texts]
+    return tokenizer or stdlib_corpus.tokenizer(texts), args.data or rows
+
+
+def load_examples(args: argparse.Namespace) -> list:
+    """The prompts of `--prompt`, or beginnings of documents that are not trained on."""
+    import stdlib_corpus
+    from nopad.trainer.evaluation import Example
+
+    if args.prompt:
+        return [Example(prompt) for prompt in args.prompt]
+    _, texts = stdlib_corpus.held_out(stdlib_corpus.documents())
+    return [Example(text[:160], text[160:200]) for text in texts if len(text) > 200]
+
+
+def matched(text: str, reference: str | None) -> float:
+    """Give the share of the reference that the text begins with."""
+    reference = reference or ""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, reference, strict=False))
+    return sum(1 for _ in pairs) / max(1, len(reference))
 
 
 def load_model(args: argparse.Namespace, tokenizer):
@@ -166,6 +191,7 @@ class Pretraining:
 
     def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
         from nopad.trainer.meter import Meter
+        from nopad.trainer.stop import StopRequest
         from nopad.trainer.with_accelerate import AcceleratePacks
 
         self.args, self.folder, self.accelerator = args, folder, accelerator
@@ -178,8 +204,28 @@ class Pretraining:
             model, optimizer, scheduler
         )
         self.meter = Meter(accelerator.num_processes)
-        self.engine = None
+        self.evaluations = self._evaluations()
+        self.stop = StopRequest()
+        self.stopping = False
         self.step = 0
+
+    def _evaluations(self):
+        """Continue beginnings of held-out documents with the live model, on all ranks."""
+        from nopad.inference import Engine, SamplingParams
+        from nopad.inference.all_ranks import AllRanks
+        from nopad.trainer.evaluation import GenerationEval
+        from nopad.trainer.with_accelerate_eval import AccelerateEval
+
+        engine = Engine(self.accelerator.unwrap_model(self.model), self.tokenizer)
+        evaluation = GenerationEval(
+            AllRanks(engine).generate,
+            load_examples(self.args),
+            {"matched": matched},
+            SamplingParams(temperature=0.7, max_tokens=32, seed=self.args.seed),
+            every=self.args.eval_every,
+            watch="matched",
+        )
+        return AccelerateEval(self.accelerator, self.model, evaluation, console=True)
 
     def say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -220,7 +266,7 @@ class Pretraining:
         )
         losses = []
         for batch in self.loader:
-            if self.step >= self.args.steps:
+            if self.step >= self.args.steps or self.stopping:
                 break
             losses.append(self.backward(batch))
             self.meter.add(self.loader.last)
@@ -261,25 +307,12 @@ class Pretraining:
             self.folder.log(self.step, values)
 
     def after_step(self) -> None:
+        self.stopping = self.stop.agreed()
         last = self.step == self.args.steps
-        if self.step % self.args.eval_every == 0 or last:
-            self.generate()
-        if self.step % self.args.save_every == 0 or last:
+        if not self.stopping:
+            self.evaluations.after_step(self.step, last)
+        if self.step % self.args.save_every == 0 or last or self.stopping:
             self.save()
-
-    def generate(self) -> None:
-        """Continue a few prompts with the live model, on the first rank alone."""
-        if self.accelerator.is_main_process:
-            from nopad.inference import Engine, SamplingParams
-
-            model = self.accelerator.unwrap_model(self.model)
-            engine = self.engine = self.engine or Engine(model, self.tokenizer)
-            prompts = self.args.prompt or PROMPTS
-            params = SamplingParams(temperature=0.7, max_tokens=32, seed=self.args.seed)
-            self.say(f"after {self.step} steps:")
-            for prompt, out in zip(prompts, engine.generate(prompts, params), strict=True):
-                self.say(f"  {prompt!r} -> {out.text if out.error is None else out.error!r}")
-        self.accelerator.wait_for_everyone()
 
     def save(self) -> None:
         """A folder that resumes this run, and that `AutoModelForCausalLM.from_pretrained` loads."""
@@ -311,7 +344,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume:
         run.resume()
     run.train()
-    run.say(f"done: {folder.checkpoint(run.step)}")
+    ended = "stopped, go on with --resume" if run.step < args.steps else "done"
+    run.say(f"{ended}: {folder.checkpoint(run.step)}")
     accelerator.end_training()
 
 

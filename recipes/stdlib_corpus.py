@@ -27,6 +27,11 @@ def documents() -> list[str]:
     return [text for text in texts if text.strip()]
 
 
+def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Split off every fiftieth document for evaluation."""
+    return [t for i, t in enumerate(texts) if i % 50], texts[::50]
+
+
 def tokenizer(texts: list[str]):
     """Load this corpus's tokenizer from the cache, or train it."""
     from transformers import PreTrainedTokenizerFast
