@@ -138,6 +138,28 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("delay", [0.0, 0.3, 0.9])
+def test_a_signal_at_any_time_leaves_a_checkpoint_that_goes_on(tmp_path, number, delay):
+    common = ["--data", documents(tmp_path), "--model", _model(tmp_path), *SMALL]
+    common += ["--tokenizer", _tokenizer(tmp_path), "--output", "out", "--steps", "40"]
+    children = start("train_hf.py", *common, folder=tmp_path)
+    wait_for_line(tmp_path / "log-train_hf.py-0", "packs of 128", children)
+    time.sleep(delay)
+    children[0].send_signal(number)
+    finish(children, tmp_path)
+    finish(start("train_hf.py", *common, "--resume", folder=tmp_path), tmp_path)
+    assert "done: out, step 40" in (tmp_path / "log-train_hf.py-0").read_text()
+
+
+def wait_for_line(log: Path, text: str, children: list[subprocess.Popen]) -> None:
+    until = time.monotonic() + 120
+    while text not in log.read_text():
+        assert time.monotonic() < until and all(c.poll() is None for c in children), text
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
 def test_lightning_stops_on_a_signal_and_goes_on(tmp_path):
     common = ["--data", documents(tmp_path), "--model", _model(tmp_path), *SMALL]
     common += ["--tokenizer", _tokenizer(tmp_path), "--accelerator", "cpu", "--steps", "40"]
