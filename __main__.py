@@ -1,4 +1,4 @@
-"""The command line: `nopad inspect|doctor|generate|eval`. Each command lives in its own module of cli/."""
+"""The command line: `nopad inspect|doctor|generate|eval`, one module of cli/ each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ COMMANDS = {
     "doctor": ("doctor", "does a model keep packed documents apart, and paged ≡ packed?"),
     "generate": ("generate", "complete prompts with any HF checkpoint through the engine"),
     "eval": ("evaluate", "tasks of lm-evaluation-harness on a checkpoint, through the engine"),
+    "eval": ("evaluate", "run lm-evaluation-harness tasks through the engine"),
 }
 
 
