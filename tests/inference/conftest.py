@@ -22,6 +22,7 @@ from nopad.inference.slots import Slots
 from nopad.inference.stats import Stats
 
 VOCABULARY = 50
+PLACES = scramble(np.arange(1, 1025, dtype=np.uint64))
 
 SMALL = {
     "vocab_size": 97,
@@ -59,9 +60,7 @@ def content(positions, tokens) -> np.ndarray:
 
 def follow(contents: np.ndarray, draw: float = 0.0) -> int:
     """The token that follows what was read, slot by slot."""
-    place = np.arange(1, len(contents) + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        total = scramble(contents ^ scramble(place)).sum(dtype=np.uint64)
+    total = scramble(contents ^ PLACES[: len(contents)]).sum(dtype=np.uint64)
     salt = np.uint64(int(draw * 2**40))
     return int(scramble(np.array([total ^ salt]))[0] % np.uint64(VOCABULARY))
 
@@ -107,7 +106,17 @@ class OracleRunner:
 class World:
     """Scheduler, loop and oracle over one small cache."""
 
-    def __init__(self, num_pages, page_size, *, max_running=4, tokens_per_step=32, depth=0, **more):
+    def __init__(
+        self,
+        num_pages,
+        page_size,
+        *,
+        max_running=4,
+        tokens_per_step=32,
+        depth=0,
+        canary=True,
+        **more,
+    ):
         self.columns = Slots(max_running)
         self.scheduler = Scheduler(
             PageAllocator(num_pages, page_size),
@@ -117,7 +126,7 @@ class World:
             admit=self.columns.admit,
             **more,
         )
-        self.runner = OracleRunner(num_pages, page_size, max_running, depth)
+        self.runner = OracleRunner(num_pages, page_size, max_running, depth, canary)
         self.time = 0.0
         self.stats = Stats()
         self.loop = Loop(self.scheduler, self.runner, self.columns, self.stats, lambda: self.time)

@@ -16,7 +16,9 @@ SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "10000"))
 def make_request(rng: random.Random, number: int, prefixes: list[list[int]]) -> Request:
     prefix = rng.choice(prefixes)[: rng.choice([0, 0, 16, 20, 33, 48])]
     prompt = prefix + [rng.randrange(50) for _ in range(rng.randint(1, 20))]
-    params = SamplingParams(temperature=rng.choice([0, 1]), max_tokens=rng.randint(1, 12))
+    if rng.random() < 0.2:
+        prompt = prefixes[0][: rng.choice([16, 32, 48])]  # whole strides, and the same for several
+    params = SamplingParams(temperature=rng.choice([0, 1]), max_tokens=rng.randint(1, 10))
     return Request(
         id=number,
         prompt=np.array(prompt),
@@ -34,16 +36,17 @@ def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
     prefixes = [[rng.randrange(50) for _ in range(48)] for _ in range(2)]
     requests = [make_request(rng, i, prefixes) for i in range(rng.randint(1, 6))]
     least = max(-(-(r.limit - 1) // page) for r in requests)
-    pages = least if tight else least + rng.choice([0, 0, 1, 2, 8])
+    pages = least if tight else least + rng.choice([0, 0, 0, 1, 8])
     max_running = rng.randint(1, 5)
     w = world(
         pages,
         page,
         max_running=max_running,
-        tokens_per_step=rng.choice([1, 3, 8, 17, 64]),
+        tokens_per_step=rng.choice([2, 5, 8, 17, 64, 64]),
         depth=rng.choice([0, 1]),
         rows_per_step=rng.choice([1, 100]),
         admit_at_once=rng.choice([1, 1, 3]),
+        canary=seed % 3 == 0,
     )
     arrivals = sorted((rng.choice([0, 0, rng.randrange(30)]), r.id) for r in requests)
     cancels = {rng.randrange(40): r.id for r in requests if rng.random() < 0.15}

@@ -1,0 +1,97 @@
+"""Does generation compute what training computes? The same tokens, through both.
+
+    prompts ─▶ generate: tokens, and their log-probabilities as the engine saw them ─┐
+                            │                                                        ├─▶ difference
+                            └─▶ one packed forward, as in training ──────────────────┘
+
+On-policy methods divide one by the other; an evaluation trusts that they are the same. In exact
+arithmetic they are. What is left is rounding: other shapes of the same products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .borrow import borrowed, unwrap
+from .completion import Completion
+from .engine import Engine
+from .params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far log-probabilities of the same tokens lie apart."""
+
+    tokens: int
+    mean: float
+    """Mean absolute difference."""
+    largest: float
+    dtype: str
+    """What both computed in."""
+    device: str
+
+    def __str__(self) -> str:
+        return (
+            f"train-inference agreement over {self.tokens} tokens ({self.dtype}, {self.device}): "
+            f"mean difference {self.mean:.3g}, largest {self.largest:.3g}"
+        )
+
+
+def agreement(
+    model: Any,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new: int = 32,
+    temperature: float = 1.0,
+) -> Agreement:
+    """Compare the engine's log-probabilities of its own tokens with a packed training forward's.
+
+    Both compute under the autocast that is on around the call.
+    """
+    params = SamplingParams(temperature=temperature, max_tokens=new, logprobs=0, ignore_eos=True)
+    made = engine.generate(prompts, params)
+    for number, completion in enumerate(made):
+        if completion.error is not None:
+            raise ValueError(f"prompt {number}: {completion.error}")
+    model = unwrap(model)
+    parameter = next(model.parameters())
+    kind = parameter.device.type
+    narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with borrowed(model, narrow):
+        trained = packed_logprobs(model, prompts, made)
+    reported = [t.logprob for c in made for t in c.logprobs or ()]
+    seen = torch.tensor(reported, dtype=torch.float64)
+    apart = (seen - trained.double().cpu()).abs()
+    dtype = str(narrow or parameter.dtype).removeprefix("torch.")
+    return Agreement(len(apart), float(apart.mean()), float(apart.max()), dtype, kind)
+
+
+def packed_logprobs(
+    model: Any, prompts: Sequence[Sequence[int]], made: Sequence[Completion]
+) -> Tensor:
+    """Log-probabilities of all completions' tokens, from one forward over all sequences packed."""
+    device = next(model.parameters()).device
+    whole = [[*map(int, p), *c.tokens] for p, c in zip(prompts, made, strict=True)]
+    lengths = torch.tensor([len(ids) for ids in whole])
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32).to(device)
+    logits = model(
+        input_ids=torch.tensor([[i for ids in whole for i in ids]], device=device),
+        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()])[None].to(device),
+        cu_seq_lens_q=ends,
+        cu_seq_lens_k=ends,
+        max_length_q=int(lengths.max()),
+        max_length_k=int(lengths.max()),
+        use_cache=False,
+    ).logits[0]
+    found = []
+    for end, completion in zip(ends[1:].tolist(), made, strict=True):
+        new = len(completion.tokens)
+        rows = logits[end - new - 1 : end - 1].float().log_softmax(-1)
+        targets = torch.tensor(completion.tokens, device=device)
+        found.append(rows.gather(1, targets[:, None])[:, 0])
+    return torch.cat(found)
