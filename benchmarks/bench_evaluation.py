@@ -72,7 +72,7 @@ def requests(rows: list[dict], shots: int, new: int, fits) -> tuple[list, list]:
     from lm_eval.api.instance import Instance
 
     rng = random.Random(1)
-    ends = [" The answer is " + r["answer"].split("####")[-1].strip() + "." for r in rows]
+    ends = {id(r): f" The answer is {r['answer'].split('####')[-1].strip()}." for r in rows}
     choices, completions = [], []
     settings = {"until": ["Question:", "\n\n"], "max_gen_toks": new, "do_sample": False}
     short = sorted(rows, key=lambda r: len(r["question"]) + len(r["answer"]))[:shots]
@@ -80,7 +80,7 @@ def requests(rows: list[dict], shots: int, new: int, fits) -> tuple[list, list]:
         context = prompt(short, row)
         if not fits(context):
             continue
-        for end in [ends[number], *rng.sample(ends, 3)]:
+        for end in [ends[id(row)], *rng.sample(list(ends.values()), 3)]:
             choices.append(Instance("loglikelihood", row, (context, end), number))
         completions.append(Instance("generate_until", row, (context, dict(settings)), number))
     return choices, completions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -75,3 +76,41 @@ def test_training_with_evaluations_is_bitwise_training_without(
     assert told == [end == "raises"] * expected
     if end == "ends":
         assert all(report.metrics["eval/examples"] == 3 for report in diary.reports)
+
+
+def _forgetting_flags(model):
+    for part in model.modules():
+        part.training = False
+    return nullcontext()
+
+
+def _forgetting_attention(model):
+    model.config._attn_implementation_internal = "eager"
+    return nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [("_training_flags", "flags"), ("_attention", "attention"), ("random_states", "torch")],
+)
+def test_an_engine_that_forgets_to_restore_is_noticed(fault, seen, plain, tmp_path, monkeypatch):
+    from nopad.inference import borrow
+    from nopad.trainer import evaluation
+
+    forgetting = {
+        "_training_flags": _forgetting_flags,
+        "_attention": _forgetting_attention,
+        "random_states": lambda device: nullcontext(),
+    }
+    monkeypatch.setattr(borrow, fault, forgetting[fault])
+    if fault == "random_states":  # held twice: by the engine, and around the metrics
+        monkeypatch.setattr(evaluation, "undisturbed", nullcontext)
+    steps, every = STEPS["fast"]
+    without, _ = plain("accelerate", steps, every)
+    diary = untouched.Diary("sampled", "ends", every)
+    torch.set_num_threads(1)
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    with suppress(Exception):  # some of these faults break the training that follows
+        untouched.TRAINERS["accelerate"](diary, steps, tmp_path)
+    note, other = diary.notes[0], without.notes[0]
+    assert seen in {k for k in other if note[k] != other[k]}

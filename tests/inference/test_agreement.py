@@ -1,0 +1,55 @@
+"""The engine's log-probabilities of its own tokens are those of the packed training forward."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from nopad.inference import Engine
+from nopad.inference.agreement import agreement
+
+
+def prompts(count: int = 12) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 97) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_generation_computes_what_training_computes(tiny, family):
+    model = tiny(family)
+    found = agreement(model, Engine(model), prompts(), new=10)
+    assert found.tokens == 120 and found.dtype == "float32"
+    assert found.largest < 1e-4, str(found)
+
+
+def test_under_autocast_both_compute_in_the_narrow_dtype(tiny):
+    model = tiny("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = agreement(model, Engine(model), prompts(4), new=4)
+    assert found.dtype == "bfloat16" and 0 < found.mean < 0.2
+
+
+def test_other_weights_are_noticed(tiny, monkeypatch):
+    from nopad.inference import agreement as module
+
+    model = tiny("llama")
+    original = module.packed_logprobs
+
+    def after_a_step(live, asked, made):
+        with torch.no_grad():
+            live.lm_head.weight.mul_(1.05)
+        try:
+            return original(live, asked, made)
+        finally:
+            with torch.no_grad():
+                live.lm_head.weight.div_(1.05)
+
+    monkeypatch.setattr(module, "packed_logprobs", after_a_step)
+    assert agreement(model, Engine(model), prompts(4), new=4).largest > 1e-3
+
+
+def test_a_prompt_that_cannot_run_is_named(tiny):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="prompt 1: the prompt has 300 tokens"):
+        agreement(model, Engine(model), [[3], [4] * 300])
