@@ -166,7 +166,7 @@ class PackedDataset(IterableDataset):
             self._done = Progress(self._begin.position, dict(self._begin.cursors))
         for pack in packs:
             index, cursor = done(pack)
-            self._done.expect(index, cursor, self._share())
+            self._done.expect(index, cursor, self._share(), self.settings["shards"] or 1)
             self._done.add(index, cursor)
 
     def state_after(self, *packs: Pack | dict) -> dict:

@@ -24,17 +24,23 @@ class Progress:
         """Count a pack as done."""
         self.taken += 1
         if "shard" in cursor:
-            self.cursors[cursor["shard"]] = {name: cursor[name] for name in ("made", "state")}
+            names = ("made", "state", "ended")
+            self.cursors[cursor["shard"]] = {name: cursor[name] for name in names}
             self.last = (index, self.position.epoch, self.position.start)
         else:
             self.last = (index, cursor["epoch"], cursor["start"])
 
-    def expect(self, index: int, cursor: dict, share: Share) -> None:
-        """Refuse a pack that is not this rank's next one, where its shard's place would be lost."""
+    def expect(self, index: int, cursor: dict, share: Share, shards: int) -> None:
+        """Refuse a pack that is not this rank's next one, where its shard's place would be lost.
+
+        Workers whose shards have all ended send nothing any more: those packs may be missing.
+        """
         if "shard" not in cursor:
             return
         first = share.next(self.position.index, self.position.index)
         expected = first if self.last is None else self.last[0] + share.stride
+        while expected < index and self.cursors.get(expected % shards, {}).get("ended"):
+            expected += share.stride
         if index != expected:
             raise ValueError(
                 f"pack {index} was stepped where pack {expected} comes next: "

@@ -79,19 +79,22 @@ class ShardPacks:
         self._made: Iterator[Pack] = iter(())
         self._coming: Pack | None = None
         self._count = 0
+        self._looked = False
+        self._error: Exception | None = None
+        self._behind: dict | None = None
 
     def next(self) -> Pack | None:
         """Give the next pack, or None once the shard has ended."""
-        while self._coming is None and not self.finished:
-            self._snapshot, self._count = self._take_snapshot(), 0
-            self._made = self._feed()
-            self._coming = next(self._made, None)
-        pack, self._coming = self._coming, next(self._made, None)
-        if pack is not None:
-            self._count += 1
-            pack.cursor = self.cursor()
-        elif self._count == 0:  # it ended without a pack, which only a new snapshot can say
-            self._snapshot = self._take_snapshot()
+        if not self._looked:
+            self._look_ahead()
+        pack = self._coming
+        if pack is None:
+            if self._error is not None:
+                raise self._error
+            return None
+        self._look_ahead()
+        pack.cursor["ended"] = self.ended
+        self._behind = pack.cursor
         return pack
 
     @property
@@ -100,8 +103,32 @@ class ShardPacks:
         return self.finished and self._coming is None
 
     def cursor(self) -> dict:
-        """Give the place behind the last pack."""
-        return {"shard": self.shard, "made": self._count, "state": self._snapshot}
+        """Give the place behind the last pack, for a shard that has ended."""
+        if self._behind is None:
+            self._snapshot, self._count = self._take_snapshot(), 0
+            self._behind = self._place()
+        return {**self._behind, "ended": True}
+
+    def _look_ahead(self) -> None:
+        """Make the pack after the next one, to know of the next whether it is the last.
+
+        What goes wrong on the way is raised when that pack is asked for, not before.
+        """
+        self._looked, self._coming = True, next(self._made, None)
+        try:
+            while self._coming is None and not self.finished:
+                self._snapshot, self._count = self._take_snapshot(), 0
+                self._made = self._feed()
+                self._coming = next(self._made, None)
+        except Exception as error:
+            self._error = error
+        if self._coming is not None:
+            self._count += 1
+            self._coming.cursor = self._place()
+
+    def _place(self) -> dict:
+        """Give the place behind the pack that is coming."""
+        return {"shard": self.shard, "made": self._count, "state": self._snapshot, "ended": False}
 
     def _feed(self) -> Iterator[Pack]:
         """Draw what the mixture allows, and pack it; at the end, pack what is left."""
@@ -215,6 +242,7 @@ class ShardPacks:
             self._restore(unpack_text(cursor["state"]))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
+        self._behind = {**cursor, "shard": self.shard}
         for _ in range(cursor["made"]):
             if self.next() is None:
                 raise ValueError(f"shard {self.shard} ends before the place its state names")

@@ -65,8 +65,10 @@ def _check_shards(shards: Any, count: int) -> None:
     for name, at in shards.items():
         if name not in names:
             raise ValueError(f"the state names a shard {str(name)[:20]!r}, there are {count}")
-        if not isinstance(at, dict) or set(at) != {"made", "state"} or not is_count(at["made"]):
-            raise ValueError(f"the state of shard {name} must be `made`, a number, and `state`")
+        if not isinstance(at, dict) or set(at) != {"made", "state", "ended"}:
+            raise ValueError(f"the state of shard {name} must have the fields made, state, ended")
+        if not is_count(at["made"]) or not isinstance(at["ended"], bool):
+            raise ValueError(f"the state of shard {name} has made={at['made']!r}, not a number")
 
 
 def is_count(value: Any) -> bool:

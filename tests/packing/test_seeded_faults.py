@@ -235,15 +235,12 @@ FAULTS = {
         packer.Packer, "state_dict", lambda self: {"planner": self.planner.state_dict(),
                                                    "waiting": [[n, 1] for n in self.held]}),
     "a shard's snapshot is taken after feeding": (
-        shard.ShardPacks, "cursor", lambda self: {"shard": self.shard, "made": 0,
+        shard.ShardPacks, "_place", lambda self: {**place(self), "made": 0,
                                                   "state": self._take_snapshot()}),
     "a resume passes over one pack too many": (
-        shard.ShardPacks, "cursor", lambda self: {"shard": self.shard, "made": self._count + 1,
-                                                  "state": self._snapshot}),
+        shard.ShardPacks, "_place", lambda self: {**place(self), "made": self._count + 1}),
     "a resume repeats a pack": (
-        shard.ShardPacks, "cursor", lambda self: {"shard": self.shard,
-                                                  "made": max(0, self._count - 1),
-                                                  "state": self._snapshot}),
+        shard.ShardPacks, "_place", lambda self: {**place(self), "made": max(0, self._count - 1)}),
     "rows read ahead count as drawn": (
         shard.ShardPacks, "_position", lambda self, source: self.rows[source].given),
     "a resumed reader starts its block again": (
@@ -293,6 +290,7 @@ def from_the_window(columns):
 
 
 hold = packer.Packer._hold
+place = shard.ShardPacks._place
 restore = rows_in_order.RowsInOrder.restore
 opened = sharded.ShardedPacks._open
 add = progress.Progress.add
