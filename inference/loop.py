@@ -38,6 +38,10 @@ class Results:
     top_logprobs: np.ndarray | None = None
 
 
+class OutOfMemory(RuntimeError):
+    """A step did not fit; nothing of it counts."""
+
+
 class Runner(Protocol):
     """Runs steps. `launch` may return before the step is done; what it returns waits for it."""
 
@@ -88,7 +92,11 @@ class Loop:
             if self._canary is not None:
                 self._canary.copy(plan.copies)
                 self._canary.check(step, self.scheduler.scope)
-            self._flying.append((step, self._runner.launch(step)))
+            try:
+                self._flying.append((step, self._runner.launch(step)))
+            except OutOfMemory:
+                self.scheduler.shrink()
+                return news + self.drain()
             self.scheduler.commit(plan)
             self.stats.note_step(self.clock(), step, self.scheduler)
         while self._flying and (len(self._flying) > self._depth or not plan.requests):

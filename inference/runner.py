@@ -18,7 +18,7 @@ from ..attention import PagedCache, Pages, Varlen, carry, expect_layers
 from ..attention.allocator import Copy
 from .batch import Step
 from .graphs import DecodeGraphs
-from .loop import Results
+from .loop import OutOfMemory, Results
 from .sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
 from .slots import Slots
 from .staging import Staging
@@ -58,6 +58,12 @@ class DeviceRunner:
 
     def launch(self, step: Step) -> Callable[[], Results]:
         """Start a step; the result is read by calling what is returned."""
+        try:
+            return self._launch(step)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error)) from None
+
+    def _launch(self, step: Step) -> Callable[[], Results]:
         if self._graphs is not None and self._graphs.serves(step):
             logits, tokens, padded = self._graphs.run(step, self.forward)
             self._stats.note_graph(padded, len(self._graphs))

@@ -142,6 +142,17 @@ class Scheduler:
             self._stale += 1
             self._sweep()
 
+    def shrink(self) -> None:
+        """Make steps smaller after one did not fit: fewer tokens, then fewer requests at a time."""
+        if self.tokens_per_step > 64:
+            self.tokens_per_step //= 2
+        elif len(self.running) > 1:
+            self.max_running = len(self.running) // 2
+            for request in self.running[self.max_running :]:
+                self._preempt(request, by=request, why="a step did not fit the memory")
+        else:
+            raise MemoryError("one request with 64 tokens a step does not fit the memory")
+
     def restart(self, why: str) -> None:
         """Send every running request back to the queue, to be computed anew."""
         for request in list(self.running):

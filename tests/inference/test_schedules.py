@@ -201,3 +201,28 @@ def test_the_dial_may_be_turned_while_requests_run(world, expected):
         w.step()
     w.drain(500)
     assert all(r.output == expected(r) for r in requests)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_that_does_not_fit_is_made_smaller_and_nothing_is_lost(world, expected, depth):
+    from nopad.inference.loop import OutOfMemory
+
+    w = world(64, 16, max_running=8, tokens_per_step=512, depth=depth)
+    real, fits = w.runner.launch, 3
+
+    def launch(step):
+        if len(step.ids) > 40 or len(step.requests) > fits:
+            raise OutOfMemory("seeded")
+        return real(step)
+
+    w.runner.launch = launch
+    requests = [simple(i, 30 + i, 12) for i in range(8)]
+    for r in requests:
+        w.scheduler.add(r)
+    w.drain(600)
+    assert all(r.output == expected(r) for r in requests)
+    assert w.scheduler.max_running <= 8 and w.scheduler.tokens_per_step <= 64
+    fits = 0
+    w.scheduler.add(simple(9, 5, 5))
+    with pytest.raises(MemoryError, match="does not fit"):
+        w.drain(100)
