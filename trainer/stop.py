@@ -27,8 +27,14 @@ class StopRequest:
         self.asked: signal.Signals | None = None
         self._pending: torch.Tensor | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals, again if somebody else has taken them since."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            for number in SIGNALS:
+                self._before.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None:

@@ -161,8 +161,8 @@ class PackedTrainer(Packed, Trainer):
 class StopCallback(TrainerCallback):
     """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request = StopRequest()
+    def __init__(self):
+        self.request = StopRequest()  # now: a signal may come before the first step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.request.agreed():

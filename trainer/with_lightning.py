@@ -144,9 +144,10 @@ class StopCallback(pl.Callback):
     def __init__(self, path: Path):
         """path: the checkpoint to write then."""
         self.path = path
+        self.request = StopRequest()  # now: a signal may come before the first step
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.request = StopRequest()
+        self.request.listen()  # Lightning has taken some of them
         self._last = trainer.global_step
 
     def on_train_batch_end(
