@@ -9,7 +9,7 @@ touched at all; gradient checkpointing sleeps while a layer is not in training m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,13 +21,22 @@ ATTENTION = "nopad"
 
 
 @contextmanager
-def borrowed(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Set a model up for generation; on leaving, nothing shows that it was."""
+def borrowed(
+    model: nn.Module,
+    autocast: torch.dtype | None = None,
+    modules: Sequence[nn.Module] | None = None,
+) -> Iterator[None]:
+    """Set a model up for generation; on leaving, nothing shows that it was.
+
+    Args:
+        modules: all of the model's, if the caller has them at hand: finding them takes a while.
+    """
     device = next(model.parameters()).device
+    modules = list(model.modules()) if modules is None else modules
     with ExitStack() as stack:
         stack.enter_context(random_states(device))
-        stack.enter_context(_training_flags(model))
-        stack.enter_context(_attention(model))
+        stack.enter_context(_training_flags(modules))
+        stack.enter_context(_attention(modules))
         stack.enter_context(torch.no_grad())
         dtype = autocast or torch.bfloat16
         stack.enter_context(
@@ -48,23 +57,23 @@ def unwrap(model: Any) -> nn.Module:
 
 
 @contextmanager
-def _training_flags(model: nn.Module) -> Iterator[None]:
+def _training_flags(modules: Sequence[nn.Module]) -> Iterator[None]:
     # The flag itself, not train()/eval(): some modules override those and do more.
-    flags = [(module, module.training) for module in model.modules()]
+    training = [vars(module) for module in modules if module.training]
     try:
-        for module, _ in flags:
-            module.training = False
+        for own in training:
+            own["training"] = False
         yield
     finally:
-        for module, flag in flags:
-            module.training = flag
+        for own in training:
+            own["training"] = True
 
 
 @contextmanager
-def _attention(model: nn.Module) -> Iterator[None]:
+def _attention(modules: Sequence[nn.Module]) -> Iterator[None]:
     # Layers read the name from their config at each call; setting it there, and not through
     # set_attn_implementation, has no side effects to undo.
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
     before = [
         (config, config._attn_implementation_internal)
         for config in configs.values()

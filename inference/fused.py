@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -26,15 +26,18 @@ from .stacked import Stacked
 log = logging.getLogger("nopad.inference")
 
 
+Modules = Sequence[nn.Module]
+
+
 class Part(Protocol):
-    """A kind of replacement: put in place on a model until the stack unwinds.
+    """A kind of replacement: put in place on a model's modules until the stack unwinds.
 
     `stale`: the weights may have changed since it was last in place.
     """
 
     __name__: str
 
-    def __call__(self, model: nn.Module, stack: ExitStack, stale: bool, /) -> None: ...
+    def __call__(self, modules: Modules, stack: ExitStack, stale: bool, /) -> None: ...
 
 
 def provable_parts(model: Any) -> list[Part]:
@@ -51,17 +54,17 @@ def provable_parts(model: Any) -> list[Part]:
 
 
 @contextmanager
-def fused(model: nn.Module, parts: list[Part], stale: bool = True) -> Iterator[None]:
-    """Let fused kernels stand in for the model's own operations."""
+def fused(modules: Modules, parts: list[Part], stale: bool = True) -> Iterator[None]:
+    """Let fused kernels stand in for the model's own operations; the model is the first module."""
     with ExitStack() as stack:
         for part in parts:
-            part(model, stack, stale)
+            part(modules, stack, stale)
         yield
 
 
 def _agrees(model: Any, parts: list[Part], want: Tensor) -> bool:
     try:
-        with fused(model, parts):
+        with fused(list(model.modules()), parts):
             got = _logits(model, want.device)
     except Exception as error:  # whatever a foreign module makes of it, the part is not for it
         name = parts[-1].__name__.strip("_")
@@ -85,10 +88,10 @@ def _logits(model: Any, device: torch.device) -> Tensor:
     return out.logits
 
 
-def _norms(model: nn.Module, stack: ExitStack, stale: bool) -> None:
+def _norms(modules: Modules, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import rms_norm
 
-    for module in model.modules():
+    for module in modules:
         eps = _rms_eps(module)
         if eps is not None:
 
@@ -104,12 +107,11 @@ def _rms_eps(module: Any) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _gates(model: nn.Module, stack: ExitStack, stale: bool) -> None:
+def _gates(modules: Modules, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import silu_mul
 
-    for module in model.modules():
-        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
-        if not all(hasattr(module, name) for name in names):
+    for module in modules:
+        if not {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
             continue
 
         def forward(x: Tensor, m: Any = module) -> Tensor:
@@ -119,7 +121,7 @@ def _gates(model: nn.Module, stack: ExitStack, stale: bool) -> None:
         replace_attribute(module, "forward", forward, stack)
 
 
-def _residuals(model: nn.Module, stack: ExitStack, stale: bool) -> None:
+def _residuals(modules: Modules, stack: ExitStack, stale: bool) -> None:
     """Add to the residual stream inside the next norm, not in a pass of its own.
 
     A layer hands on the residual and leaves what is to be added to it with `owed`; whoever norms
@@ -146,7 +148,7 @@ def _residuals(model: nn.Module, stack: ExitStack, stale: bool) -> None:
         owed["sum"] = (residual, layer.mlp(x))
         return residual
 
-    body: Any = getattr(model, "model", None)
+    body: Any = getattr(modules[0], "model", None)
     layers = getattr(body, "layers", None)
     assert layers is not None and _rms_eps(body.norm) is not None, "no plain stack of layers"
     for layer in layers:
@@ -201,10 +203,10 @@ def streams(device: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(3)]
 
 
-def _rotaries(model: nn.Module, stack: ExitStack, stale: bool) -> None:
+def _rotaries(modules: Modules, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import rotary
 
-    files = {type(module).__module__ for module in model.modules()}
+    files = {type(module).__module__ for module in modules}
     for source in [sys.modules[name] for name in files]:
         if not hasattr(source, "apply_rotary_pos_emb"):
             continue

@@ -28,11 +28,11 @@ class Stacked:
     def __init__(self) -> None:
         self._layers: dict[int, _Layer] = {}
 
-    def __call__(self, model: nn.Module, stack: ExitStack, stale: bool) -> None:
+    def __call__(self, modules: Sequence[nn.Module], stack: ExitStack, stale: bool) -> None:
         """Let the copies stand in for the projections, brought up to date first if stale."""
-        for index, module in enumerate(model.modules()):
-            trio: list[Any] = [getattr(module, n, None) for n in ("q_proj", "k_proj", "v_proj")]
-            if all(type(linear) is nn.Linear for linear in trio):
+        for index, module in enumerate(modules):
+            trio = _trio(module)
+            if trio:
                 layer = self._layers.setdefault(index, _Layer())
                 if stale:
                     layer.refresh(trio)
@@ -43,10 +43,14 @@ def stacked_bytes(model: nn.Module, itemsize: int) -> int:
     """What the copies of a model take."""
     size = 0
     for module in model.modules():
-        trio: list[Any] = [getattr(module, n, None) for n in ("q_proj", "k_proj", "v_proj")]
-        if all(type(linear) is nn.Linear for linear in trio):
-            size += sum(linear.weight.numel() for linear in trio) * itemsize
+        size += sum(linear.weight.numel() for linear in _trio(module)) * itemsize
     return size
+
+
+def _trio(module: nn.Module) -> list[Any]:
+    """A module's three projections, if it has them and they are plain."""
+    trio = [module._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    return trio if all(type(linear) is nn.Linear for linear in trio) else []
 
 
 class _Layer:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from .borrow import borrowed
 from .fused import fused
@@ -45,6 +46,7 @@ class Tenancy:
         self._keep = keep
         self._dtype = dtype
         self._weights = WeightsVersion(model)
+        self._modules: list[nn.Module] = list(model.modules())
 
     @property
     def loop(self) -> Loop:
@@ -64,9 +66,11 @@ class Tenancy:
         `light` trusts the version counters to tell of changed weights: for single steps.
         """
         narrow = self._narrow()
+        if not light:
+            self._modules = list(self._model.modules())
         try:
             with ExitStack() as stack:
-                stack.enter_context(borrowed(self._model, narrow))
+                stack.enter_context(borrowed(self._model, narrow, self._modules))
                 if self.machine is not None and self.machine.narrow != narrow:
                     self._change_dtype()
                 stale = not light or self.machine is None or not self._weights.unchanged()
@@ -75,7 +79,7 @@ class Tenancy:
                 news = self._notice_weights() if stale else []
                 if self.machine.shadow is not None:
                     stack.enter_context(self.machine.shadow.active(stale))
-                stack.enter_context(fused(self._model, self.machine.fused, stale))
+                stack.enter_context(fused(self._modules, self.machine.fused, stale))
                 yield news
         except BaseException:
             self.machine = None

@@ -7,7 +7,7 @@ checksum over a sample of every tensor goes with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,26 +22,32 @@ class WeightsVersion:
     def __init__(self, model: nn.Module):
         self._model = model
         self.number = 0
-        self._counters: tuple[int, ...] = ()
+        self._seen: list[tuple[Mapping[str, Tensor | None], str, Tensor, int]] = []
+        """Who holds each tensor under which name, and the tensor's version counter."""
         self._checksum = 0.0
         self._places: tuple[int, ...] = ()
 
     def refresh(self) -> bool:
         """Look at the weights; say whether they changed since the last look."""
-        counters = self.counters()
-        checksum = self._sample()
-        changed = counters != self._counters or checksum != self._checksum
-        self._counters, self._checksum = counters, checksum
+        unchanged, checksum = self.unchanged() and bool(self._seen), self._sample()
+        changed = not unchanged or checksum != self._checksum
+        self._checksum = checksum
+        self._seen = [
+            (holder, name, tensor, _version(tensor))
+            for module in self._model.modules()
+            for holder in (module._parameters, module._buffers)
+            for name, tensor in holder.items()
+            if tensor is not None
+        ]
         self.number += changed
         return changed
 
     def unchanged(self) -> bool:
-        """Whether the version counters alone are still those of the last look: cheap, no device."""
-        return self.counters() == self._counters
-
-    def counters(self) -> tuple[int, ...]:
-        """Version counter of every parameter and buffer."""
-        return tuple(0 if t.is_inference() else t._version for t in self._tensors())
+        """Whether tensors and their counters are those of the last look: cheap, no device."""
+        return all(
+            holder.get(name) is tensor and _version(tensor) == version
+            for holder, name, tensor, version in self._seen
+        )
 
     def moved(self) -> bool:
         """Whether a parameter lies elsewhere than at the last look: graphs hold addresses."""
@@ -64,6 +70,10 @@ class WeightsVersion:
         sample = torch.cat(parts).double()
         order = torch.arange(1, len(sample) + 1, device=sample.device, dtype=torch.float64)
         return float((sample.nan_to_num() * order.sin()).sum())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Shadow:
