@@ -31,7 +31,7 @@ class Mixture:
     >>> mixture = Mixture([3, 1])
     >>> choices, short = mixture.draw([np.full(6, 10), np.full(6, 10)])
     >>> choices.tolist(), short
-    ([0, 0, 1, 0, 0, 0, 1, 0], 0)
+    ([0, 1, 0, 0, 0, 1, 0, 0], 0)
     """
 
     def __init__(self, weights: Sequence[Weight], stop: Stop = "first"):
