@@ -75,7 +75,10 @@ def load_data(args: argparse.Namespace):
         seed=args.seed,
         epochs=None,
     )
-    next(iter(dataset))  # bad data speaks up before anything is written
+    try:
+        next(iter(dataset))  # bad data speaks up before anything is written
+    except ValueError as error:
+        raise ValueError(f"{args.data}: {error}") from error
     return tokenizer, dataset
 
 

@@ -6,6 +6,7 @@ rows to be encoded            jsonl, parquet, text files, Dataset, lists, stream
 
 from __future__ import annotations
 
+import mimetypes
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from .source import RowSource
 from .text_files import TextFiles
 
 Opened = list[Shelf] | RowSource
+TABLES = ("text/csv", "text/tab-separated-values")
+"""Text by name, but rows by nature: one document of them all would be wrong in silence."""
 
 
 def open_source(
@@ -59,7 +62,7 @@ def _open_path(path: Path, column: str, glob, dtype, eos, number: int) -> Opened
 
         return _open_dataset(open_saved(path), path.name, number)
     files = files_of(path, glob)
-    kinds = {_kind(file) for file in files}
+    kinds = {_kind(file, any_text=glob is not None) for file in files}
     if len(kinds) > 1:
         raise ValueError(f"{path} mixes {sorted(kinds)} files: choose some with glob=")
     return _open_files(files, kinds.pop(), column, dtype, eos, number, path)
@@ -93,12 +96,21 @@ def _open_dataset(data: Any, name: str, number: int) -> Opened:
     return token_shelves(data, name, number) or TableRows(data, name)
 
 
-def _kind(file: Path) -> str:
+def _kind(file: Path, any_text: bool) -> str:
+    """Tell a file's kind by its name; what was chosen by a glob may be text of any name."""
     suffixes = [s for s in file.suffixes if s not in (".gz", ".zst")]
     last = suffixes[-1] if suffixes else ""
     if last in (".jsonl", ".json", ".ndjson"):
         return "jsonl"
-    return {".parquet": "parquet", ".bin": "tokens"}.get(last, "text")
+    if last in (".parquet", ".bin"):
+        return {".parquet": "parquet", ".bin": "tokens"}[last]
+    guess = mimetypes.guess_type(file.name)[0] or ("text/plain" if not last else "")
+    if any_text or (guess.startswith("text/") and guess not in TABLES):
+        return "text"
+    raise ValueError(
+        f"{file}: unknown file type {last}: there are .jsonl, .parquet, .bin and text (.txt ...); "
+        f"to read it as text, pass its folder and glob='*{last}'"
+    )
 
 
 def _beside(path: Path, suffix: str) -> Path:

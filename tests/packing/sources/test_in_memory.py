@@ -45,8 +45,8 @@ def test_an_iterable_of_one_shard_does_not_feed_two_workers(tools):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_list_is_shuffled_wholly_and_every_epoch_anew(ahead):
-    rows = [[i] for i in range(100)]
-    data = PackedDataset(rows, budget=1, pool=1, epochs=2, ahead=ahead, shards=1)
+    rows = [[i, i] for i in range(100)]
+    data = PackedDataset(rows, budget=2, pool=1, epochs=2, ahead=ahead, shards=1)
     order = [int(pack.tokens[0]) for pack in data]
     first, second = order[:100], order[100:]
     assert sorted(first) == sorted(second) == list(range(100)) and first != second
