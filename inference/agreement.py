@@ -91,7 +91,7 @@ def packed_logprobs(
     found = []
     for end, completion in zip(ends[1:].tolist(), made, strict=True):
         new = len(completion.tokens)
-        rows = logits[end - new - 1 : end - 1].float().log_softmax(-1)
+        rows = logits[end - new - 1 : end - 1].float()
         targets = torch.tensor(completion.tokens, device=device)
-        found.append(rows.gather(1, targets[:, None])[:, 0])
+        found.append(rows.gather(1, targets[:, None])[:, 0] - rows.logsumexp(-1))
     return torch.cat(found)
