@@ -28,10 +28,10 @@ from .machine import Machine, Settings
 from .memory import SPARE, Memory
 from .prompts import Prompt, Tongue
 from .request import Request
+from .request_trace import Trace
 from .scoring import Job, pairs, rolling_windows, scored
 from .stats import Stats
 from .tenancy import Tenancy
-from .trace import Trace
 
 
 class Engine:

@@ -14,12 +14,12 @@ from .fused import Part, provable_parts
 from .loop import Loop
 from .memory import Memory, allowance, note_taken
 from .request import Request
+from .request_trace import Trace
 from .runner import DeviceRunner
 from .scheduler import Scheduler
 from .slots import Slots
 from .stacked import stacked_bytes
 from .stats import Stats
-from .trace import Trace
 from .weights import Shadow
 
 

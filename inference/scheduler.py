@@ -21,7 +21,7 @@ import numpy as np
 from ..attention.allocator import Copy, Hit, PageAllocator
 from ..attention.prefix import STRIDE
 from .request import Request
-from .trace import Trace
+from .request_trace import Trace
 
 _LOOK_AHEAD = 32
 """Requests passed over in a step because their prefix is just being computed."""

@@ -18,8 +18,8 @@ from .fused import fused
 from .loop import Loop
 from .machine import Machine, Settings, assemble
 from .request import Request
+from .request_trace import Trace
 from .stats import Stats
-from .trace import Trace
 from .weights import WeightsVersion
 
 

@@ -78,14 +78,14 @@ def test_training_with_evaluations_is_bitwise_training_without(
         assert all(report.metrics["eval/examples"] == 3 for report in diary.reports)
 
 
-def _forgetting_flags(model):
-    for part in model.modules():
+def _forgetting_flags(modules):
+    for part in modules:
         part.training = False
     return nullcontext()
 
 
-def _forgetting_attention(model):
-    model.config._attn_implementation_internal = "eager"
+def _forgetting_attention(modules):
+    modules[0].config._attn_implementation_internal = "eager"
     return nullcontext()
 
 
