@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
@@ -66,9 +68,9 @@ def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_wei
 
 def test_keep_false_gives_all_memory_back():
     model = llama()
-    torch.cuda.synchronize()
-    Engine(model, memory=1 << 26, keep=False).generate(prompts(3), GREEDY)
-    torch.cuda.empty_cache()
+    # The first graph ever makes libraries keep workspaces for its streams; those stay.
+    Engine(model, memory=1 << 26, keep=False).generate(prompts(6), GREEDY)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         Engine(model, memory=1 << 28, keep=False).generate(prompts(6), GREEDY)
