@@ -62,11 +62,8 @@ def wait_for(path: Path, children: list[subprocess.Popen], seconds: float = 120)
         time.sleep(0.02)
 
 
-def test_a_signal_on_one_rank_stops_both_and_the_run_goes_on_to_the_same_weights(tmp_path):
-    data = documents(tmp_path)
-    common = ["--data", data, "--model", _model(tmp_path), "--tokenizer", _tokenizer(tmp_path)]
-    common += SMALL
-    finish(start("train_hf.py", *common, "--output", "whole", folder=tmp_path, world=2), tmp_path)
+def stop_and_go_on(tmp_path: Path, common: list) -> None:
+    """Signal one of two ranks, tear the newest data state, resume."""
     children = start("train_hf.py", *common, "--output", "parts", folder=tmp_path, world=2)
     wait_for(tmp_path / "parts" / "checkpoint-2", children)
     children[1].send_signal(signal.SIGTERM)
@@ -79,6 +76,23 @@ def test_a_signal_on_one_rank_stops_both_and_the_run_goes_on_to_the_same_weights
         start("train_hf.py", *common, "--output", "parts", "--resume", folder=tmp_path, world=2),
         tmp_path,
     )
+
+
+def settings(tmp_path: Path) -> list:
+    model, tokenizer = _model(tmp_path), _tokenizer(tmp_path)
+    return ["--data", documents(tmp_path), "--model", model, "--tokenizer", tokenizer, *SMALL]
+
+
+def test_a_signal_on_one_rank_stops_both_and_a_torn_checkpoint_is_passed_over(tmp_path):
+    stop_and_go_on(tmp_path, settings(tmp_path))
+    assert "done: parts, step 6" in (tmp_path / "log-train_hf.py-0").read_text()
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_to_the_weights_of_an_uninterrupted_one(tmp_path):
+    common = settings(tmp_path)
+    finish(start("train_hf.py", *common, "--output", "whole", folder=tmp_path, world=2), tmp_path)
+    stop_and_go_on(tmp_path, common)
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
