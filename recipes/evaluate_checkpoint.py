@@ -1,6 +1,6 @@
 """Evaluate a saved checkpoint by generation: prompts with references from a file, and metrics.
 
-    python recipes/evaluate_checkpoint.py --model runs/pretrain-1/checkpoint-400 --data test.jsonl \\
+    python recipes/evaluate_checkpoint.py --model runs/pretrain-1/last --data test.jsonl \\
         --prompt "Question: {question}\\nAnswer:" --reference "{answer}" --regex "#### (-?[0-9.,]+)"
 
 The very evaluation that runs inside training (`GenerationEval`), so its numbers are the same. More
