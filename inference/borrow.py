@@ -46,9 +46,13 @@ def borrowed(
 
 
 def unwrap(model: Any) -> nn.Module:
-    """Find the model inside what trainers wrap around it (DDP, torch.compile)."""
+    """Find the model inside what trainers wrap around it (DDP, torch.compile, PEFT)."""
     while True:
         inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            if getattr(model.active_peft_config, "is_prompt_learning", False):
+                raise ValueError("adapters that add virtual tokens to the prompt are not supported")
+            inner = model.get_base_model()  # its layers carry the adapters
         if inner is None and not hasattr(model, "config"):
             inner = getattr(model, "module", None)
         if inner is None:

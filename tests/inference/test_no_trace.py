@@ -194,3 +194,19 @@ def test_weights_that_change_under_running_requests_are_noticed():
         [[*range(3, 30), *kept]], SamplingParams(temperature=0, max_tokens=8 - len(kept))
     )
     assert done.tokens[len(kept) :] == rest[0].tokens
+
+
+def test_wrapped_models_are_found_inside_their_wraps():
+    peft = pytest.importorskip("peft")
+    m = model()
+    plain = Engine(m).generate([[3, 4, 5]], GREEDY)[0].tokens
+    assert Engine(torch.compile(m)).generate([[3, 4, 5]], GREEDY)[0].tokens == plain
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    lora = peft.get_peft_model(m, settings)
+    got = Engine(lora).generate([[3, 4, 5]], GREEDY)[0].tokens
+    lora.eval()
+    want = lora.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)
+    assert got == want[0, 3:].tolist() != plain
+    virtual = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        Engine(peft.get_peft_model(model(), virtual))
