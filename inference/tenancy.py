@@ -20,7 +20,7 @@ from .machine import Machine, Settings, assemble
 from .request import Request
 from .request_trace import Trace
 from .stats import Stats
-from .weights import WeightsVersion
+from .weights import WeightsVersion, autocast_inside
 
 
 class Tenancy:
@@ -47,6 +47,8 @@ class Tenancy:
         self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
+        self._inside: tuple[torch.dtype | None] | None = None
+        """What `autocast_inside` found, once it was asked."""
 
     @property
     def loop(self) -> Loop:
@@ -112,6 +114,10 @@ class Tenancy:
         dtype = self._dtype
         if dtype is None and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
+        if dtype is None and "forward" in vars(self._model):
+            if self._inside is None:
+                self._inside = (autocast_inside(self._model),)
+            (dtype,) = self._inside
         return None if dtype is None or dtype == parameter.dtype else dtype
 
     def _notice_weights(self) -> list[Request]:

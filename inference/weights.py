@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..attention import probe_layers
 
 _SAMPLES = 32
 
@@ -74,6 +77,25 @@ class WeightsVersion:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def autocast_inside(model: Any) -> torch.dtype | None:
+    """The dtype a wrapped forward casts to by itself, as trainers of mixed precision make it do."""
+    kind = next(model.parameters()).device.type
+    seen: list[torch.dtype] = []
+
+    def look(*_: Any) -> None:
+        if torch.is_autocast_enabled(kind):
+            seen.append(torch.get_autocast_dtype(kind))
+
+    watched = next(module for module in model.modules() if _multiplies(module))
+    hook = watched.register_forward_pre_hook(look)
+    try:
+        with torch.autocast(kind, enabled=False):
+            probe_layers(model)
+    finally:
+        hook.remove()
+    return seen[0] if seen else None
 
 
 class Shadow:

@@ -210,3 +210,15 @@ def test_wrapped_models_are_found_inside_their_wraps():
     virtual = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="virtual tokens"):
         Engine(peft.get_peft_model(model(), virtual))
+
+
+def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training():
+    from accelerate import Accelerator
+
+    m = Accelerator(mixed_precision="bf16", cpu=True).prepare(model())
+    before = trace_of(m)
+    engine = Engine(m)
+    got = engine.generate([[3, 4, 5]], GREEDY)[0].tokens
+    assert trace_of(m) == before
+    assert engine._machine.runner.cache.layer(0)[0].dtype == torch.bfloat16
+    assert got == Engine(model(), dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].tokens
