@@ -139,6 +139,17 @@ def _chain(examples: Any) -> str:
     return " ".join(names)
 
 
+def open_hub(name: str) -> Any:
+    """Stream the training split of a dataset on the hub, or say that there is none."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split="train", streaming=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{name} is no file or folder here, nor on the hub: {reason}") from error
+
+
 def open_saved(folder: Path) -> Any:
     """Open what `save_to_disk` wrote, after checking that its files lie inside the folder."""
     import datasets

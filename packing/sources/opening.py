@@ -2,11 +2,14 @@
 
 ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin   ─▶ [Shelf]
 rows to be encoded            jsonl, parquet, text files, Dataset, lists, streams  ─▶ RowSource
+
+A path that does not exist and reads `owner/name` is a dataset on the hub, which is streamed.
 """
 
 from __future__ import annotations
 
 import mimetypes
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from .source import RowSource
 from .text_files import TextFiles
 
 Opened = list[Shelf] | RowSource
+HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")
+FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|bin|gz|zst|txt|md|py|csv)")
+"""What does not exist is on the hub if it reads owner/name, unless it reads like a file."""
 TABLES = ("text/csv", "text/tab-separated-values")
 """Text by name, but rows by nature: one document of them all would be wrong in silence."""
 
@@ -61,6 +67,11 @@ def _open_path(path: Path, column: str, glob, dtype, eos, number: int) -> Opened
         from .hf_datasets import open_saved
 
         return _open_dataset(open_saved(path), path.name, number)
+    name = path.as_posix()
+    if not path.exists() and HUB_NAME.fullmatch(name) and not FILE_NAME.fullmatch(name):
+        from .hf_datasets import open_hub
+
+        return _open_dataset(open_hub(name), path.name, number)
     files = files_of(path, glob)
     kinds = {_kind(file, any_text=glob is not None) for file in files}
     if len(kinds) > 1:

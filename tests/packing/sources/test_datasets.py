@@ -131,3 +131,24 @@ def test_a_streaming_dataset_resumes_exactly_shuffled(stream, tools):
 def test_a_stream_shuffled_through_a_buffer_is_refused(stream):
     with pytest.raises(ValueError, match="unshuffled"):
         open_source(stream.shuffle(buffer_size=10))
+
+
+def test_a_name_on_the_hub_is_streamed_and_a_missing_one_is_told(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options))
+        if name == "nobody/nothing":
+            raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub\nor so")
+        return datasets.Dataset.from_dict({"text": ["ab", "cde"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = PackedDataset("owner/name-v1.1", tokenizer=letters, budget=8, shuffle=False, eos=False)
+    assert [row for row in parts(data) if row] == [letters("ab"), letters("cde")]
+    assert asked == [("owner/name-v1.1", {"split": "train", "streaming": True})]
+    with pytest.raises(ValueError, match="nobody/nothing is no file or folder here, nor on the"):
+        PackedDataset("nobody/nothing", tokenizer=letters, budget=8)
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        PackedDataset("data/corpus.jsonl", tokenizer=letters, budget=8)
+    assert len(asked) == 2
