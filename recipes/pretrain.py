@@ -175,12 +175,19 @@ def start(args: argparse.Namespace):
     from accelerate.utils import set_seed
 
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else ranks on a CPU would not find each other
         mixed_precision=args.precision,
         gradient_accumulation_steps=args.accumulation,
         log_with=args.log_with,
         project_dir=args.output,
         step_scheduler_with_optimizer=False,
     )
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != launched:
+        raise ValueError(
+            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}: "
+            "see the lines at the top of this recipe for what starts several"
+        )
     if accelerator.device.type == "cpu":
         local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
