@@ -37,25 +37,25 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "hub name; without it, Python's standard library")  # fmt: skip
     add("--text-column", default="text", help="column that holds the text")
     add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
-    add("--budget", type=int, default=1024, help="tokens a pack may hold")
+    add("--budget", type=int, default=512, help="tokens a pack may hold")
     add("--workers", type=int, default=0, help="data loading processes per rank")
     add = parser.add_argument_group("model").add_argument
     add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
     add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=400, help="optimizer steps")
+    add("--steps", type=int, default=800, help="optimizer steps")
     add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=6e-3, help="at its peak")
-    add("--warmup", type=int, default=20, help="steps until the peak")
+    add("--warmup", type=int, default=40, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--seed", type=int, default=0, help="of the weights and of the order of packs")
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
     add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
-    add("--save-every", type=int, default=100, help="steps between checkpoints")
-    add("--eval-every", type=int, default=200, help="steps between generations")
+    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--eval-every", type=int, default=400, help="steps between generations")
     add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
         "beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
@@ -170,6 +170,9 @@ def optimize(args: argparse.Namespace, model):
 
 def start(args: argparse.Namespace):
     """Accelerate, with the threads and the seed of this run."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, (os.cpu_count() or 1) // local)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # launchers say 1, and BLAS reads it as it loads
     import torch
     from accelerate import Accelerator
     from accelerate.utils import set_seed
@@ -188,9 +191,7 @@ def start(args: argparse.Namespace):
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}: "
             "see the lines at the top of this recipe for what starts several"
         )
-    if accelerator.device.type == "cpu":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    torch.set_num_threads(threads)
     set_seed(args.seed)
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are fine
     return accelerator
@@ -217,6 +218,7 @@ class Pretraining:
         self.evaluations = self._evaluations()
         self.stop = StopRequest()
         self.stopping = False
+        self.losses: list[float] = []
         self.step = 0
 
     def _evaluations(self):
@@ -305,6 +307,7 @@ class Pretraining:
         loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} at step {self.step}: lower --learning-rate")
+        self.losses.append(loss)
         rates = self.meter.read()
         bar.update()
         bar.set_postfix_str(
@@ -354,6 +357,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume:
         run.resume()
     run.train()
+    if run.losses:
+        recent = run.losses[-50:]
+        run.say(
+            f"loss {run.losses[0]:.2f} -> {sum(recent) / len(recent):.2f}, mean of {len(recent)}"
+        )
     ended = "stopped, go on with --resume" if run.step < args.steps else "done"
     run.say(f"{ended}: {folder.checkpoint(run.step)}")
     accelerator.end_training()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-VOCABULARY = 512
+VOCABULARY = 384
 END = "<|endoftext|>"
 
 
