@@ -10,7 +10,6 @@ COMMANDS = {
     "doctor": ("doctor", "does a model keep packed documents apart, and paged ≡ packed?"),
     "generate": ("generate", "complete prompts with any HF checkpoint through the engine"),
     "eval": ("evaluate", "tasks of lm-evaluation-harness on a checkpoint, through the engine"),
-    "eval": ("evaluate", "run lm-evaluation-harness tasks through the engine"),
 }
 
 
