@@ -99,6 +99,8 @@ class PackedLoader:
         """The packs handed out, each with the state behind it where it ends a step."""
         self.first_check: Callable[[list[Batch]], None] | None = None
         """Called once, with the batches of the first step, before any of them is handed out."""
+        self.positions: int | None = None
+        """How many the model has; a batch that reaches beyond them is refused."""
         self.waited = 0.0
         """Seconds this loader let its trainer wait for data."""
         self._state: dict | None = None
@@ -149,6 +151,7 @@ class PackedLoader:
         if self.first_check is not None:
             self.first_check([batch for batch, _ in window.pairs])
             self.first_check = None
+        self._check_positions(window)
         extra = {}
         if self.with_items:
             extra["num_items_in_batch"] = self._items([info for _, info in window.pairs])
@@ -159,6 +162,15 @@ class PackedLoader:
                 self._state = window.state
                 self.on_step_end(is_last)
             yield self.place({**batch, **extra})
+
+    def _check_positions(self, window: _Window) -> None:
+        for batch, info in window.pairs if self.positions is not None else ():
+            reached = int(batch["position_ids"].max()) + 1
+            if reached > self.positions:
+                raise ValueError(
+                    f"pack {info.index} holds a sequence of {reached} tokens, beyond the model's "
+                    f"{self.positions} positions: lower the budget to {self.positions}"
+                )
 
     def _items(self, infos: list[PackInfo]) -> Any:
         """Count a window over all ranks, per micro-batch and rank."""

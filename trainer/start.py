@@ -6,7 +6,7 @@ nopad: 1,024 packs of 8192 an epoch, fill 99.8 %, 9.1 samples a pack; split 12, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..attention import keep_apart
+from ..attention.documents import installed, keep_apart
 from ..collators import PackedCollator
 from ..packing import PackedDataset, Planner
-from .ranks import rank
+from .loader import PackedLoader
+from .ranks import rank, sum_over_ranks
 
 MOST_LENGTHS = 1 << 20
 """How many documents are planned to foretell an epoch."""
@@ -32,16 +33,8 @@ def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str
     _check_lengths(data, config)
     _check_weights(model, collator)
     found, how = leak(model, collator), _route(attention)
-    if found and attention != "nopad":
-        found, how = leak(model, collator, apart=True), "document numbers in the mask"
-        if not found:
-            _keep_apart_from_now_on(model)
     if found:
-        raise ValueError(
-            f"{config.model_type} with attn_implementation={attention!r} lets packed samples see "
-            f'each other (logits move by {found:.2g}): use attn_implementation="nopad", or train '
-            "without packing; check=False trains regardless"
-        )
+        how = _repaired(model, collator, found)
     first = f"{config.model_type}, attention {attention}, boundaries by {how}, leak self-test 0.0"
     return [first, *_foretell(data)]
 
@@ -98,13 +91,20 @@ def _route(attention: str) -> str:
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 
 
-def _keep_apart_from_now_on(model: Any) -> None:
-    loss = getattr(model, "nopad_loss", None)
-    if loss is None:
-        raise ValueError(
-            f"{type(model).__name__} needs repaired masks: call nopad.trainer.loss.attach_loss"
-        )
-    loss.apart = True
+def _repaired(model: Any, collator: Any, found: float) -> str:
+    """Have the stock masks told the documents from now on, if that stops the leak."""
+    config, way_out = model.config.get_text_config(), 'use attn_implementation="nopad"'
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention != "nopad" and installed() and not leak(model, collator, apart=True):
+        if hasattr(model, "nopad_loss"):
+            model.nopad_loss.apart = True
+            return "document numbers in the mask"
+        way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks"
+    raise ValueError(
+        f"{config.model_type} with attn_implementation={attention!r} lets packed samples see each "
+        f"other (logits move by {found:.2g}): {way_out}, or train without packing; check=False "
+        "trains regardless"
+    )
 
 
 def _check_lengths(data: PackedDataset, config: Any) -> None:
@@ -148,14 +148,14 @@ def _foretell(data: PackedDataset) -> list[str]:
     ]
 
 
-def first_check(model: Any) -> Callable[[list[dict]], None]:
-    """Return what a loader should do with the batches of the first step."""
+def guard(loader: PackedLoader, model: Any) -> None:
+    """Have a loader refuse, before they are stepped, batches that the model was not made for."""
     config: Any = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    return partial(check_batches, vocabulary=config.vocab_size, positions=positions)
+    loader.positions = getattr(config, "max_position_embeddings", None)
+    loader.first_check = partial(check_batches, vocabulary=config.vocab_size)
 
 
-def check_batches(batches: list[dict], vocabulary: int, positions: int | None) -> None:
+def check_batches(batches: list[dict], vocabulary: int) -> None:
     """Refuse the first step's batches if they cannot be what the model was meant for."""
     counted = 0
     for batch in batches:
@@ -167,12 +167,7 @@ def check_batches(batches: list[dict], vocabulary: int, positions: int | None) -
                 f"token {worst} is outside the model's vocabulary of {vocabulary}: "
                 "the data was tokenized for another model"
             )
-        if positions is not None and int(batch["position_ids"].max()) >= positions:
-            raise ValueError(
-                f"position {int(batch['position_ids'].max())} is beyond the model's {positions}: "
-                "lower the budget"
-            )
-    if not counted:
+    if not sum_over_ranks(counted):
         raise ValueError(
             "no label of the first step counts for the loss: check the loss mask "
             "(a chat template without marked answers leaves nothing to learn)"

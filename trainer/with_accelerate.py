@@ -25,7 +25,7 @@ from accelerate.utils import send_to_device
 from ..packing import Pack, PackedDataset
 from .data_state import load_data_state, save_data_state
 from .loader import Batch, PackedLoader
-from .start import check_run, first_check, say_start
+from .start import check_run, guard, say_start
 
 
 class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
@@ -76,7 +76,7 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
             model = model.get_base_model() if hasattr(model, "get_base_model") else model
             if hasattr(model, "get_output_embeddings"):
                 say_start(check_run(model, self.dataset, self.collator))
-                self.first_check = first_check(model)
+                guard(self, model)
 
     def place(self, batch: Batch) -> Batch:
         moved: Any = send_to_device(batch, self.accelerator.device, non_blocking=True)

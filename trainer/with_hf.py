@@ -27,7 +27,7 @@ from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
 from .meter import Meter
 from .ranks import sum_over_ranks, world
-from .start import check_run, first_check, say_start
+from .start import check_run, guard, say_start
 from .stop import StopRequest
 
 _Base = Trainer if TYPE_CHECKING else object
@@ -97,7 +97,7 @@ class Packed(_Base):
         bare = _bare(self.accelerator.unwrap_model(self.model))
         if self.packed_check:
             say_start(check_run(bare, self.train_dataset, self._loader.collator))
-            self._loader.first_check = first_check(bare)
+            guard(self._loader, bare)
         self._meter = Meter(
             world(),
             flops=ModelFlops.of_model(bare),

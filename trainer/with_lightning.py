@@ -25,7 +25,7 @@ from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
 from .meter import Meter
 from .ranks import world
-from .start import check_run, say_start
+from .start import check_run, guard, say_start
 from .stop import StopRequest
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class PackedDataModule(pl.LightningDataModule):
         self.train, self.validation = train, validation
         self.collator, self.num_workers = collator, num_workers
         self.loader: PackedLoader | None = None
+        self.checked: nn.Module | None = None
+        """The model whose batches are refused where it was not made for them."""
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
@@ -63,6 +65,8 @@ class PackedDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
+        if self.checked is not None:
+            guard(self.loader, self.checked)
         return self.loader
 
     def val_dataloader(self) -> Any:
@@ -88,6 +92,7 @@ class PackedCallback(pl.Callback):
         model = causal_lm(pl_module)
         if self.check:
             say_start(check_run(model, self.data.train, self.data.collator))
+            self.data.checked = model
         self.meter = Meter(
             world(),
             flops=ModelFlops.of_model(model),

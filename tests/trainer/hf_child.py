@@ -21,8 +21,8 @@ class Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
         if self.gradient is None:
-            named = model.named_parameters()
-            self.gradient = {name.replace("module.", ""): p.grad.clone() for name, p in named}
+            named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+            self.gradient = {n.replace("module.", ""): p.grad.clone() for n, p in named}
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:

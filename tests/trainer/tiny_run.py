@@ -82,7 +82,8 @@ def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Te
             total = total + (loss if mean == "token" else loss / counted)
             count += counted if mean == "token" else 1
     (total / count).backward()
-    gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+    named = model.named_parameters()
+    gradient = {name: p.grad.clone() for name, p in named if p.grad is not None}
     model.zero_grad()
     return gradient
 
