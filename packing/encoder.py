@@ -48,6 +48,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.column = column
         self.eos = _eos_id(tokenizer, eos)
+        self._lacks_eos = eos is True and self.eos is None and hasattr(tokenizer, "get_vocab")
         known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
         self.vocab_size = vocab_size if vocab_size is not None else known
 
@@ -118,6 +119,11 @@ class Encoder:
         )
 
     def _ended(self, ids: np.ndarray) -> Sample:
+        if self._lacks_eos:
+            raise ValueError(
+                "the tokenizer has no eos token to end documents with: set its eos_token, "
+                "or pass eos= an id, or eos=False to train without ends"
+            )
         if self.eos is not None and (not len(ids) or ids[-1] != self.eos):
             ids = np.append(ids, self.eos)
         return Sample(ids)
