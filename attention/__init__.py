@@ -6,7 +6,7 @@ any HF causal LM ──┘  attn_implementation="nopad", registered by importing
 """
 
 from .allocator import Copy, Hit, OutOfPages, PageAllocator
-from .attend import attend
+from .attend import attend, attend_written
 from .cache import PagedCache
 from .carried import carry
 from .documents import keep_apart
@@ -24,6 +24,7 @@ __all__ = [
     "Pages",
     "Varlen",
     "attend",
+    "attend_written",
     "carry",
     "expect_layers",
     "keep_apart",

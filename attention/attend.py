@@ -61,6 +61,15 @@ def attend(
     return out.to(v.dtype)
 
 
+def attend_written(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Tensor:
+    """Attend q [T, H, Dk] to pages that hold this step's keys and values already."""
+    assert varlen.pages is not None
+    keys, values = varlen.pages.cache.layer(layer)
+    rule = (scale, None, None, None)
+    facts = _facts(q, keys, values, rule, keys.shape[1], varlen.max_length == 1)
+    return choice.module(choice.choose(facts)).paged(q, keys, values, varlen, Scores(*rule))
+
+
 def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode: bool) -> tuple:
     """The fields of an `Ask`, in order."""
     _, window, softcap, sinks = rule
