@@ -15,6 +15,8 @@ from .backends.ask import Scores
 from .backends.write import write
 from .varlen import Varlen
 
+_MANY = 8192
+
 
 def attend(
     q: Tensor,
@@ -87,4 +89,5 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode:
         sinks is not None,
         page_size,
         decode,
+        q.shape[0] >= _MANY,
     )

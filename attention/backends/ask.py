@@ -20,6 +20,11 @@ class Scores:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the scale is asked for."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -39,6 +44,8 @@ class Ask:
     """0: the keys are this step's own tokens."""
     decode: bool
     """One query per sequence, over pages."""
+    many: bool = False
+    """Thousands of tokens: the device's time counts, not the host's."""
 
     @property
     def paged(self) -> bool:

@@ -23,6 +23,7 @@ log = logging.getLogger("nopad.attention")
 
 _MODULES = {
     "flash3": "flash3",
+    "cudnn": "cudnn_ragged",
     "flash2": "flash2",
     "torch": "torch_varlen",
     "triton": "triton_paged",
@@ -30,7 +31,8 @@ _MODULES = {
 }
 NAMES = tuple(_MODULES)
 _CPU = ("sdpa",)
-_PACKED = ("flash3", "flash2", "torch", "sdpa")
+_PACKED = ("flash3", "cudnn", "flash2", "torch", "sdpa")
+_SHORT_PACKED = ("flash3", "flash2", "cudnn", "torch", "sdpa")
 _PAGED = ("triton", "flash3", "flash2", "sdpa")
 """Our kernels lead: on an H200 they beat flash-attn 2's paged ones, in decodes and in prefills."""
 
@@ -50,7 +52,9 @@ def order(ask: Ask) -> tuple[str, ...]:
     """Names in order of preference."""
     if ask.device == "cpu":
         return _CPU
-    return _PAGED if ask.paged else _PACKED
+    if ask.paged:
+        return _PAGED
+    return _PACKED if ask.many else _SHORT_PACKED
 
 
 @torch.compiler.assume_constant_result
