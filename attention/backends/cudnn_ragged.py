@@ -119,7 +119,8 @@ def _rung(count: int, least: int) -> int:
 def _by_sequence(sums: Tensor, bounds: Tensor, longest: int) -> Tensor:
     """Spread [T, H, 1] over [sequences, H, longest, 1], as cuDNN's backward reads it.
 
-    >>> _by_sequence(torch.tensor([1.0, 2, 3])[:, None, None], torch.tensor([0, 2, 3, 3]), 2).tolist()
+    >>> sums, bounds = torch.tensor([1.0, 2, 3])[:, None, None], torch.tensor([0, 2, 3, 3])
+    >>> _by_sequence(sums, bounds, 2).tolist()
     [[[[1.0], [2.0]]], [[[3.0], [0.0]]], [[[0.0], [0.0]]]]
     """
     tokens, heads, _ = sums.shape
