@@ -26,7 +26,7 @@ OTHERS = {
     "packing": {"numba", "llvmlite"},
     "attention": {"torch", "triton"},
     "collators": {"torch"},
-    "trainer": {"torch"},
+    "trainer": {"torch", "triton"},
     "inference": {"torch", "triton"},
 }
 # A library that only some files of a room may import.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..packing import IGNORE
 
-CHUNK_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 31
 """How large a chunk of logits may be on an accelerator."""
 CHUNK_BYTES_CPU = 1 << 24
 """On a CPU a chunk should stay near the caches."""
@@ -33,8 +33,9 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    divisor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of token losses, and each token's loss (detached, fp32).
+    """Return the weighted sum of token losses over `divisor`, and each loss (detached, fp32).
 
     hidden [T, H], weight [V, H], targets [T] with IGNORE where nothing counts. `z_loss` adds
     that multiple of the squared log-normalizer to every counted token.
@@ -50,6 +51,10 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
         token_weights = torch.ones_like(targets, dtype=torch.float32)
+    # Divided before, the gradients come out as they will be used; fp16 could not hold them.
+    after = hidden.dtype == torch.float16
+    if not after:
+        token_weights = token_weights / divisor
     wants = torch.is_grad_enabled()
     total, losses, *_ = _losses(
         hidden,
@@ -62,7 +67,7 @@ def linear_cross_entropy(
         wants and hidden.requires_grad,
         wants and weight.requires_grad,
     )
-    return total, losses.detach()
+    return total / divisor if after else total, losses.detach()
 
 
 @torch.library.custom_op("nopad::linear_cross_entropy", mutates_args=())
@@ -81,8 +86,13 @@ def _losses(
     step = _rows(hidden, weight)
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
-    d_weight = _zeros_fp32(weight if wants_weight else weight[:0])
-    d_bias = _zeros_fp32(weight[:0, 0] if bias is None or not wants_weight else bias)
+    d_weight = torch.zeros_like(
+        weight if wants_weight else weight[:0],
+        dtype=weight.dtype if step >= len(hidden) else torch.float32,  # a whole is rounded once
+    )
+    d_bias = torch.zeros_like(
+        weight[:0, 0] if bias is None or not wants_weight else bias, dtype=torch.float32
+    )
     kernel = _kernel(hidden.device.type)
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
@@ -91,7 +101,7 @@ def _losses(
         if wants_hidden:
             torch.mm(logits, weight, out=d_hidden[rows])
         if wants_weight:
-            d_weight.add_(logits.T @ hidden[rows])
+            _add_product(d_weight, logits.T, hidden[rows])
         if wants_weight and bias is not None:
             d_bias.add_(logits.sum(0, dtype=torch.float32))
         del logits
@@ -131,15 +141,29 @@ def _backward(ctx, d_total, *_):
 _losses.register_autograd(_backward, setup_context=_keep)
 
 
+@torch.library.custom_op("nopad::scaled", mutates_args=())
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
     """Multiply in fp32 and round once: `by` is no power of two and would lose bits in bf16."""
-    if gradient.dtype == torch.float32:
-        return gradient * by
-    return (gradient.flatten().float() * by).to(gradient.dtype).view_as(gradient)
+    if gradient.is_cuda:
+        from .triton_loss import scaled
+
+        return scaled(gradient, by)
+    return (gradient * by.to(torch.promote_types(gradient.dtype, by.dtype))).to(gradient.dtype)
 
 
-def _zeros_fp32(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.float32)
+@_scaled.register_fake
+def _(gradient, by):
+    return torch.empty_like(gradient)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b: on a GPU inside the product, which a pass of its own would slow by a third."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, total.dtype, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:
@@ -169,7 +193,9 @@ def _losses_and_gradient(
 
 @cache
 def _kernel(device: str) -> Callable[..., Tensor]:
-    """On an accelerator, fuse the chunk's arithmetic into two passes over it."""
-    if device == "cpu":
+    """On a GPU, a row's arithmetic is one kernel of our own."""
+    if device != "cuda":
         return _losses_and_gradient
-    return torch.compile(_losses_and_gradient)
+    from .triton_loss import losses_and_gradient
+
+    return losses_and_gradient

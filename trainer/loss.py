@@ -102,10 +102,11 @@ class ModelLoss:
             targets.flatten(),
             bias=bias,
             token_weights=None if weights is None else weights.flatten(),
+            divisor=_divisor(items, targets, weights),
             **self.options,
         )
         self.token_losses = losses.view_as(targets).roll(1, -1)
-        return total / _divisor(items, targets, weights)
+        return total
 
     def _from_logits(self, outputs: Any) -> Any:
         assert self._request is not None

@@ -1,0 +1,50 @@
+"""AdamW that clips on the way: torch's own arithmetic, and torch's own state."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from nopad.trainer.adamw import ClippedAdamW
+
+
+def run(optimizer, weights, steps: int, clip: bool) -> None:
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in weights:
+            p.grad = torch.randn(p.shape, generator=draw)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(weights, 0.5)
+        optimizer.step()
+
+
+def weights() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(s)) for s in ((5, 3), (4,))]
+
+
+def test_clipping_inside_is_clipping_before():
+    ours, gold = weights(), weights()
+    run(ClippedAdamW(ours, lr=0.1, max_norm=0.5), ours, 3, clip=False)
+    run(torch.optim.AdamW(gold, lr=0.1), gold, 3, clip=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours, gold, strict=True))
+
+
+def test_its_state_goes_over_to_torch_and_back():
+    ours, gold = weights(), weights()
+    first = ClippedAdamW(ours, lr=0.1, max_norm=0.5)
+    run(first, ours, 2, clip=False)
+    second = torch.optim.AdamW(gold, lr=0.1)
+    second.load_state_dict(deepcopy(first.state_dict()))
+    first.load_state_dict(deepcopy(second.state_dict()))
+    for a, b in zip(ours, gold, strict=True):
+        b.data.copy_(a)
+    run(first, ours, 2, clip=False)
+    run(second, gold, 2, clip=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours, gold, strict=True))
+
+
+def test_without_gradients_nothing_moves():
+    ours = weights()
+    ClippedAdamW(ours).step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, weights(), strict=True))

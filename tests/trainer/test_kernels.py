@@ -1,0 +1,74 @@
+"""The Triton kernels of training, interpreted on a CPU, against plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOSS = """
+import torch
+from nopad.trainer.cross_entropy import _losses_and_gradient
+from nopad.trainer.triton_loss import losses_and_gradient, scaled
+
+torch.manual_seed(0)
+for width in (5, 64, 8200):
+    logits, weights = 3 * torch.randn(4, width), torch.rand(4)
+    targets = torch.randint(0, width, (4,))
+    targets[1] = -100
+    for smoothing, z_loss in ((0.0, 0.0), (0.1, 0.02)):
+        ours, gold = logits.clone(), logits.clone()
+        losses = losses_and_gradient(ours, targets, weights, smoothing, z_loss)
+        exact = _losses_and_gradient(gold, targets, weights, smoothing, z_loss)
+        torch.testing.assert_close(losses, exact, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, gold, rtol=1e-6, atol=1e-6)
+x, by = torch.randn(70, 80), torch.tensor(1 / 3)
+torch.testing.assert_close(scaled(x, by), x / 3, rtol=1e-6, atol=0)
+print("finished")
+"""
+
+ADAMW = """
+import torch
+from nopad.trainer import adamw
+
+adamw._fusible = lambda p: True  # the kernel, although this is no GPU
+torch.manual_seed(0)
+shapes = ((70, 80), (3,), (0,))
+ours = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
+gold = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+rule = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+a = adamw.ClippedAdamW(ours, max_norm=1.0, **rule)
+b = torch.optim.AdamW(gold, **rule)
+for step in range(4):
+    for p, q in zip(ours, gold):
+        p.grad = torch.randn_like(p) * (1e-4 if step == 2 else 1.0)  # clipped, and not
+        q.grad = p.grad.clone()
+    before = [p.grad.clone() for p in ours]
+    a.step()
+    norm = torch.nn.utils.clip_grad_norm_(gold, 1.0)
+    b.step()
+    assert torch.equal(a.norm, norm)
+    assert all(torch.equal(p.grad, g) for p, g in zip(ours, before)), "gradients are only read"
+for p, q in zip(ours, gold):
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    assert a.state[p].keys() == b.state[q].keys()
+    for name in a.state[p]:
+        torch.testing.assert_close(a.state[p][name], b.state[q][name], rtol=1e-6, atol=1e-7)
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("script", [LOSS, ADAMW], ids=["loss", "adamw"])
+def test_kernels_compute_what_pytorch_computes(script):
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path.home(),
+    )
+    assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
