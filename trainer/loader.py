@@ -164,7 +164,9 @@ class PackedLoader:
             yield self.place({**batch, **extra})
 
     def _check_positions(self, window: _Window) -> None:
-        for batch, info in window.pairs if self.positions is not None else ():
+        if self.positions is None:
+            return
+        for batch, info in window.pairs:
             reached = int(batch["position_ids"].max()) + 1
             if reached > self.positions:
                 raise ValueError(

@@ -46,7 +46,8 @@ def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("kind", "front"), [*((k, "hf") for k in FORGETFUL), ("opt", "accelerate"), ("opt", "lightning")]
+    ("kind", "front"),
+    [*((kind, "hf") for kind in FORGETFUL), ("opt", "accelerate"), ("opt", "lightning")],
 )
 def test_without_the_repair_the_leak_is_named_and_the_run_refused(
     kind, front, tmp_path, monkeypatch

@@ -68,11 +68,12 @@ def collate(pack) -> dict:
 def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Tensor]:
     """Run every sequence of the packs alone; the mean goes over all counted tokens (or samples)."""
     model.zero_grad()
-    total, count = torch.zeros(()), 0.0
+    device = next(model.parameters()).device
+    total, count = torch.zeros((), device=device), 0.0
     for pack in packs:
         for a, b in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
             ids, labels = (
-                torch.from_numpy(x[a:b].copy())[None] for x in (pack.tokens, pack.labels)
+                torch.from_numpy(x[a:b].copy())[None].to(device) for x in (pack.tokens, pack.labels)
             )
             counted = int((labels != IGNORE).sum())
             if not counted:

@@ -1,0 +1,69 @@
+"""What only a GPU can show: stock flash-attn 2, bf16 and torch_compile with the collator's batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from front_ends import gradient, hf
+from nopad.collators import PackedCollator
+from nopad.packing import PackedDataset
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.start import leak
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+def dataset() -> PackedDataset:
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(1, 512, n).tolist() for n in draw.integers(2, 200, 60)]
+    return PackedDataset(rows, budget=512, seed=3)
+
+
+def model(attention: str, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, attn_implementation=attention)
+    return LlamaForCausalLM(config).to(DEVICE, dtype)
+
+
+def error(ours: dict, gold: dict) -> float:
+    """The length of the difference of all gradients, relative to the gradient's."""
+    apart = sum((ours[name].float() - gold[name].float()).square().sum() for name in gold)
+    return float((apart / sum(g.float().square().sum() for g in gold.values())).sqrt())
+
+
+def one_by_one(dtype: torch.dtype, count: int = 2) -> dict:
+    return tiny_run.gold_gradient(model("eager", dtype), tiny_run.packs(dataset(), count))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("attention", ["flash_attention_2", "sdpa", "nopad"])
+def test_a_packed_bf16_step_is_as_near_to_fp32_as_samples_one_by_one(attention, attached):
+    gold, low = one_by_one(torch.float32), one_by_one(torch.bfloat16)
+    trained = model(attention, torch.bfloat16)
+    assert leak(trained) == 0.0
+    if attached:
+        attach_loss(trained)
+    batch = PackedCollator()(tiny_run.packs(dataset(), 2))
+    batch = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in batch.items()}
+    trained(**batch).loss.backward()
+    assert error(gradient(trained), gold) <= 2 * error(low, gold)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("attention", ["flash_attention_2", "nopad"])
+def test_a_mixed_precision_step_of_the_hf_trainer_is_that_of_samples_one_by_one(
+    attention, compiled, tmp_path, capsys
+):
+    settings = {"use_cpu": DEVICE == "cpu", "bf16": True, "torch_compile": compiled}
+    ours = hf(model(attention), dataset(), tmp_path, accumulation=2, **settings)
+    ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
+    assert error(ours, one_by_one(torch.float32)) <= 2 * error(
+        one_by_one(torch.bfloat16), one_by_one(torch.float32)
+    )
+    assert "leak self-test 0.0" in capsys.readouterr().out
