@@ -33,6 +33,7 @@ from nopad.packing import PackedDataset
 from nopad.trainer.adamw import ClippedAdamW
 from nopad.trainer.compiling import compile_layers
 from nopad.trainer.flops import ModelFlops
+from nopad.trainer.fusing import fuse_layers
 from nopad.trainer.loader import PackedLoader
 from nopad.trainer.loss import attach_loss
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
@@ -267,7 +268,12 @@ def ours(bench: Bench, name: str, compiled: str, **collator) -> None:
     attach_loss(model)
     if compiled:
         compile_layers(model, fullgraph=compiled == "fullgraph")
-    bench.run(f"nopad {name}", model, bench.packs(PackedCollator(**collator)))
+    fused = None if compiled else fuse_layers(model)
+    try:
+        bench.run(f"nopad {name}", model, bench.packs(PackedCollator(**collator)))
+    finally:
+        if fused:
+            fused.undo()
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], None]]:

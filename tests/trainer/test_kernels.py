@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LOSS = """
+LOSS_AND_STEP = """
 import torch
 from nopad.trainer.cross_entropy import _losses_and_gradient
 from nopad.trainer.triton_loss import losses_and_gradient, scaled
@@ -27,11 +27,7 @@ for width in (5, 64, 8200):
         torch.testing.assert_close(ours, gold, rtol=1e-6, atol=1e-6)
 x, by = torch.randn(70, 80), torch.tensor(1 / 3)
 torch.testing.assert_close(scaled(x, by), x / 3, rtol=1e-6, atol=0)
-print("finished")
-"""
 
-ADAMW = """
-import torch
 from nopad.trainer import adamw
 
 adamw._fusible = lambda p: True  # the kernel, although this is no GPU
@@ -60,8 +56,46 @@ for p, q in zip(ours, gold):
 print("finished")
 """
 
+FUSED = """
+import copy
+import torch
+from nopad.collators import PackedCollator
+from nopad.trainer import fusing
+from transformers import AutoConfig, AutoModelForCausalLM
 
-@pytest.mark.parametrize("script", [LOSS, ADAMW], ids=["loss", "adamw"])
+fusing.serves = lambda x: True  # the kernels, although this is no GPU
+small = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=64)
+batch = PackedCollator()([{"input_ids": list(range(1, n))} for n in (9, 5, 7)])
+
+def gradients(model):
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+expected = {"llama": 3, "gemma2": 1, "cohere": 1}  # norms with 1 + w, turns by pairs
+for family, count in expected.items():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **small)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    gold, names = gradients(model), list(model.state_dict())
+    kinds = [type(part) for part in model.modules()]
+    fused = fusing.fuse_layers(model)
+    assert len(fused.names) == count, fused.names
+    assert list(model.state_dict()) == names
+    ours = gradients(model)
+    scale = max(g.abs().max() for g in gold.values())
+    assert max((ours[n] - gold[n]).abs().max() for n in gold) / scale < 1e-6, family
+    for p in copy.deepcopy(model).parameters():
+        p.data.zero_()  # a copy is a model of its own
+    assert all(torch.equal(g, ours[n]) for n, g in gradients(model).items())
+    fused.undo()
+    assert [type(part) for part in model.modules()] == kinds
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("script", [LOSS_AND_STEP, FUSED], ids=["loss and step", "fused layers"])
 def test_kernels_compute_what_pytorch_computes(script):
     pytest.importorskip("triton")
     run = subprocess.run(

@@ -1,0 +1,182 @@
+"""Fused kernels for training without torch.compile: norms, gated MLPs, rotary embeddings.
+
+Nothing is known about a model but what its modules look like, so every replacement is proven
+first: on a small input, with its gradients, against the module itself. What does not agree stays as
+it is. A compiled layer does not use them: it makes kernels of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger("nopad.trainer")
+
+
+class FusedLayers:
+    """What `fuse_layers` has put in place."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Of the classes and functions that have fused kernels now."""
+        self._undo = ExitStack()
+
+    def undo(self) -> None:
+        """Give the model back as it was."""
+        self._undo.close()
+        self.names = []
+
+    def put(self, owner: Any, attribute: str, value: Any) -> None:
+        self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+        setattr(owner, attribute, value)
+
+
+def fuse_layers(model: nn.Module) -> FusedLayers:
+    """Give the parts of a causal LM on a GPU fused kernels, where they compute the same.
+
+    Call it on the bare model, before DDP, FSDP or PEFT wrap it. Weights and their names stay.
+    """
+    fused = FusedLayers()
+    if not serves(next(model.parameters())):
+        return fused
+    for kind, twin in _kinds(model):
+        alike = [part for part in model.modules() if type(part) is kind]
+        if all(_agrees(part, twin) for part in _different(alike)):
+            fused.names.append(kind.__name__)
+            for part in alike:
+                fused.put(part, "__class__", twin)
+    _fuse_rotary(model, fused)
+    log.info("fused kernels: %s", ", ".join(fused.names) or "none fit this model")
+    return fused
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels are for this tensor, here."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+def _kinds(model: nn.Module) -> list[tuple[type, type]]:
+    """The classes that look as if they could be fused, each with its fused twin."""
+    kinds = {}
+    for part in model.modules():
+        if _eps(part) is not None:
+            kinds[type(part)] = _twin(type(part), _norm)
+        elif {"gate_proj", "up_proj", "down_proj", "act_fn"} <= part._modules.keys():
+            kinds[type(part)] = _twin(type(part), _mlp)
+    return list(kinds.items())
+
+
+def _twin(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> type:
+    """A subclass of the same name whose forward is fused where it can be."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out = fused(self, x) if serves(x) else None
+        return kind.forward(self, x) if out is None else out
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _eps(part: Any) -> float | None:
+    if not type(part).__name__.endswith("RMSNorm") or getattr(part, "weight", None) is None:
+        return None
+    return getattr(part, "variance_epsilon", getattr(part, "eps", None))
+
+
+def _norm(part: Any, x: Tensor) -> Tensor | None:
+    from .triton_norm import rms_norm
+
+    eps = _eps(part)
+    plain = eps is not None and x.dtype == part.weight.dtype
+    return rms_norm(x, part.weight, eps) if plain and eps is not None else None
+
+
+def _mlp(part: Any, x: Tensor) -> Tensor | None:
+    from .triton_gate import gated_mlp
+
+    products = (part.gate_proj, part.up_proj, part.down_proj)
+    if any(type(p) is not nn.Linear or p.bias is not None for p in products):
+        return None  # an adapter, a quantized weight
+    inputs = (x, *(p.weight for p in products))
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        inputs = tuple(tensor.to(dtype) for tensor in inputs)
+    return gated_mlp(*inputs)
+
+
+def _different(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """One of each shape."""
+    by_shape = {tuple(p.shape for p in part.parameters()): part for part in parts}
+    return list(by_shape.values())
+
+
+def _agrees(part: Any, twin: Any) -> bool:
+    """Run one module both ways."""
+    weights = list(part.parameters())
+    x = _wave(weights[0], 1, 5, weights[0].shape[-1])
+    return _near(partial(type(part).forward, part), partial(twin.forward, part), [x], weights)
+
+
+def _near(
+    stock: Callable[..., Any], fused: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
+) -> bool:
+    """Whether two functions have the same results and gradients, nearly."""
+    try:
+        with torch.enable_grad():
+            pairs = zip(*(_outcome(f, inputs, weights) for f in (stock, fused)), strict=True)
+            wrong = max(((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs)
+    except Exception as error:  # whatever a foreign module makes of it, the kernels are not for it
+        log.info("no fused kernels (%s: %s)", type(error).__name__, error)
+        return False
+    return wrong < (1e-4 if inputs[0].dtype == torch.float32 else 4e-2)
+
+
+def _outcome(call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]) -> list[Tensor]:
+    out = call(*inputs)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    given = [x for x in (*inputs, *weights) if x.requires_grad]
+    rises = [_wave(o, *o.shape).detach().mul(3).cos() for o in outs]  # not along the inputs
+    grads = torch.autograd.grad(outs, given, rises)
+    return [tensor.detach().float() for tensor in (*outs, *grads)]
+
+
+def _wave(like: Tensor, *shape: int) -> Tensor:
+    """Numbers to try something with, without touching a random state."""
+    numbers = torch.linspace(-9, 9, math.prod(shape), device=like.device).sin()
+    return numbers.view(shape).to(like.dtype).requires_grad_()
+
+
+def _fuse_rotary(model: Any, fused: FusedLayers) -> None:
+    """Where the model's file has the usual function, let it be fused for the usual arguments."""
+    from .triton_rotary import rotary
+
+    weight = next(model.parameters())
+    q, k = (_wave(weight, 1, 5, heads, 16).transpose(1, 2) for heads in (4, 2))
+    angles = _wave(weight, 1, 5, 8).detach().float().repeat(1, 1, 2)
+    inputs = [q, k, angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)]
+    for source in {sys.modules[type(part).__module__] for part in model.modules()}:
+        stock = getattr(source, "apply_rotary_pos_emb", None)
+        if stock is not None and _near(stock, rotary, inputs, []):
+            fused.names.append("apply_rotary_pos_emb")
+            fused.put(source, "apply_rotary_pos_emb", _rotary_or(stock))
+
+
+def _rotary_or(stock: Callable[..., Any]) -> Callable[..., Any]:
+    from .triton_rotary import rotary
+
+    @wraps(stock)
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
+        whole = cos.shape == sin.shape == (1, q.shape[2], q.shape[3]) and q.shape[0] == 1
+        alike = q.dtype == k.dtype == cos.dtype and cos.is_contiguous() and sin.is_contiguous()
+        if more or options or not (whole and alike and serves(q)):
+            return stock(q, k, cos, sin, *more, **options)
+        return rotary(q, k, cos, sin)
+
+    return apply
