@@ -39,22 +39,3 @@ def load_data_state(loader: PackedLoader, folder: Path) -> None:
             "or its save was cut short; choose another checkpoint"
         )
     loader.load_state(read_state(path, fall_back=False))
-
-
-def last_whole_checkpoint(folder: Path, last_file: str) -> Path:
-    """Return the newest `checkpoint-N` that was saved to its end and whose data state is sound.
-
-    last_file: what the trainer writes last.
-    """
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
-    reasons = []
-    for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
-        try:
-            read_state(path / STATE_FILE, fall_back=False)
-        except (ValueError, OSError) as error:
-            reasons.append(f"{path.name}: {error}")
-            continue
-        if (path / last_file).is_file():
-            return path
-        reasons.append(f"{path.name}: no {last_file}, its save was cut short")
-    raise ValueError(f"{folder} has no whole checkpoint" + "".join(f"; {r}" for r in reasons))

@@ -23,6 +23,7 @@ import torch
 
 from .evaluation_budget import Allowance, Budget
 from .evaluation_metrics import Metric
+from .meter import away
 from .ranks import gather_objects, rank
 from .unshard import unsharded
 
@@ -129,7 +130,7 @@ class GenerationEval:
             _say("evaluation after step %d %s", step, plan.note)
         if not plan.examples:
             return Report(step, note=plan.note)
-        with undisturbed():
+        with undisturbed(), away():
             found, rows, error = self._on_all_ranks(plan, model)
         seconds = time.monotonic() - began
         finished = plan.examples - int(found.get("unfinished", 0)) if found else None

@@ -104,6 +104,7 @@ class PackedLoader:
         self.waited = 0.0
         """Seconds this loader let its trainer wait for data."""
         self._state: dict | None = None
+        self._became: tuple[Any, dict[str, int]] = None, {}
         self._loader = DataLoader(
             dataset,
             batch_size=None,
@@ -126,6 +127,15 @@ class PackedLoader:
     def state(self) -> dict:
         """Return this rank's view of the data state after the last step handed out."""
         return self._state or self.dataset.state_dict()
+
+    def became(self) -> dict[str, int]:
+        """Count the samples split, truncated and dropped: of the epoch, or of a stream so far."""
+        epoch = self.state()["position"]["epoch"]
+        if self.dataset.settings["shards"] or self._became[0] != epoch:
+            account = self.dataset.report()
+            counts = {name: account[name] for name in ("split", "truncated", "dropped")}
+            self._became = epoch, {**counts, "skipped": account["skipped"]["rows"]}
+        return self._became[1]
 
     def load_state(self, state: dict) -> None:
         """Go on where a state was taken, from the next iteration on."""

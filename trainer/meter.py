@@ -1,26 +1,50 @@
 """What a training loop did: tokens and samples per second, fill, waste, MFU, waits, sources.
 
+meter = Meter.of(loader, model)
 for batch in loader:
     ...
     meter.add(loader.last)
 meter.read()     {"tokens_per_second": ..., "fill": ..., "mfu": ..., ...} since the last reset
+
+What happens inside `away`, evaluations above all, is not part of the time that rates are of.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..packing import IGNORE
-from .flops import ModelFlops
-from .loader import PackInfo
+from .flops import ModelFlops, stated_peak
+from .loader import PackedLoader, PackInfo
+from .ranks import world
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class _Away:
+    """Seconds that this process has spent on something else than training."""
+
+    total, depth = 0.0, 0
+
+
+@contextmanager
+def away() -> Iterator[None]:
+    """Keep the time of what happens inside out of every meter's rates."""
+    began = time.perf_counter()
+    _Away.depth += 1
+    try:
+        yield
+    finally:
+        _Away.depth -= 1
+        if not _Away.depth:
+            _Away.total += time.perf_counter() - began
 
 
 class Meter:
@@ -41,33 +65,52 @@ class Meter:
         flops: ModelFlops | None = None,
         peak: float | None = None,
         waited: Callable[[], float] | None = None,
+        became: Callable[[], dict[str, int]] | None = None,
+        by_source: bool = True,
     ):
         """Say what to measure against.
 
         flops, peak: the model's arithmetic and one device's FLOP/s, for the MFU.
         waited: seconds spent waiting for data so far, as `PackedLoader.waited` has it.
+        became: how many samples were split, truncated, dropped, as `PackedLoader.became` says.
+        by_source: tell the loss by source, where token losses are given.
         """
-        self.ranks = ranks
+        self.ranks, self.by_source = ranks, by_source
         self.flops, self.peak = flops, peak
-        self._waited = waited or (lambda: 0.0)
+        self._waited, self._became = waited or (lambda: 0.0), became or dict
         self._by_source: dict[int, list[Tensor]] = {}
         self.seen = {"tokens": 0, "samples": 0, "packs": 0}
         """Of this rank, since the beginning."""
         self.reset()
 
+    @classmethod
+    def of(cls, loader: PackedLoader, model: Any) -> Meter:
+        """Measure the training of a causal LM on a loader's batches."""
+        return cls(
+            world(),
+            flops=ModelFlops.of_model(model),
+            peak=stated_peak(next(model.parameters()).device),
+            waited=lambda: loader.waited,
+            became=loader.became,
+            by_source=loader.dataset.settings["weights"] is not None,
+        )
+
     def reset(self) -> None:
         """Begin a new reading."""
         self._start, self._waited_before = time.perf_counter(), self._waited()
+        self._away_before = _Away.total
         self._packs = self._tokens = self._budget = self._samples = 0
         self._counted = self._flops = 0.0
         self._by_source.clear()
 
     def seconds(self) -> float:
-        """Return the seconds since the last reset."""
-        return time.perf_counter() - self._start
+        """Return the seconds of training since the last reset."""
+        return time.perf_counter() - self._start - (_Away.total - self._away_before)
 
-    def add(self, info: PackInfo) -> None:
-        """Count one stepped pack."""
+    def add(
+        self, info: PackInfo, labels: Tensor | None = None, token_losses: Tensor | None = None
+    ) -> None:
+        """Count one stepped pack, and its tokens' losses by source if they are given."""
         tokens, samples = int(np.sum(info.lengths)), len(info.lengths)
         self._packs += 1
         self._tokens += tokens
@@ -78,8 +121,10 @@ class Meter:
             self.seen[name] += more
         if self.flops is not None:
             self._flops += self.flops.of(info.lengths)
+        if self.by_source and labels is not None and token_losses is not None:
+            self._add_losses(info, labels.to(token_losses.device), token_losses)
 
-    def add_losses(self, info: PackInfo, labels: Tensor, token_losses: Tensor) -> None:
+    def _add_losses(self, info: PackInfo, labels: Tensor, token_losses: Tensor) -> None:
         """Book each counted token's loss on the source its sample came from, without a sync."""
         owner = torch.from_numpy(np.repeat(info.sources, info.lengths).astype(np.int64))
         owner = owner.to(labels.device, non_blocking=True)
@@ -102,6 +147,7 @@ class Meter:
             "data_wait": (self._waited() - self._waited_before) / seconds,
             "tokens_seen": self.ranks * self.seen["tokens"],
             "samples_seen": self.ranks * self.seen["samples"],
+            **self._became(),
         }
         if self.flops is not None and self.peak:
             rates["mfu"] = self._flops / seconds / self.peak

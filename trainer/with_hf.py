@@ -21,18 +21,16 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..packing import PackedDataset
-from .data_state import last_whole_checkpoint, load_data_state, save_data_state
-from .flops import ModelFlops, stated_peak
+from .data_state import load_data_state, save_data_state
 from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
-from .meter import Meter
-from .ranks import sum_over_ranks, world
+from .meter import Meter, away
+from .ranks import rank, sum_over_ranks, wait_for_all
+from .seal import last_whole_checkpoint, seal
 from .start import check_run, guard, say_start
 from .stop import StopRequest
 
 _Base = Trainer if TYPE_CHECKING else object
-LAST_FILE = "trainer_state.json"
-"""What the stock Trainer writes last into a checkpoint."""
 
 
 class Packed(_Base):
@@ -98,12 +96,7 @@ class Packed(_Base):
         if self.packed_check:
             say_start(check_run(bare, self.train_dataset, self._loader.collator))
             guard(self._loader, bare)
-        self._meter = Meter(
-            world(),
-            flops=ModelFlops.of_model(bare),
-            peak=stated_peak(self.args.device),
-            waited=lambda: self._loader.waited if self._loader else 0.0,
-        )
+        self._meter = Meter.of(self._loader, bare)
         return self._loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -114,8 +107,7 @@ class Packed(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
-            found = last_whole_checkpoint(Path(str(self.args.output_dir)), LAST_FILE)
-            resume_from_checkpoint = str(found)
+            resume_from_checkpoint = str(last_whole_checkpoint(Path(str(self.args.output_dir))))
         self._resume = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -123,11 +115,12 @@ class Packed(_Base):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._loader is not None and self._meter is not None:
             info, _ = self._loader.handed_out.popleft()
-            self._meter.add(info)
-            if self.model_loss.token_losses is not None and len(set(info.sources.tolist())) > 1:
-                labels = inputs["labels"].to(loss.device)
-                self._meter.add_losses(info, labels, self.model_loss.token_losses)
+            self._meter.add(info, inputs["labels"], self.model_loss.token_losses)
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with away():
+            return super().evaluate(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
         # Straight to the stock one: trainers in between take their loss from logits.
@@ -148,10 +141,13 @@ class Packed(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         if self._loader is not None:
-            folder = Path(self._get_output_dir(trial=trial))
-            save_data_state(self._loader, folder / f"checkpoint-{self.state.global_step}")
+            save_data_state(self._loader, folder)
         super()._save_checkpoint(model, trial)
+        wait_for_all()
+        if rank() == 0:
+            seal(folder)
 
 
 class PackedTrainer(Packed, Trainer):

@@ -13,6 +13,7 @@ the last batch that was stepped, joined over ranks, in the checkpoint itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,9 @@ from torch import nn
 
 from ..packing import Pack, PackedDataset
 from .data_state import gathered_state
-from .flops import ModelFlops, stated_peak
 from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
-from .meter import Meter
-from .ranks import world
+from .meter import Meter, away
 from .start import check_run, guard, say_start
 from .stop import StopRequest
 
@@ -83,6 +82,7 @@ class PackedCallback(pl.Callback):
         self.meter = Meter()
         self._loss: Any = None
         self._state: dict | None = None
+        self._validating = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -93,15 +93,16 @@ class PackedCallback(pl.Callback):
         if self.check:
             say_start(check_run(model, self.data.train, self.data.collator))
             self.data.checked = model
-        self.meter = Meter(
-            world(),
-            flops=ModelFlops.of_model(model),
-            peak=stated_peak(pl_module.device),
-            waited=lambda: self.data.loader.waited if self.data.loader else 0.0,
-        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.meter.reset()
+        assert self.data.loader is not None
+        self.meter = Meter.of(self.data.loader, causal_lm(pl_module))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validating.enter_context(away())
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validating.close()
 
     def on_train_batch_end(
         self,
@@ -113,9 +114,7 @@ class PackedCallback(pl.Callback):
     ) -> None:
         assert self.data.loader is not None
         info, state = self.data.loader.handed_out.popleft()
-        self.meter.add(info)
-        if self._loss.token_losses is not None and len(set(info.sources.tolist())) > 1:
-            self.meter.add_losses(info, batch["labels"], self._loss.token_losses)
+        self.meter.add(info, batch["labels"], self._loss.token_losses)
         if state is None:
             return
         self._state = state

@@ -7,12 +7,8 @@ import json
 import pytest
 import tiny_run
 from nopad.collators import PackedCollator
-from nopad.trainer.data_state import (
-    STATE_FILE,
-    last_whole_checkpoint,
-    load_data_state,
-    save_data_state,
-)
+from nopad.packing import PackedDataset
+from nopad.trainer.data_state import load_data_state, save_data_state
 from nopad.trainer.loader import EvaluationLoader, PackedLoader
 
 
@@ -74,27 +70,22 @@ def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens
     assert len(list(loader)) == len(first)
 
 
+def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goes():
+    rows = [[1] * 50, [2] * 9, [3] * 70]
+    planned = PackedLoader(PackedDataset(rows, budget=32, overflow="truncate"))
+    assert planned.became() == {"split": 0, "truncated": 2, "dropped": 0, "skipped": 0}
+    settings = {"budget": 32, "shards": 1, "ahead": False, "shuffle": False}
+    for workers in (0, 1):
+        data = PackedDataset(lambda: iter(rows), **settings)
+        streamed = PackedLoader(data, num_workers=workers)
+        told = [streamed.became()["split"] for _ in streamed]
+        assert told == sorted(told) and told[-1] == 2
+
+
 def test_sample_means_count_samples():
     loader = PackedLoader(tiny_run.dataset(), PackedCollator(mean="sample"))
     batch = next(iter(loader))
     assert float(batch["num_items_in_batch"]) == len(loader.last.lengths)
-
-
-def test_the_newest_checkpoint_that_is_whole_is_found(tmp_path):
-    loader = PackedLoader(tiny_run.dataset())
-    for step in (2, 9, 10, 11):
-        save_data_state(loader, tmp_path / f"checkpoint-{step}")
-        (tmp_path / f"checkpoint-{step}" / "last").touch()
-    torn = tmp_path / "checkpoint-11" / STATE_FILE
-    whole = torn.read_bytes()
-    (tmp_path / "checkpoint-10" / "last").unlink()
-    for length in range(0, len(whole), 23):
-        torn.write_bytes(whole[:length])
-        assert last_whole_checkpoint(tmp_path, "last").name == "checkpoint-9"
-    for name in ("checkpoint-2", "checkpoint-9"):
-        (tmp_path / name / "last").unlink()
-    with pytest.raises(ValueError, match=r"no whole checkpoint; checkpoint-11: .*checksum|torn"):
-        last_whole_checkpoint(tmp_path, "last")
 
 
 def test_other_data_is_refused_on_resume(tmp_path):

@@ -6,11 +6,11 @@ import numpy as np
 import tiny_run
 import torch
 from nopad.collators import PackedCollator
-from nopad.packing import Pack, Sample
+from nopad.packing import Pack, PackedDataset, Sample
 from nopad.trainer.flops import ModelFlops
-from nopad.trainer.loader import PackInfo
+from nopad.trainer.loader import PackedLoader, PackInfo
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.meter import Meter
+from nopad.trainer.meter import Meter, away
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -40,7 +40,7 @@ def test_loss_is_told_by_source():
     model(**batch)
     meter = Meter()
     info = PackInfo.of(pack, batch)
-    meter.add_losses(info, batch["labels"], loss.token_losses)
+    meter.add(info, batch["labels"], loss.token_losses)
     rates = meter.read()
     for source, sample in enumerate(samples):
         alone = model(**PackedCollator()([sample])).loss
@@ -56,3 +56,37 @@ def test_rates_are_of_what_was_added_since_the_last_reset():
     rates = meter.read()
     assert rates["tokens_per_second"] == 9.0 and rates["tokens_seen"] == 36
     assert rates["mfu"] == 9 * 10 / 2 / 100 and abs(rates["padding"] - 0.1) < 1e-9
+
+
+def test_the_time_of_an_evaluation_is_in_no_rate(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("nopad.trainer.meter.time.perf_counter", lambda: now[0])
+    meter = Meter()
+    now[0] += 2
+    with away():
+        now[0] += 100
+        with away():  # an evaluation by generation inside the trainer's own
+            now[0] += 100
+    now[0] += 1
+    meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
+    assert meter.read()["tokens_per_second"] == 3.0
+    meter.reset()
+    now[0] += 4
+    assert meter.seconds() == 4
+
+
+def test_a_pack_of_one_source_counts_in_the_loss_of_a_mixture():
+    rows = ([{"input_ids": [1, 2, 3, 4]}] * 8, [{"input_ids": [5, 6, 7]}] * 8)
+    data = PackedDataset([(rows[0], 1), (rows[1], 1)], budget=4)
+    model = tiny_run.model()
+    loss, loader = attach_loss(model), PackedLoader(data)
+    meter = Meter.of(loader, model)
+    for batch in loader:
+        model(**batch)
+        meter.add(loader.last, batch["labels"], loss.token_losses)
+        assert len(set(loader.last.sources.tolist())) == 1
+    rates = meter.read()
+    for source, row in ((0, rows[0][0]), (1, rows[1][0])):
+        alone = float(model(**PackedCollator()([row])).loss)
+        assert abs(rates[f"loss_source_{source}"] - alone) < 1e-5
+    assert rates["split"] == rates["dropped"] == 0

@@ -1,4 +1,4 @@
-"""What only a GPU can show: stock flash-attn 2, bf16 and torch_compile with the collator's batch."""
+"""What only a GPU can show: stock flash-attn 2, bf16, torch_compile with the collator's batch."""
 
 from __future__ import annotations
 
