@@ -21,6 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention.backends import sdpa
+from ..attention.reference import visible
+
 _LEAST = 2
 """Rows of a batched product: a single one is computed by another routine."""
 
@@ -28,13 +31,14 @@ _LEAST = 2
 @contextmanager
 def invariant(longest: int) -> Iterator[None]:
     """Compute linear layers row by row, and attention over `longest` keys, in this process."""
-    before = F.linear, F.scaled_dot_product_attention
+    before = F.linear, F.scaled_dot_product_attention, sdpa.sharing
     F.linear = _linear
     F.scaled_dot_product_attention = partial(_attention, longest)
+    sdpa.sharing = False
     try:
         yield
     finally:
-        F.linear, F.scaled_dot_product_attention = before
+        F.linear, F.scaled_dot_product_attention, sdpa.sharing = before
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,11 +68,12 @@ def _attention(
         raise ValueError(f"a sequence has {keys} keys; raise longest={longest}")
     heads = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (key, value))
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
-    mask = mask.tril(keys - queries) if is_causal else mask if attn_mask is None else attn_mask
+    bias = query.new_zeros(queries, keys) if attn_mask is None else attn_mask
+    if is_causal:
+        bias = bias.masked_fill(~visible(queries, keys, None, query.device), float("-inf"))
     key, value = (F.pad(x, (0, 0, 0, longest - keys)) for x in (key, value))
-    mask = F.pad(mask, (0, longest - keys))
+    bias = F.pad(bias, (0, longest - keys), value=float("-inf"))
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     rows = [(query[..., i, None, :] * key).sum(-1) for i in range(queries)]
-    seen = (torch.stack(rows, -2) * factor).masked_fill(~mask, float("-inf")).softmax(-1)
+    seen = (torch.stack(rows, -2) * factor + bias).softmax(-1)
     return torch.stack([(seen[..., i, :, None] * value).sum(-2) for i in range(queries)], -2)

@@ -40,6 +40,7 @@ class Case:
 
 DECODES = [(0, 1), (15, 1), (16, 1), (17, 1), (99, 1), (130, 1)]
 MIXED = [(0, 5), (31, 1), (0, 1), (16, 16), (15, 2), (0, 0), (7, 33), (130, 1), (64, 0)]
+FAMILY = [(640, 1), (640, 30), (700, 1), (655, 5), (641, 1)]
 PAGED = [
     Case("decodes at page edges", DECODES),
     Case("prefill, chunks and decodes mixed with empty slots", MIXED),
@@ -59,6 +60,9 @@ PAGED = [
     Case("head dim 128", MIXED, key_dim=128, value_dim=128),
     Case("head dim 256", MIXED, key_dim=256, value_dim=256),
     Case("a shared prefix", [(64, 1), (64, 3), (70, 1), (64, 1)], shared_pages=4),
+    Case("a long shared prefix", FAMILY, shared_pages=40),
+    Case("a long shared prefix and a scale", FAMILY, shared_pages=40, scale=0.3),
+    Case("a long shared prefix and a softcap", FAMILY, shared_pages=40, softcap=3.0),
     Case("a long context over few sequences", [(1500, 1), (3, 1)]),
 ]
 PACKED = [
@@ -191,7 +195,7 @@ def test_paged_backends_agree_with_the_oracle_in_fp32(backend, case):
     check_paged(backend, case, torch.float32)
 
 
-@pytest.mark.parametrize("case", [PAGED[0], PAGED[1], PAGED[6]], ids=str)
+@pytest.mark.parametrize("case", [PAGED[0], PAGED[1], PAGED[6], PAGED[-4]], ids=str)
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 def test_paged_backends_agree_with_the_oracle_in_fp16(backend, case):
     check_paged(backend, case, torch.float16)
