@@ -76,6 +76,9 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode:
     """The fields of an `Ask`, in order."""
     _, window, softcap, sinks = rule
     grad = torch.is_grad_enabled() and not page_size and q.requires_grad
+    many = False
+    if not page_size and q.shape[0] >= _MANY:  # an `if`: torch.compile guards on it, once
+        many = True
     return (
         q.device.type,
         q.dtype,
@@ -89,5 +92,5 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode:
         sinks is not None,
         page_size,
         decode,
-        q.shape[0] >= _MANY,
+        many,
     )
