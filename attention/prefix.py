@@ -6,7 +6,8 @@
 A key is only a way to find a candidate: a link counts as a hit when its tokens are equal and it
 continues the very link found before it, so a hash collision can cost a hit but never give a wrong
 one.
-A link lives only as long as the link it continues.
+A link lives only as long as the link it continues. Where the page size is no multiple of 16, a
+link may lie across the border of two pages and lives as long as both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def sha256(data: bytes) -> bytes:
 class Link:
     key: bytes
     tokens: bytes
-    page: int
+    pages: tuple[int, ...]
+    """Where its tokens lie; the first holds all of its page's tokens before them, too."""
     parent: Link | None
     children: set[Link] = field(default_factory=set)
 
@@ -54,9 +56,7 @@ class PrefixIndex:
             link = self._links.get(key)
             if link is None or link.tokens != chunk or link.parent is not parent:
                 break
-            if found % self.page_size == 0:
-                pages.append(link.page)
-            pages[-1] = link.page  # a link's page holds all of its page's tokens before it, too
+            pages[found // self.page_size :] = link.pages
             found += STRIDE
             parent = link
         return found, pages
@@ -66,7 +66,7 @@ class PrefixIndex:
         for index, (key, chunk) in enumerate(self._chunks(tokens, scope)):
             link = self._links.get(key)
             if link is None:
-                link = self._add(key, chunk, table[index * STRIDE // self.page_size], parent)
+                link = self._add(key, chunk, self._across(table, index * STRIDE), parent)
             elif link.tokens != chunk or link.parent is not parent:
                 return  # another prefix has this key: it keeps it
             parent = link
@@ -82,16 +82,23 @@ class PrefixIndex:
             if link.parent is not None:
                 link.parent.children.remove(link)
             doomed.extend(link.children)
-            links = self._in_page[link.page]
-            links.remove(link)
-            if not links:
-                del self._in_page[link.page]
-                emptied.append(link.page)
+            for held in link.pages:
+                links = self._in_page[held]
+                links.remove(link)
+                if not links:
+                    del self._in_page[held]
+                    emptied.append(held)
         return emptied
 
-    def _add(self, key: bytes, chunk: bytes, page: int, parent: Link | None) -> Link:
-        link = self._links[key] = Link(key, chunk, page, parent)
-        self._in_page.setdefault(page, []).append(link)
+    def _across(self, table: Sequence[int], start: int) -> tuple[int, ...]:
+        """The pages of a stride that begins at a token."""
+        last = (start + STRIDE - 1) // self.page_size
+        return tuple(table[start // self.page_size : last + 1])
+
+    def _add(self, key: bytes, chunk: bytes, pages: tuple[int, ...], parent: Link | None) -> Link:
+        link = self._links[key] = Link(key, chunk, pages, parent)
+        for page in pages:
+            self._in_page.setdefault(page, []).append(link)
         if parent is not None:
             parent.children.add(link)
         return link
