@@ -63,10 +63,10 @@ def losses_and_gradient(
     """Return the losses of a chunk, and overwrite its logits by the gradient of their sum."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     width = logits.shape[1]
-    block = min(8192, triton.next_power_of_2(width))
+    block = min(4096, triton.next_power_of_2(width))
     _row_loss[(len(logits),)](
         logits, targets, weights, losses, width, logits.stride(0), smoothing, z_loss,
-        IGNORE, block, num_warps=max(1, min(16, block // 512)),
+        IGNORE, block, num_warps=4,
     )  # fmt: skip
     return losses
 

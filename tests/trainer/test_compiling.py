@@ -8,7 +8,10 @@ import torch
 from nopad.collators import PackedCollator
 from nopad.trainer.compiling import compile_layers
 from nopad.trainer.loss import attach_loss
+from nopad.trainer.stacking import stack_products
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.compilers import nop
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,26 @@ def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
     model(**batches(fixed_sequences=16)[0]).loss.backward()
     ours = {name: p.grad for name, p in model.named_parameters()}
     assert tiny_run.distance(ours, gold) < 2e-6
+
+
+def products(graph) -> int:
+    return sum(node.target is torch._C._nn.linear for node in graph.graph.nodes)
+
+
+def test_narrow_products_are_stacked_and_compute_the_same():
+    seen = []
+
+    def backend(graph, inputs):
+        before = products(graph)
+        stack_products(graph)
+        seen.append((before, products(graph)))
+        return aot_autograd(fw_compiler=nop)(graph, inputs)
+
+    model = tiny_run.model()
+    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 1))
+    attach_loss(model)
+    compile_layers(model, backend=backend)
+    model(**batches(fixed_sequences=16)[0]).loss.backward()
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    assert tiny_run.distance(ours, gold) < 2e-6
+    assert seen == [(7, 5)]  # queries, keys and values
