@@ -53,7 +53,7 @@ class Ask:
 
 
 class Backend(Protocol):
-    """What every module of this folder offers."""
+    """What a backend's module offers; `packed` or `paged` is left out where it has none."""
 
     def why_not(self, ask: Ask) -> str | None:
         """Say why a call cannot be served, as far as that is known without trying."""

@@ -86,6 +86,8 @@ def _choose(facts: tuple, forced: str | None, deterministic: bool) -> str:
 
 def why_not(name: str, ask: Ask) -> str | None:
     """Say why a backend cannot serve a call, by its declared limits and by trial."""
+    if not hasattr(module(name), "paged" if ask.paged else "packed"):
+        return "it reads no pages" if ask.paged else "it reads pages only"
     return module(name).why_not(ask) or _trial(name, ask)
 
 

@@ -38,8 +38,6 @@ def why_not(ask: Ask) -> str | None:
         return "it needs CUDA"
     if torch.cuda.get_device_capability()[0] != 9:
         return "it was tried on Hopper only"
-    if ask.paged:
-        return "it is used for packed rows only"
     if ask.sinks or ask.softcap or ask.window:
         return "it is used for plain causal scores only"
     if ask.dtype not in (torch.float16, torch.bfloat16):
@@ -52,10 +50,6 @@ def why_not(ask: Ask) -> str | None:
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
     """Attend inside each sequence of a packed row."""
     return _forward(q, k, v, varlen.cu_seqlens, varlen.max_length, scores.scale)[0]
-
-
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
-    raise AssertionError("never chosen for pages")
 
 
 @torch.library.custom_op("nopad::cudnn_packed", mutates_args=())

@@ -5,7 +5,6 @@ The package itself, or its prebuilt build through `kernels` where that is instal
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,26 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..varlen import Varlen
+from . import flash_library
 from .ask import Ask, Scores
 
 _flash: Any = None
 
 
-@cache
 def _load() -> str | None:
-    """Find the library once; return why there is none."""
+    """Find the library; return why there is none."""
     global _flash
-    try:
-        import flash_attn as found
-    except Exception as missing:
-        try:
-            from kernels import get_kernel
-
-            found = get_kernel("kernels-community/flash-attn2")
-        except Exception:
-            return f"flash-attn 2 is not installed ({type(missing).__name__}: {missing})"
-    _flash = found
-    return None
+    _flash, missing = flash_library.find("flash_attn", "kernels-community/flash-attn2")
+    return missing
 
 
 def why_not(ask: Ask) -> str | None:
@@ -65,11 +55,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
         key_bounds,
         varlen.max_length,
         varlen.max_length,
-        softmax_scale=scores.scale,
-        causal=True,
-        window_size=_window(scores),
-        softcap=scores.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        **flash_library.rule(scores),
     )
     return out[..., : v.shape[-1]] if wide else out
 
@@ -78,13 +65,7 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
-    rule = {
-        "softmax_scale": scores.scale,
-        "causal": True,
-        "window_size": _window(scores),
-        "softcap": scores.softcap or 0.0,
-        "block_table": pages.table,
-    }
+    rule = {**flash_library.rule(scores), "block_table": pages.table}
     if varlen.max_length == 1 and q.shape[0] == pages.table.shape[0]:
         out = _flash.flash_attn_with_kvcache(
             q[:, None], keys, values, cache_seqlens=pages.lengths, **rule
@@ -93,7 +74,3 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     ends = F.pad(pages.lengths.cumsum(0, dtype=torch.int32), (1, 0))
     lengths = (varlen.cu_seqlens, ends, varlen.max_length, pages.max_length)
     return _flash.flash_attn_varlen_func(q, keys, values, *lengths, **rule)
-
-
-def _window(scores: Scores) -> tuple[int, int]:
-    return (-1, -1) if scores.window is None else (scores.window - 1, 0)

@@ -6,33 +6,23 @@ the reference.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..varlen import Varlen
+from . import flash_library
 from .ask import Ask, Scores
 
 _flash: Any = None
 
 
-@cache
 def _load() -> str | None:
-    """Find the library once; return why there is none."""
+    """Find the library; return why there is none."""
     global _flash
-    try:
-        import flash_attn_interface as found
-    except Exception as missing:
-        try:
-            from kernels import get_kernel
-
-            found = get_kernel("kernels-community/flash-attn3")
-        except Exception:
-            return f"flash-attn 3 is not installed ({type(missing).__name__}: {missing})"
-    _flash = found
-    return None
+    _flash, missing = flash_library.find("flash_attn_interface", "kernels-community/flash-attn3")
+    return missing
 
 
 def why_not(ask: Ask) -> str | None:
@@ -56,7 +46,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _only(
         _flash.flash_attn_varlen_func(
-            q, k, v, *lengths, deterministic=deterministic, **_rule(scores)
+            q, k, v, *lengths, deterministic=deterministic, **flash_library.rule(scores)
         )
     )
 
@@ -74,20 +64,9 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
             page_table=pages.table,
             cu_seqlens_q=varlen.cu_seqlens,
             max_seqlen_q=varlen.max_length,
-            **_rule(scores),
+            **flash_library.rule(scores),
         )
     )
-
-
-def _rule(scores: Scores) -> dict[str, Any]:
-    window = (-1, -1) if scores.window is None else (scores.window - 1, 0)
-    softcap = scores.softcap or 0.0
-    return {
-        "softmax_scale": scores.scale,
-        "causal": True,
-        "window_size": window,
-        "softcap": softcap,
-    }
 
 
 def _only(result: Any) -> Tensor:

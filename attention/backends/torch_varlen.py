@@ -25,8 +25,6 @@ def why_not(ask: Ask) -> str | None:
         return "it needs CUDA"
     if varlen_attn is None:
         return f"torch {torch.__version__} has no varlen attention"
-    if ask.paged:
-        return "it reads pages only with flash-attn 3"
     if ask.softcap or ask.sinks:
         return "it knows no softcap and no sinks"
     if ask.window and "window_size" not in _names:
@@ -64,7 +62,3 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
     )
     assert isinstance(out, Tensor)
     return out[..., : v.shape[-1]] if wide else out
-
-
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
-    raise NotImplementedError("torch reads pages only with flash-attn 3")

@@ -29,8 +29,6 @@ except ImportError:  # `why_not` says so
 def why_not(ask: Ask) -> str | None:
     if triton is None:
         return "triton is not installed"
-    if not ask.paged:
-        return "it reads pages only"
     if ask.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU it needs TRITON_INTERPRET=1"
     if max(ask.key_dim, ask.value_dim) > 256:
@@ -38,10 +36,6 @@ def why_not(ask: Ask) -> str | None:
     if ask.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it has no {ask.dtype} products"
     return None
-
-
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
-    raise NotImplementedError("the Triton kernels read pages only")
 
 
 def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:

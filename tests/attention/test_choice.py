@@ -87,14 +87,15 @@ def test_trials_do_not_move_the_random_state(name):
         ("flash2", {"key_dim": 300}, "head dim 300"),
         ("flash2", {"value_dim": 8, "page_size": 256}, "value dim 8"),
         ("torch", {"softcap": True}, "softcap"),
-        ("torch", {"page_size": 256}, "pages"),
-        ("triton", {}, "pages only"),
+        ("torch", {"page_size": 256}, "it reads no pages"),
+        ("cudnn", {"page_size": 256}, "it reads no pages"),
+        ("triton", {}, "it reads pages only"),
         ("triton", {"page_size": 16, "key_dim": 512}, "over 256"),
     ],
 )
 def test_declared_limits_are_told(name, changes, reason):
     known = {"device": "cuda", "dtype": torch.bfloat16} | changes
-    assert reason in (choice.module(name).why_not(Ask(*facts(**known))) or "")
+    assert reason in (choice.why_not(name, Ask(*facts(**known))) or "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
