@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 
 

@@ -54,6 +54,6 @@ def test_fill_and_waste_are_those_of_the_lengths():
 
 
 def test_the_picture_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     pack_map.write_png(tmp_path / "map.png", [np.array([3, 4])], 8)
     assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
