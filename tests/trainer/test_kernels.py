@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from nopad.collators import PackedCollator
+from nopad.trainer.adamw import ClippedAdamW
+from nopad.trainer.compiling import compile_layers
+from nopad.trainer.fusing import fuse_layers
+from nopad.trainer.loss import attach_loss
+from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSS_AND_STEP = """
 import torch
@@ -106,3 +113,51 @@ def test_kernels_compute_what_pytorch_computes(script):
         cwd=Path.home(),
     )
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bf16_step_is_as_near_to_fp32_as_without_our_kernels(compiled):
+    tokens = torch.randint(1, 300, (1, 500), generator=torch.Generator().manual_seed(0))
+    collator = PackedCollator()
+    rows = [{"input_ids": part.tolist()} for part in tokens[0].split([90, 200, 210])]
+    batch = {k: v.cuda() if torch.is_tensor(v) else v for k, v in collator(rows).items()}
+
+    def gradients(dtype, prepare) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=320,
+                             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             attn_implementation="sdpa")  # fmt: skip
+        model = LlamaForCausalLM(config).cuda().to(dtype)
+        prepare(model)
+        model(**batch).loss.backward()
+        return {name: p.grad.float() for name, p in model.named_parameters()}
+
+    def ours(model) -> None:
+        attach_loss(model)
+        assert compiled or len(fuse_layers(model).names) == 3
+        if compiled:
+            compile_layers(model)
+
+    gold = gradients(torch.float32, lambda model: None)
+    low = gradients(torch.bfloat16, lambda model: None)
+    for name, gradient in gradients(torch.bfloat16, ours).items():
+        wrong, allowed = ((g[name] - gold[name]).norm() for g in ({name: gradient}, low))
+        assert wrong <= 2 * allowed, name
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_gpu_is_that_of_torch_after_clipping():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(s, device="cuda")) for s in ((1000, 30), (77,))]
+    gold = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    a, b = ClippedAdamW(ours, lr=0.01), torch.optim.AdamW(gold, lr=0.01, fused=True)
+    for _ in range(3):
+        for p, q in zip(ours, gold, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        a.step()
+        torch.nn.utils.clip_grad_norm_(gold, 1.0)
+        b.step()
+    for p, q in zip(ours, gold, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
