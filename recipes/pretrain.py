@@ -16,11 +16,11 @@ import logging
 import math
 import os
 import sys
-from itertools import takewhile
 from pathlib import Path
 
+from loading import data_options, load_data, load_examples, load_model, matched
 from run_folder import RunFolder
-from settings import parse
+from settings import exit_status, parse
 
 FREE_TO_CHANGE = {"resume", "output", "config", "workers", "save_every", "eval_every", "prompt",
                   "log_with"}  # fmt: skip
@@ -32,17 +32,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         description="Pretrain a causal LM on packs, generating from the live model on the way.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument_group("data").add_argument
-    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, saved `datasets` folder or "
-        "hub name; without it, Python's standard library")  # fmt: skip
-    add("--text-column", default="text", help="column that holds the text")
-    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
-    add("--budget", type=int, default=512, help="tokens a pack may hold")
-    add("--workers", type=int, default=0, help="data loading processes per rank")
-    add = parser.add_argument_group("model").add_argument
-    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
-    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
-    add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
+    data_options(parser, budget=512)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=800, help="optimizer steps")
     add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
@@ -50,7 +40,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=40, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
-    add("--seed", type=int, default=0, help="of the weights and of the order of packs")
+    add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
     add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
@@ -60,97 +50,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
     return parse(parser, argv)
-
-
-def load_data(args: argparse.Namespace):
-    """The tokenizer, and an endless stream of packs."""
-    tokenizer, source = _tokenizer_and_source(args)
-    from nopad.packing import PackedDataset
-
-    dataset = PackedDataset(
-        source,
-        tokenizer=tokenizer,
-        column=args.text_column,
-        budget=args.budget,
-        seed=args.seed,
-        epochs=None,
-    )
-    try:
-        next(iter(dataset))  # bad data speaks up before anything is written
-    except ValueError as error:
-        raise ValueError(f"{args.data}: {error}") from error
-    return tokenizer, dataset
-
-
-def _tokenizer_and_source(args: argparse.Namespace):
-    import stdlib_corpus
-    from transformers import AutoTokenizer
-
-    tokenizer, texts = None, []
-    if args.tokenizer or args.model:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or Path(args.model))
-    if tokenizer is None or args.data is None:
-        texts, _ = stdlib_corpus.held_out(stdlib_corpus.documents())
-    if tokenizer is None and args.data is None:
-        return stdlib_corpus.tokenizer(texts), stdlib_corpus.encoded(texts)
-    rows = [{args.text_column: text} for text in texts]
-    return tokenizer or stdlib_corpus.tokenizer(texts), args.data or rows
-
-
-def load_examples(args: argparse.Namespace) -> list:
-    """The prompts of `--prompt`, or beginnings of documents that are not trained on."""
-    import stdlib_corpus
-    from nopad.trainer.evaluation import Example
-
-    if args.prompt:
-        return [Example(prompt) for prompt in args.prompt]
-    _, texts = stdlib_corpus.held_out(stdlib_corpus.documents())
-    return [Example(text[:160], text[160:200]) for text in texts if len(text) > 200]
-
-
-def matched(text: str, reference: str | None) -> float:
-    """Give the share of the reference that the text begins with."""
-    reference = reference or ""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, reference, strict=False))
-    return sum(1 for _ in pairs) / max(1, len(reference))
-
-
-def load_model(args: argparse.Namespace, tokenizer):
-    """The model of `--model`, with its weights if it has some; else a small Llama."""
-    import nopad.attention  # noqa: F401  registers the attention implementation
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-
-    settings = {"attn_implementation": args.attention}
-    if args.model is None:
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=max(args.budget, 2048),
-            tie_word_embeddings=True,
-            initializer_range=1 / 16,  # 1 / sqrt(hidden size): it learns from the first step
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        model = AutoModelForCausalLM.from_config(config, **settings)
-    elif Path(args.model).suffix == ".json" or not _has_weights(Path(args.model)):
-        config = AutoConfig.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_config(config, **settings)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, **settings)
-    if model.config.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"the model's vocabulary of {model.config.vocab_size} is too small for the tokenizer's "
-            f"{len(tokenizer)} tokens: choose the tokenizer it was made for, or a larger one"
-        )
-    return model
-
-
-def _has_weights(folder: Path) -> bool:
-    return not folder.is_dir() or any(folder.glob("*.safetensors"))
 
 
 def optimize(args: argparse.Namespace, model):
@@ -201,22 +100,24 @@ class Pretraining:
     """One run: the parts, the loop over optimizer steps, and its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
+        from nopad.trainer.loss import attach_loss
         from nopad.trainer.meter import Meter
         from nopad.trainer.stop import StopRequest
         from nopad.trainer.with_accelerate import AcceleratePacks
 
         self.args, self.folder, self.accelerator = args, folder, accelerator
+        self.stop = StopRequest()
         with accelerator.main_process_first():
             self.tokenizer, dataset = load_data(args)
         model = load_model(args, self.tokenizer)
+        self.loss = attach_loss(model)
         optimizer, scheduler = optimize(args, model)
         self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
-        self.meter = Meter(accelerator.num_processes)
+        self.meter = Meter.of(self.loader, model)
         self.evaluations = self._evaluations()
-        self.stop = StopRequest()
         self.stopping = False
         self.losses: list[float] = []
         self.step = 0
@@ -231,7 +132,7 @@ class Pretraining:
         engine = Engine(self.accelerator.unwrap_model(self.model), self.tokenizer)
         evaluation = GenerationEval(
             AllRanks(engine).generate,
-            load_examples(self.args),
+            load_examples(self.args.prompt),
             {"matched": matched},
             SamplingParams(temperature=0.7, max_tokens=32, seed=self.args.seed),
             every=self.args.eval_every,
@@ -258,8 +159,6 @@ class Pretraining:
 
     def resume(self) -> None:
         step = self.folder.last_step()
-        if step is None:
-            raise ValueError(f"{self.folder.path} has no checkpoint yet: start a new run")
         self.accelerator.load_state(str(self.folder.checkpoint(step)))
         self.step = step
         if self.accelerator.is_main_process:
@@ -277,11 +176,12 @@ class Pretraining:
             disable=not self.accelerator.is_main_process,
         )
         losses = []
+        self.meter.reset()
         for batch in self.loader:
             if self.step >= self.args.steps or self.stopping:
                 break
             losses.append(self.backward(batch))
-            self.meter.add(self.loader.last)
+            self.meter.add(self.loader.last, batch["labels"], self.loss.token_losses)
             if self.accelerator.sync_gradients:
                 self.step += 1
                 self.report(bar, losses)
@@ -367,15 +267,5 @@ def main(argv: list[str] | None = None) -> None:
     accelerator.end_training()
 
 
-def run(argv: list[str] | None = None) -> int:
-    """Run the recipe; give the exit status."""
-    try:
-        main(argv)
-    except ValueError as error:
-        print(f"pretrain: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(exit_status("pretrain", main))

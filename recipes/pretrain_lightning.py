@@ -2,7 +2,7 @@
 
 python recipes/pretrain_lightning.py      # a small Llama on Python's sources
 python recipes/pretrain_lightning.py --devices 2 --accelerator cpu --data corpus.jsonl
-python recipes/pretrain_lightning.py --config run.yaml --resume runs/lightning/last.ckpt
+python recipes/pretrain_lightning.py --config run.yaml --resume
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from pretrain import load_data, load_model
-from settings import parse
+from loading import data_options, load_data, load_model
+from settings import exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -21,15 +21,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument_group("model and data").add_argument
-    add("--data", help="jsonl, parquet, text, saved `datasets` folder or hub name; without it, "
-        "Python's standard library")  # fmt: skip
-    add("--text-column", default="text", help="column that holds the text")
-    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
-    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
-    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
-    add("--budget", type=int, default=2048, help="tokens a pack may hold")
-    add("--workers", type=int, default=0, help="data loading processes per rank")
+    data_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=150, help="optimizer steps")
     add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
@@ -39,10 +31,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--accelerator", default="auto", help="cpu, gpu, ...")
     add("--devices", type=int, default=1, help="processes on this machine")
     add("--strategy", default="auto", help="ddp, fsdp, ...")
-    add("--seed", type=int, default=0, help="of the weights and of the order of packs")
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/lightning"), help="folder of this run")
-    add("--resume", type=Path, help="checkpoint to go on from")
+    add("--resume", nargs="?", const="last", metavar="FILE", help="go on from this, or the last")
     add("--save-every", type=int, default=50, help="steps between checkpoints")
     return parse(parser, argv)
 
@@ -71,18 +62,31 @@ def module(args: argparse.Namespace, model):
     return CausalLM()
 
 
+def checkpoint(args: argparse.Namespace) -> Path | None:
+    """The file to go on from, if any; damaged ones are refused."""
+    from nopad.trainer.seal import check_archive
+
+    if args.resume is None:
+        return None
+    path = args.output / "last.ckpt" if args.resume == "last" else Path(args.resume)
+    check_archive(path)
+    return path
+
+
 def main(argv: list[str] | None = None) -> None:
+    """Train as the options say."""
     args = options(argv)
     import lightning.pytorch as pl
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
 
+    stop = StopCallback(args.output / "last.ckpt")
+    resumed = checkpoint(args)
     pl.seed_everything(args.seed, verbose=False)
     tokenizer, dataset = load_data(args)
     data = PackedDataModule(dataset, num_workers=args.workers)
     checkpoints = pl.callbacks.ModelCheckpoint(
         args.output, save_last=True, every_n_train_steps=args.save_every, save_top_k=1
     )
-    stop = StopCallback(args.output / "last.ckpt")
     trainer = pl.Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
@@ -95,15 +99,12 @@ def main(argv: list[str] | None = None) -> None:
         callbacks=[PackedCallback(data), stop, checkpoints],
         default_root_dir=args.output,
     )
-    trainer.fit(module(args, load_model(args, tokenizer)), data, ckpt_path=args.resume)
+    trainer.fit(module(args, load_model(args, tokenizer)), data, ckpt_path=resumed)
     if trainer.is_global_zero:
-        ended = "done" if trainer.global_step == args.steps else "stopped"
-        print(f"{ended}: {trainer.global_step} steps")
+        whole = trainer.global_step == args.steps
+        say = "done" if whole else "stopped, go on with --resume"
+        print(f"{say}: {args.output}, step {trainer.global_step}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"pretrain_lightning: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_status("pretrain_lightning", main))

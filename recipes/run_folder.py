@@ -3,6 +3,8 @@
 runs/pretrain-1/run.json            what the run was started with
 runs/pretrain-1/log.jsonl           loss and rates, one line a step
 runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
+
+A checkpoint is sealed and then renamed to its name; a torn or damaged one is passed over.
 """
 
 from __future__ import annotations
@@ -59,16 +61,21 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
 
-    def last_step(self) -> int | None:
+    def last_step(self) -> int:
         """The step of the newest whole checkpoint."""
-        return max(_numbers(self.path, "checkpoint"), default=None)
+        from nopad.trainer.seal import last_whole_checkpoint
+
+        return int(last_whole_checkpoint(self.path).name.partition("-")[2])
 
     def unfinished(self, step: int) -> Path:
         """Where a checkpoint is written until it is whole."""
         return self.path / f"unfinished-{step}"
 
     def finish(self, step: int) -> None:
-        """Let the checkpoint appear under its name, in one rename."""
+        """Seal the checkpoint, and let it appear under its name, in one rename."""
+        from nopad.trainer.seal import seal
+
+        seal(self.unfinished(step))
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         self.unfinished(step).rename(self.checkpoint(step))
 

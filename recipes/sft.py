@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from settings import hf_options, hf_train, parse
+from hf_training import hf_options, hf_train
+from settings import exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -26,10 +27,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", help="jsonl[.gz|.zst], parquet, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; without it, the model's")
     add("--chat-template", help="Jinja file, for tokenizers that have no template")
+    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
     add("--overflow", default="error", choices=["error", "truncate", "split", "drop"],
         help="what becomes of a conversation longer than a pack")  # fmt: skip
-    hf_options(parser, "runs/sft")
+    add("--budget", type=int, default=2048, help="tokens a pack may hold")
+    add("--workers", type=int, default=0, help="data loading processes per rank")
+    add("--seed", type=int, default=0, help="of the order of packs, and of new adapters")
+    hf_options(parser, "runs/sft", learning_rate=2e-5)
     args = parse(parser, argv)
     for name in ("model", "data"):
         if getattr(args, name) is None:
@@ -72,14 +77,14 @@ def load_model(args: argparse.Namespace):
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Fine-tune as the options say."""
+    from transformers import set_seed
+
     args = options(argv)
+    set_seed(args.seed)
     tokenizer, data = load_data(args)
     hf_train(args, load_model(args), data, tokenizer)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"sft: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_status("sft", main))

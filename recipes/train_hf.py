@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pretrain import load_data, load_model
-from settings import hf_options, hf_train, parse
+from hf_training import hf_options, hf_train
+from loading import data_options, load_data, load_model
+from settings import exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -20,17 +21,16 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument_group("model and data").add_argument
-    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, saved `datasets` folder or "
-        "hub name; without it, Python's standard library")  # fmt: skip
-    add("--text-column", default="text", help="column that holds the text")
-    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
-    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
-    hf_options(parser, "runs/train_hf")
-    return parse(parser, argv)
+    data_options(parser, budget=2048)
+    hf_options(parser, "runs/train_hf", learning_rate=1e-3)
+    args = parse(parser, argv)
+    if args.data is None and args.steps < 0:
+        args.steps = 150  # a look at Python's sources, not a pass over them
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train as the options say."""
     from transformers import set_seed
 
     args = options(argv)
@@ -40,8 +40,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"train_hf: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_status("train_hf", main))

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from ..collators import PackedCollator
 from ..packing import Pack, PackedDataset
+from .data_workers import WorkerWatch
 from .ranks import sum_over_ranks, world
 
 Batch = dict[str, Any]
@@ -40,13 +41,21 @@ class PackInfo:
     counted: float
     """What the pack weighs in the mean: its counted tokens, or its counted samples."""
     sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which of its source's samples each sequence is."""
 
     @classmethod
     def of(cls, pack: Pack, batch: Batch) -> PackInfo:
         counted = pack.counted
         if "loss_weights" in batch:
             counted = float(batch["loss_weights"].sum())
-        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, counted, pack.sources)
+        where = pack.sources, pack.samples
+        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, counted, *where)
+
+    def __str__(self) -> str:
+        if not len(self.samples):
+            return f"pack {self.index}"
+        return f"pack {self.index} (to sample {self.samples[-1]} of source {self.sources[-1]})"
 
 
 @dataclass(slots=True)
@@ -104,6 +113,7 @@ class PackedLoader:
         self.waited = 0.0
         """Seconds this loader let its trainer wait for data."""
         self._state: dict | None = None
+        self._came: PackInfo | None = None
         self._became: tuple[Any, dict[str, int]] = None, {}
         self._loader = DataLoader(
             dataset,
@@ -144,15 +154,19 @@ class PackedLoader:
 
     def _windows(self) -> Iterator[_Window]:
         packs = iter(self._loader)
-        while True:
-            began = time.perf_counter()
-            pairs = list(islice(packs, self.accumulation))
-            self.waited += time.perf_counter() - began
-            if not pairs or (len(pairs) < self.accumulation and self.last_window == "drop"):
-                return
-            state = self.dataset.state_after(*(info for _, info in pairs))
-            pairs += [self._empty(pairs[0][1]) for _ in range(self.accumulation - len(pairs))]
-            yield _Window(pairs, state)
+        workers = getattr(packs, "_workers", ())
+        with WorkerWatch(workers, lambda: self._came or "nothing") as watch:
+            while True:
+                began = time.perf_counter()
+                with watch.reading():
+                    pairs = list(islice(packs, self.accumulation))
+                self.waited += time.perf_counter() - began
+                if not pairs or (len(pairs) < self.accumulation and self.last_window == "drop"):
+                    return
+                self._came = pairs[-1][1]
+                state = self.dataset.state_after(*(info for _, info in pairs))
+                pairs += [self._empty(pairs[0][1]) for _ in range(self.accumulation - len(pairs))]
+                yield _Window(pairs, state)
 
     def _empty(self, like: PackInfo) -> tuple[Batch, PackInfo]:
         return _collate(self.collator, Pack.of([], like.budget))

@@ -18,6 +18,7 @@ import torch
 from .ranks import sum_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAID = b"\nstopping after this step, with a checkpoint; a second signal leaves at once\n"
 
 
 class StopRequest:
@@ -40,6 +41,7 @@ class StopRequest:
         if self.asked is not None:
             os._exit(128 + number)
         self.asked = signal.Signals(number)
+        os.write(2, SAID)  # print may be under way in what was interrupted
 
     def agreed(self) -> bool:
         """Say whether any rank was asked, the same on all.

@@ -183,11 +183,12 @@ def used(tmp_path_factory, model) -> Path:
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch, capsys):
     import pretrain
+    from settings import exit_status
 
     extra, word = BAD[what]
     before = snapshot(used)
     monkeypatch.chdir(used)
-    status = pretrain.run([*arguments, "--steps", "1", *extra])
+    status = exit_status("pretrain", pretrain.main, [*arguments, "--steps", "1", *extra])
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert status == 2 and last.startswith("pretrain: ") and word in last
     assert snapshot(used) == before, "something was written"

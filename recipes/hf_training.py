@@ -1,0 +1,76 @@
+"""What recipes on the HF Trainer share: its options, its arguments, the run itself."""
+
+from __future__ import annotations
+
+import argparse
+
+from loading import check_vocabulary
+
+
+def hf_options(parser: argparse.ArgumentParser, output: str, learning_rate: float) -> None:
+    """Add what every recipe on the HF Trainer takes."""
+    add = parser.add_argument_group("training").add_argument
+    add("--epochs", type=float, default=1.0, help="passes over the data")
+    add("--steps", type=int, default=-1, help="optimizer steps; overrides --epochs")
+    add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
+    add("--learning-rate", type=float, default=learning_rate, help="at its peak")
+    add("--warmup", type=int, default=10, help="steps until the peak")
+    add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
+    add("--compile", action="store_true", help="compile the decoder layer; T is then constant")
+    add("--checkpointing", action="store_true", help="recompute activations to save memory")
+    add = parser.add_argument_group("run").add_argument
+    add("--output", default=output, help="folder of checkpoints and of the model")
+    add("--resume", action="store_true", help="go on from the newest whole checkpoint there")
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--log-every", type=int, default=10, help="steps between lines of the log")
+    add("--log-with", default="none", help="tensorboard, wandb, ...")
+
+
+def hf_arguments(args: argparse.Namespace):
+    """Put these settings into the words of the HF Trainer."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        args.output,
+        max_steps=args.steps,
+        num_train_epochs=args.epochs,
+        gradient_accumulation_steps=args.accumulation,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=args.warmup,
+        bf16=args.precision == "bf16",
+        fp16=args.precision == "fp16",
+        gradient_checkpointing=args.checkpointing,
+        dataloader_num_workers=args.workers,
+        seed=args.seed,
+        save_steps=args.save_every,
+        save_total_limit=2,
+        logging_steps=args.log_every,
+        report_to=args.log_with,
+    )
+
+
+def hf_train(args: argparse.Namespace, model, data, tokenizer) -> None:
+    """Train on packs with the HF Trainer; stop when asked, and leave a model that loads."""
+    check_vocabulary(model, tokenizer)
+    from nopad.collators import PackedCollator
+    from nopad.trainer.compiling import compile_layers
+    from nopad.trainer.with_hf import PackedTrainer, StopCallback
+
+    trainer = PackedTrainer(
+        model,
+        hf_arguments(args),
+        PackedCollator(fill=args.compile),
+        data,
+        processing_class=tokenizer,
+        callbacks=[StopCallback()],
+    )
+    if args.compile:
+        compile_layers(model)
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    whole = trainer.state.global_step >= trainer.state.max_steps
+    if whole:
+        trainer.save_model()
+    if trainer.is_world_process_zero():
+        say = "done" if whole else "stopped, go on with --resume"
+        print(f"{say}: {trainer.args.output_dir}, step {trainer.state.global_step}")

@@ -1,0 +1,122 @@
+"""What recipes share: options of data and model, a stream of packs, a causal LM, held-out text."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import takewhile
+from pathlib import Path
+
+
+def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
+    """Add what says which data and which model."""
+    add = parser.add_argument_group("data and model").add_argument
+    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, saved `datasets` folder or "
+        "hub name; without it, Python's standard library")  # fmt: skip
+    add("--text-column", default="text", help="column that holds the text")
+    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
+    add("--budget", type=int, default=budget, help="tokens a pack may hold")
+    add("--workers", type=int, default=0, help="data loading processes per rank")
+    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
+    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
+    add("--seed", type=int, default=0, help="of new weights and of the order of packs")
+
+
+def load_data(args: argparse.Namespace):
+    """The tokenizer, and an endless stream of packs."""
+    tokenizer, source = _tokenizer_and_source(args)
+    from nopad.packing import PackedDataset
+
+    try:
+        dataset = PackedDataset(
+            source,
+            tokenizer=tokenizer,
+            column=args.text_column,
+            budget=args.budget,
+            seed=args.seed,
+            epochs=None,
+        )
+        next(iter(dataset))  # bad data speaks up before anything is written
+    except ValueError as error:
+        raise ValueError(f"{args.data}: {error}") from error
+    return tokenizer, dataset
+
+
+def _tokenizer_and_source(args: argparse.Namespace):
+    import stdlib_corpus
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = None, []
+    if args.tokenizer or args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or Path(args.model))
+    if tokenizer is None or args.data is None:
+        texts, _ = stdlib_corpus.held_out(stdlib_corpus.documents())
+    if tokenizer is None and args.data is None:
+        return stdlib_corpus.tokenizer(texts), stdlib_corpus.encoded(texts)
+    rows = [{args.text_column: text} for text in texts]
+    return tokenizer or stdlib_corpus.tokenizer(texts), args.data or rows
+
+
+def load_examples(prompts: list[str] | None = None) -> list:
+    """These prompts, or beginnings of documents that are not trained on."""
+    import stdlib_corpus
+    from nopad.trainer.evaluation import Example
+
+    if prompts:
+        return [Example(prompt) for prompt in prompts]
+    _, texts = stdlib_corpus.held_out(stdlib_corpus.documents())
+    return [Example(text[:160], text[160:200]) for text in texts if len(text) > 200]
+
+
+def matched(text: str, reference: str | None) -> float:
+    """Give the share of the reference that the text begins with."""
+    reference = reference or ""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, reference, strict=False))
+    return sum(1 for _ in pairs) / max(1, len(reference))
+
+
+def load_model(args: argparse.Namespace, tokenizer):
+    """The model of `--model`, with its weights if it has some; else a small Llama."""
+    import nopad.attention  # noqa: F401  registers the attention implementation
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"attn_implementation": args.attention}
+    if args.model is None:
+        model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
+    elif Path(args.model).suffix == ".json" or not _has_weights(Path(args.model)):
+        config = AutoConfig.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, **settings)
+    check_vocabulary(model, tokenizer)
+    return model
+
+
+def check_vocabulary(model, tokenizer) -> None:
+    """Refuse a tokenizer whose ids the model has no rows for."""
+    if model.config.get_text_config().vocab_size < len(tokenizer):
+        raise ValueError(
+            f"the model's vocabulary of {model.config.get_text_config().vocab_size} is too small "
+            f"for the tokenizer's {len(tokenizer)} tokens: choose the tokenizer it was made for"
+        )
+
+
+def _small_llama(args: argparse.Namespace, tokenizer):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max(args.budget, 2048),
+        tie_word_embeddings=True,
+        initializer_range=1 / 16,  # 1 / sqrt(hidden size): it learns from the first step
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    return not folder.is_dir() or any(folder.glob("*.safetensors"))

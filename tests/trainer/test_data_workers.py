@@ -1,0 +1,70 @@
+"""A data worker that dies is named at once, with what came last; nothing of it is left over."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_run
+from nopad.trainer.loader import PackedLoader
+
+CHILD = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import tiny_run
+from nopad.trainer.loader import PackedLoader
+for number, batch in enumerate(PackedLoader(tiny_run.dataset(epochs=None), num_workers=2)):
+    if number == 3:
+        print("reading", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def start(pause: float = 0.01) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """Train on two workers' packs, at `pause` seconds a step."""
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(pause)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "reading\n"
+    return child, psutil.Process(child.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("pause", [0.0, 1.0], ids=["waits for data", "computes"])
+def test_a_dead_worker_is_named_with_what_came_last(pause):
+    child, workers = start(pause)
+    workers[1].kill()
+    began = time.monotonic()
+    said = child.communicate(timeout=60)[1].splitlines()[-1]
+    assert child.returncode == 1 and time.monotonic() - began < 10
+    pattern = rf"RuntimeError: data worker died: .*pid {workers[1].pid}, exit code -9.*"
+    assert re.search(pattern + r"was pack \d+ \(to sample \d+ of source 0\)", said), said
+
+
+@pytest.mark.parametrize("which", ["main", "first worker", "second worker"])
+def test_whoever_dies_no_process_and_no_shared_memory_is_left(which):
+    before = shared_memory()
+    child, workers = start()
+    victim = {"main": child, "first worker": workers[0], "second worker": workers[1]}[which]
+    victim.kill()
+    child.communicate(timeout=30)
+    assert child.returncode == (-9 if which == "main" else 1)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert len(workers) == 2 and not alive
+    assert [name for name in shared_memory() if name not in before] == []
+
+
+def shared_memory() -> list[str]:
+    files = Path("/dev/shm").glob("torch_*")
+    return sorted(path.name for path in files if path.stat().st_uid == os.getuid())
+
+
+def test_a_bad_document_in_a_worker_keeps_its_own_error():
+    rows = [[1, 2], [3, float("nan")]]
+    data = tiny_run.PackedDataset(lambda: iter(rows), budget=8, shards=1, ahead=False)
+    with pytest.raises(ValueError, match="row 1: input_ids must be integers, got float64"):
+        list(PackedLoader(data, num_workers=1))
