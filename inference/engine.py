@@ -123,6 +123,7 @@ class Engine:
         """
         asked = each_asked(prompts, params, priority)
         with self._session(), tqdm(total=len(asked), disable=not progress, unit="req") as bar:
+            self._begin()
             groups = self._take_in(asked, deadline)
             bar.update(sum(group.done for group in groups))
             self._finish_all(groups, longest_first(groups), bar.update)
@@ -142,6 +143,7 @@ class Engine:
         """
         asked = each_asked(prompts, params, priority)
         with self._session():
+            self._begin()
             groups = self._take_in(asked, deadline, streaming=True)
             queue = longest_first(groups)
         index = {group.id: i for i, group in enumerate(groups)}
@@ -273,6 +275,12 @@ class Engine:
             self._news.clear()
             raise
 
+    def _begin(self) -> None:
+        """Begin a call: unless other requests are under way, the trace is about this one."""
+        self.stats.note_call()
+        if not self._loop.busy:
+            self.trace.clear()
+
     def _take_in(
         self, asked: list[Asked], deadline: float | None, streaming: bool = False
     ) -> list[Group]:
@@ -351,6 +359,7 @@ class Engine:
 
     def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
         with self._session():
+            self._begin()
             groups = self._intake.to_score(jobs, self._until(deadline), self._tenancy.room)
             self._know(groups)
             self._finish_all(groups, longest_first(groups))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -12,20 +13,17 @@ _PHASES = {"queued": "waiting", "admitted": "running", "resumed": "running", "pr
 
 
 class Trace:
-    """A bounded list of moments; never prompts or texts."""
+    """Moments of the latest call, the newest if they are many; never prompts or texts."""
 
-    def __init__(self, limit: int = 1_000_000, clock: Callable[[], float] = perf_counter):
-        self.events: list[tuple[float, int, str, dict[str, Any]]] = []
+    def __init__(self, limit: int = 200_000, clock: Callable[[], float] = perf_counter):
+        self.events: deque[tuple[float, int, str, dict[str, Any]]] = deque(maxlen=limit)
         self.dropped = 0
-        self._limit = limit
         self._clock = clock
 
     def add(self, request: int, what: str, **detail: Any) -> None:
         """Note a moment of a request's life."""
-        if len(self.events) < self._limit:
-            self.events.append((self._clock(), request, what, detail))
-        else:
-            self.dropped += 1
+        self.dropped += len(self.events) == self.events.maxlen
+        self.events.append((self._clock(), request, what, detail))
 
     def clear(self) -> None:
         """Forget everything noted so far."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -136,6 +136,7 @@ class Scheduler:
         assert request.finish_reason is None, f"request {request.id} ends twice"
         request.finish_reason, request.error = reason, error
         self._trace.add(request.id, "finished", why=reason, tokens=len(request.output))
+        self._forget_deadlines()
         if request.slot >= 0:
             self._release(request)
         else:
@@ -281,6 +282,12 @@ class Scheduler:
     def _next_stride(self, request: Request, start: int) -> tuple[int, bytes]:
         start -= start % STRIDE
         return start, request.prompt[start : start + STRIDE].tobytes()
+
+    def _forget_deadlines(self) -> None:
+        """Drop the deadlines of requests that ended in time, once they are the larger part."""
+        if len(self._deadlines) > 2 * (len(self.running) + self.waiting):
+            self._deadlines = [d for d in self._deadlines if d[-1].finish_reason is None]
+            heapify(self._deadlines)
 
     def _sweep(self) -> None:
         """Drop finished requests from the head of the queue."""

@@ -1,13 +1,19 @@
-"""Figures of what the engine did: occupancy, cache, latencies, and a drawing of them over time."""
+"""Figures of what the engine did: occupancy, cache, latencies, and a drawing of them over time.
+
+Counts go on until `reset()`; of steps and latencies the newest tens of thousands are kept, so an
+engine that is asked again and again takes no more memory for them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from .request import Request
+from .window import Window
 
 if TYPE_CHECKING:
     from .batch import Step
@@ -18,6 +24,8 @@ class Stats:
     """Counts since the engine was made or `reset()` was called."""
 
     def __init__(self) -> None:
+        self._counted: WeakKeyDictionary[Scheduler, tuple[int, int, int]] = WeakKeyDictionary()
+        """What a scheduler had counted at its last step: its counters outlive a reset."""
         self.reset()
 
     def reset(self) -> None:
@@ -34,16 +42,17 @@ class Stats:
         self.preemptions = 0
         self.prefix_tokens = 0
         self.prompt_tokens = 0
-        self.steps_log: list[tuple[float, int, int, int, int]] = []
-        """Of each step: time, requests in it, waiting, tokens, pages in use."""
+        self.seconds = 0.0
+        """Time spent in steps; what passes between two calls does not count."""
+        self._log = Window(5)
+        self._stepped: float | None = None
+        """When the step before began, if it was of the same call."""
         self._queued_at: dict[int, float] = {}
         self._since = np.empty(0)
         """By slot: when its request was queued."""
         self._last = np.empty(0)
         """By slot: when its request's newest token came."""
-        self._queue: list[float] = []
-        self._first: list[np.ndarray] = []
-        self._between: list[np.ndarray] = []
+        self._queue, self._first, self._between = Window(), Window(), Window()
         self._slots = 1
         self._pages = 1
 
@@ -59,17 +68,33 @@ class Stats:
         self._since[request.slot] = queued
         self._last[request.slot] = now if request.output else np.nan
         if not request.preempted:
-            self._queue.append(now - queued)
+            self._queue.add(np.array([now - queued]))
+
+    @property
+    def steps_log(self) -> np.ndarray:
+        """Of the newest steps: time, requests in it, waiting, tokens, pages in use; [steps, 5]."""
+        return self._log.rows()
+
+    def note_call(self) -> None:
+        """A call begins: the time since the last step was not the engine's."""
+        self._stepped = None
 
     def note_step(self, now: float, step: Step, scheduler: Scheduler) -> None:
         self.steps += 1
         self.tokens_run += len(step.ids)
         pages = scheduler.pages
         used = pages.num_pages - pages.available
-        self.steps_log.append((now, len(step.requests), scheduler.waiting, len(step.ids), used))
+        row = (now, len(step.requests), scheduler.waiting, len(step.ids), used)
+        self._log.add(np.array([row]))
+        self.seconds += 0.0 if self._stepped is None else now - self._stepped
+        self._stepped = now
         self._slots, self._pages = scheduler.max_running, pages.num_pages
-        self.preemptions = scheduler.preemptions
-        self.prefix_tokens, self.prompt_tokens = scheduler.prefix_hits, scheduler.prompt_tokens
+        counted = (scheduler.preemptions, scheduler.prefix_hits, scheduler.prompt_tokens)
+        before = self._counted.get(scheduler, (0, 0, 0))
+        self.preemptions += counted[0] - before[0]
+        self.prefix_tokens += counted[1] - before[1]
+        self.prompt_tokens += counted[2] - before[2]
+        self._counted[scheduler] = counted
 
     def note_graph(self, padded: int, captured: int) -> None:
         self.graph_steps += 1
@@ -84,8 +109,8 @@ class Stats:
         last = self._last[slots]
         fresh = np.isnan(last)
         if fresh.any():
-            self._first.append(now - self._since[slots[fresh]])
-        self._between.append(now - last[~fresh])
+            self._first.add(now - self._since[slots[fresh]])
+        self._between.add(now - last[~fresh])
         self._last[slots] = now
 
     def note_finish(self, request: Request, now: float) -> None:
@@ -96,12 +121,12 @@ class Stats:
     @property
     def occupancy(self) -> float:
         """Mean share of the slots that ran a request, over steps."""
-        return float(np.mean([s[1] for s in self.steps_log]) / self._slots) if self.steps else 0.0
+        return float(self.steps_log[:, 1].mean() / self._slots) if self.steps else 0.0
 
     @property
     def page_use(self) -> float:
         """Largest share of the pages in use."""
-        return max((s[4] for s in self.steps_log), default=0) / self._pages
+        return float(self.steps_log[:, 4].max(initial=0)) / self._pages
 
     @property
     def padding(self) -> float:
@@ -115,9 +140,8 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over the time between the first and the last step."""
-        span = self.steps_log[-1][0] - self.steps_log[0][0] if self.steps > 1 else 0.0
-        return self.new_tokens / span if span else 0.0
+        """New tokens over the time between steps."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
 
     def summary(self) -> dict[str, float]:
         """All figures as one flat dictionary, ready for a trainer's logger; seconds."""
@@ -135,12 +159,12 @@ class Stats:
             "preemptions": self.preemptions,
         }
         figures |= {f"finished_{reason}": n for reason, n in self.finished.items()}
-        for name, parts in (
-            ("queue", [np.array(self._queue)]),
+        for name, window in (
+            ("queue", self._queue),
             ("first_token", self._first),
             ("between_tokens", self._between),
         ):
-            values = np.concatenate([np.empty(0), *parts])
+            values = window.rows()
             for q in (50, 95, 99):
                 figures[f"{name}_p{q}"] = float(np.percentile(values, q)) if len(values) else 0.0
         return figures
@@ -148,7 +172,8 @@ class Stats:
     def plot(self, path: str | Path) -> None:
         """Draw running and waiting requests and pages in use over time, as an SVG file."""
         width, height = 800, 240
-        times = np.array([s[0] for s in self.steps_log] or [0.0])
+        log = self.steps_log if self.steps else np.zeros((1, 5))
+        times = log[:, 0]
         x = (times - times[0]) / max(float(np.ptp(times)), 1e-9) * width
         lines = []
         for column, colour, name in (
@@ -156,7 +181,7 @@ class Stats:
             (2, "#999", "waiting"),
             (4, "#c62828", "pages"),
         ):
-            y = np.array([s[column] for s in self.steps_log] or [0.0], dtype=float)
+            y = log[:, column]
             top = max(float(y.max()), 1.0)
             points = " ".join(
                 f"{a:.1f},{height - b / top * height:.1f}" for a, b in zip(x, y, strict=True)

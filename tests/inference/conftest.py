@@ -184,7 +184,7 @@ def shared() -> Path:
     """The folder with real models and data; tests that need it skip where it is absent."""
     folder = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[3] / "shared")
     if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}; set NOPAD_SHARED")
+        pytest.skip(reason=f"no real data at {folder}; set NOPAD_SHARED")
     return folder
 
 

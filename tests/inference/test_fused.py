@@ -56,7 +56,7 @@ print("finished")
 
 
 def test_fused_kernels_compute_what_the_modules_compute():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="the kernels are Triton's")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],

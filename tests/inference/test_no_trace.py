@@ -197,7 +197,7 @@ def test_weights_that_change_under_running_requests_are_noticed():
 
 
 def test_wrapped_models_are_found_inside_their_wraps():
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
     m = model()
     plain = Engine(m).generate([[3, 4, 5]], GREEDY)[0].tokens
     assert Engine(torch.compile(m)).generate([[3, 4, 5]], GREEDY)[0].tokens == plain
