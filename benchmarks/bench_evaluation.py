@@ -114,20 +114,18 @@ def beside_lm_eval(args: argparse.Namespace) -> None:
             pairs.append(timed(call))
         return min(pairs, key=lambda pair: pair[0])
 
-    ours = {
-        "choice": best(lambda: lm.loglikelihood(choices, disable_tqdm=True), args.runs),
-        "generate": best(lambda: lm.generate_until(completions, disable_tqdm=True), args.runs),
-    }
-    for part, (seconds, _) in ours.items():
-        note(part, "nopad", seconds, requests=len(choices if part == "choice" else completions))
-    theirs: dict[str, dict[int, float]] = {"choice": {}, "generate": {}}
+    asked = {"choice": ("loglikelihood", choices), "generate": ("generate_until", completions)}
+    asked = {part: asked[part] for part in args.parts}
+    ours = {}
+    for part, (call, given) in asked.items():
+        ours[part] = best(lambda c=call, g=given: getattr(lm, c)(g, disable_tqdm=True), args.runs)
+        note(part, "nopad", ours[part][0], requests=len(given))
+    theirs: dict[str, dict[int, float]] = {part: {} for part in asked}
     for batch in args.batches:
         hf = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-        for part, call, asked in (
-            ("choice", hf.loglikelihood, choices),
-            ("generate", hf.generate_until, completions),
-        ):
-            seconds, answers = timed(lambda c=call, a=asked: c(a, disable_tqdm=True))
+        for part, (call, given) in asked.items():
+            ask = getattr(hf, call)
+            seconds, answers = timed(lambda a=ask, g=given: a(g, disable_tqdm=True))
             theirs[part][batch] = seconds
             note(part, f"lm_eval hf, batch {batch}", seconds, **compare(ours[part][1], answers))
     for part, times in theirs.items():
@@ -183,14 +181,19 @@ def inside_training(args: argparse.Namespace) -> None:
     prompts, new = eight_shot(args.questions, args.shots, model.config.vocab_size, args.new)
     tokens = sum(new)
     step = Stepper(model)
-    engine = Engine(model)
     busy: list[float] = []
+
+    class Clocked(Engine):
+        """An engine that tells how long its steps took: generation itself, and nothing around."""
+
+        def _finish_all(self, *args, **named) -> None:
+            busy.append(timed(lambda: super(Clocked, self)._finish_all(*args, **named))[0])
+
+    engine = Clocked(model)
 
     def generate(given: list, params: object, deadline: float | None = None) -> list:
         each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in new]
-        seconds, out = timed(lambda: engine.generate(given, each, deadline=deadline))
-        busy.append(seconds)
-        return out
+        return engine.generate(given, each, deadline=deadline)
 
     evaluation = GenerationEval(
         generate, [Example(p) for p in prompts], {"length": lambda text, _: len(text.split())}
@@ -310,6 +313,7 @@ def main() -> None:
     add("--shots", type=int, default=1)
     add("--new", type=int, default=64, help="longest completion")
     add("--batches", type=int, nargs="+", default=[1, 8, 16, 32], help="of the peers")
+    add("--parts", nargs="+", default=["choice", "generate"], choices=["choice", "generate"])
     add("--runs", type=int, default=2, help="of ours; the best counts, as of the peers' sizes")
     add("--evaluations", type=int, default=3)
     add("--static", type=int, default=64, help="prompts for generate in a callback")
