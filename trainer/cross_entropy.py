@@ -86,13 +86,8 @@ def _losses(
     step = _rows(hidden, weight)
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
-    d_weight = torch.zeros_like(
-        weight if wants_weight else weight[:0],
-        dtype=weight.dtype if step >= len(hidden) else torch.float32,  # a whole is rounded once
-    )
-    d_bias = torch.zeros_like(
-        weight[:0, 0] if bias is None or not wants_weight else bias, dtype=torch.float32
-    )
+    d_weight = _sum_like(weight if wants_weight else weight[:0])
+    d_bias = _sum_like(weight[:0, 0] if bias is None or not wants_weight else bias).zero_()
     kernel = _kernel(hidden.device.type)
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
@@ -101,12 +96,12 @@ def _losses(
         if wants_hidden:
             torch.mm(logits, weight, out=d_hidden[rows])
         if wants_weight:
-            _add_product(d_weight, logits.T, hidden[rows])
+            _add_product(d_weight, logits.T, hidden[rows], first=start == 0)
         if wants_weight and bias is not None:
-            d_bias.add_(logits.sum(0, dtype=torch.float32))
+            d_bias.add_(logits.sum(0, dtype=d_bias.dtype))
         del logits
     total = (losses * token_weights).sum()
-    return total, losses, d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+    return total, losses, d_hidden, d_weight if len(hidden) else d_weight.zero_(), d_bias
 
 
 @_losses.register_fake
@@ -116,19 +111,19 @@ def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, wants_hid
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:1], dtype=torch.float32),
         torch.empty_like(hidden if wants_hidden else hidden[:0]),
-        torch.empty_like(weight if wants_weight else weight[:0]),
-        weight.new_empty(weight.shape[:1] if has_bias else (0,)),
+        _sum_like(weight if wants_weight else weight[:0]),
+        _sum_like(weight[:, 0] if has_bias else weight[:0, 0]),
     )
 
 
 def _keep(ctx, inputs, output) -> None:
     ctx.has_bias = inputs[2] is not None
     ctx.save_for_backward(*output[2:])
-    ctx.wants = inputs[7], inputs[8]
+    ctx.wants, ctx.dtype = (inputs[7], inputs[8]), inputs[1].dtype
 
 
 def _backward(ctx, d_total, *_):
-    d_hidden, d_weight, d_bias = (_scaled(grad, d_total) for grad in ctx.saved_tensors)
+    d_hidden, d_weight, d_bias = (_scaled(grad, d_total, ctx.dtype) for grad in ctx.saved_tensors)
     wants_hidden, wants_weight = ctx.wants
     return (
         d_hidden if wants_hidden else None,
@@ -142,28 +137,34 @@ _losses.register_autograd(_backward, setup_context=_keep)
 
 
 @torch.library.custom_op("nopad::scaled", mutates_args=())
-def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
+def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply in fp32 and round once: `by` is no power of two and would lose bits in bf16."""
     if gradient.is_cuda:
         from .triton_loss import scaled
 
-        return scaled(gradient, by)
-    return (gradient * by.to(torch.promote_types(gradient.dtype, by.dtype))).to(gradient.dtype)
+        return scaled(gradient, by, dtype)
+    return (gradient * by.to(torch.promote_types(gradient.dtype, by.dtype))).to(dtype)
 
 
 @_scaled.register_fake
-def _(gradient, by):
-    return torch.empty_like(gradient)
+def _(gradient, by, dtype):
+    return torch.empty_like(gradient, dtype=dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _sum_like(like: Tensor) -> Tensor:
+    """Where gradients of chunks are summed: at least fp32, rounded at the very end."""
+    return torch.empty_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add a @ b: on a GPU inside the product, which a pass of its own would slow by a third."""
+    beta = 0 if first else 1
     if total.dtype == a.dtype:
-        torch.addmm(total, a, b, out=total)
+        torch.addmm(total, a, b, beta=beta, out=total)
     elif a.is_cuda:
-        torch.addmm(total, a, b, total.dtype, out=total)
+        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
     else:
-        total.add_(a @ b)
+        total.copy_(a @ b) if first else total.add_(a @ b)
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:

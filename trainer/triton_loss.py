@@ -79,9 +79,9 @@ def _scale(x, by, out, count, BLOCK: tl.constexpr):
     tl.store(out + place, value, mask=inside)
 
 
-def scaled(x: Tensor, by: Tensor) -> Tensor:
+def scaled(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply by a number on the device: in fp32, rounded once, in one pass."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         _scale[(triton.cdiv(x.numel(), 4096),)](x, by, out, x.numel(), 4096)
     return out

@@ -33,7 +33,7 @@ for width in (5, 64, 8200):
         torch.testing.assert_close(losses, exact, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(ours, gold, rtol=1e-6, atol=1e-6)
 x, by = torch.randn(70, 80), torch.tensor(1 / 3)
-torch.testing.assert_close(scaled(x, by), x / 3, rtol=1e-6, atol=0)
+torch.testing.assert_close(scaled(x, by, x.dtype), x / 3, rtol=1e-6, atol=0)
 
 from nopad.trainer import adamw
 
