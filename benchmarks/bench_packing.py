@@ -40,7 +40,7 @@ from nopad.packing.planned import PlannedPacks
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import flattened, grain_packs, seqpacker_buffers, trl_packs
 
-FEED = 8192
+FEED = 16_384
 """Lengths handed to our planner at a time."""
 EOS = 0
 

@@ -70,9 +70,8 @@ def largest_at_most(low, high, bound):
     """Find the largest member <= bound, or -1."""
     word = bound >> 6
     bits = low[at(word)] & (ALL >> np.uint64(63 - (bound & 63)))
-    if (
-        bits != ZERO
-    ):  # its own return: joined with the rare path below, a search takes twice as long
+    # Its own return: joined with the rare path below, a search takes twice as long.
+    if bits != ZERO:
         return (word << 6) + 63 - leading_zeros(bits)
     word -= 1
     if word < 0:
@@ -86,3 +85,17 @@ def largest_at_most(low, high, bound):
         bits = high[at(top)]
     word = (top << 6) + 63 - leading_zeros(bits)
     return (word << 6) + 63 - leading_zeros(low[at(word)])
+
+
+@compiled
+def largest_within(low, bound, within):
+    """Find the largest member of bound - within .. bound, or -1; looks 64 values back at most."""
+    word = bound >> 6
+    bits = low[at(word)] & (ALL >> np.uint64(63 - (bound & 63)))
+    if bits == ZERO and (bound & 63) < within and word > 0:
+        word -= 1
+        bits = low[at(word)]
+    if bits == ZERO:
+        return np.int64(-1)
+    found = (word << 6) + 63 - leading_zeros(bits)
+    return found if bound - found <= within else np.int64(-1)

@@ -24,7 +24,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[4], [4], [0, 2], [1, 3]], [8, 3, 5, 3, 6, 2], [0, 8, 0, 0, 0, 0])
+    ([[0, 2], [1, 3], [4], [4]], [5, 3, 6, 2, 8, 3], [0, 0, 0, 0, 0, 8])
     """
     lengths = np.asarray(lengths)
     if pool is None:

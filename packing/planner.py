@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from .best_fit import PATIENCE, best_fit
+from .best_fit import LAPS, PATIENCE, best_fit
 from .compact import from_text, to_text
 from .compiled import compiled
 from .in_order import cut_stream, next_fit
@@ -24,14 +24,15 @@ from .plan import Plan
 from .segments import Segments
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 1
+VERSION = 2
 """Grows whenever the same lengths would give other packs: a state continues only under its own."""
 
 
 class Planner:
     """Decides which items share a pack, holding back fewer than `pool` segments.
 
-    An item leaves at the latest when 15 · `pool` more segments have arrived (see `best_fit`).
+    An item leaves at the latest when 61 · `pool` more segments have arrived (see `best_fit`: 15
+    rounds of at most 4 · `pool` arrivals, and fewer than `pool` that were not looked at yet).
 
     strategy  best_fit: fullest packs; sequential: order kept, a pack ends where the next item
               does not fit; concat: order kept, items cut wherever a pack is full.
@@ -41,7 +42,7 @@ class Planner:
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
-    [[1, 3], [0, 2]]
+    [[0, 2], [1, 3]]
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Planner:
         self.counts = Counts()
         self._room = budget // align * align
         self._held = Segments.none()
-        self._waits = np.zeros(0, np.int64)
+        self._waits, self._since = np.zeros(0, np.int64), 0
 
     def feed(self, lengths: np.ndarray) -> Plan:
         """Take the lengths of the next items; give the packs that are decided now.
@@ -106,8 +107,8 @@ class Planner:
             held = Segments(*cut_stream(*held.columns, self._room, align))
         places = held.lengths if align == 1 else -(-held.lengths // align) * align
         if self.settings["strategy"] == "best_fit":
-            order, offsets, left, self._waits = best_fit(
-                places, self._waits, self._room, self.settings["pool"], final
+            order, offsets, left, self._waits, self._since = best_fit(
+                places, self._waits, self._since, self._room, self.settings["pool"], final
             )
         else:
             offsets = next_fit(places, self._room, final)
@@ -131,6 +132,7 @@ class Planner:
             "starts": to_text(held.starts),
             "lengths": to_text(held.lengths),
             "waits": to_text(self._waits),
+            "since": self._since,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -147,23 +149,25 @@ class Planner:
             from_text(state[name]) for name in ("items", "starts", "lengths", "waits")
         )
         held, counts = Segments(items + state["first"], starts, lengths), Counts(**state["counts"])
-        if not self._can_hold(held, waits, counts):
+        since = int(state["since"])
+        if not self._can_hold(held, waits, since, counts):
             raise ValueError("the planner state contradicts itself: it was damaged or edited")
-        self._held, self._waits, self.counts = held, waits, counts
+        self._held, self._waits, self._since, self.counts = held, waits, since, counts
 
-    def _can_hold(self, held: Segments, waits: np.ndarray, counts: Counts) -> bool:
+    def _can_hold(self, held: Segments, waits: np.ndarray, since: int, counts: Counts) -> bool:
         """Tell whether a state is one that a planner can be in; the loops rely on it."""
         if not len(held.items) == len(held.starts) == len(held.lengths) >= len(waits):
             return False
         if len(held) == 0:
-            return counts.held_tokens == 0
+            return counts.held_tokens == since == 0
         most = self.settings["pool"] if self.settings["strategy"] == "best_fit" else self._room
         return bool(
             len(held) < most
             and held.items.max() < counts.items
             and 1 <= held.lengths.min() <= held.lengths.max() <= self._room
             and held.lengths.sum() == counts.held_tokens
-            and waits.max(initial=0) <= PATIENCE
+            and 0 <= waits.min(initial=0) <= waits.max(initial=0) <= PATIENCE
+            and len(waits) <= since < LAPS * self.settings["pool"]
         )
 
 

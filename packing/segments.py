@@ -47,14 +47,14 @@ class Segments:
 
 @compiled
 def _take(items, starts, lengths, places):
-    """Gather three columns in one pass over the places."""
+    """Gather three columns in one pass over the places; one array comes back quicker than three."""
     columns = np.empty((3, len(places)), np.int64)
     for n in range(len(places)):
         place = places[n]
         columns[0, n] = items[place]
         columns[1, n] = starts[place]
         columns[2, n] = lengths[place]
-    return columns[0], columns[1], columns[2]
+    return columns
 
 
 @compiled
@@ -69,4 +69,4 @@ def _append(items, starts, lengths, first, more):
     for n in range(len(more)):
         columns[0, m + n] = first + n
         columns[2, m + n] = more[n]
-    return columns[0], columns[1], columns[2]
+    return columns

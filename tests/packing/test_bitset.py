@@ -4,7 +4,14 @@ from bisect import bisect_right
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nopad.packing.bitset import add, contains, discard, empty_bitset, largest_at_most
+from nopad.packing.bitset import (
+    add,
+    contains,
+    discard,
+    empty_bitset,
+    largest_at_most,
+    largest_within,
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -19,5 +26,9 @@ def test_searches_agree_with_a_sorted_list(largest, data):
     ordered = sorted(members)
     for bound in [0, largest, *data.draw(st.lists(values, max_size=20)), *ordered]:
         at = bisect_right(ordered, bound)
-        assert largest_at_most(low, high, bound) == (ordered[at - 1] if at else -1)
+        found = ordered[at - 1] if at else -1
+        assert largest_at_most(low, high, bound) == found
+        for within in (0, 1, 63, 64):
+            near = found >= 0 and bound - found <= within
+            assert largest_within(low, bound, within) == (found if near else -1)
         assert contains(low, bound) == (bound in members)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, Planner, pack_lengths
-from nopad.packing.best_fit import ALLOWANCE, PATIENCE
+from nopad.packing.best_fit import ALLOWANCE, LAPS, PATIENCE
 from nopad.packing.planner import VERSION
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
@@ -29,11 +29,16 @@ MIXES = {
     "hard@2048": (900, 0.35, 2048),
     "hard@4096": (1500, 0.5, 4096),
     "hard@8192": (2500, 0.6, 8192),
+    "even@2048": (0, 0, 2048),
+    "even@8192": (0, 0, 8192),
 }
 
 
 def mix(median, sigma, budget, n=20_000, seed=3):
+    """Draw lengths: lognormal, or all equally likely where there is no median."""
     rng = np.random.default_rng(seed)
+    if not median:
+        return rng.integers(1, budget + 1, n)
     return np.clip(rng.lognormal(np.log(median), sigma, n), 1, budget).astype(np.int64)
 
 
@@ -108,7 +113,7 @@ def test_a_restore_at_every_point_continues_bit_identically(lengths, chosen):
     assert one.counts == other.counts
 
 
-@pytest.mark.parametrize("name", ["easy@2048", "hard@8192"])
+@pytest.mark.parametrize("name", ["easy@2048", "hard@8192", "even@8192"])
 def test_a_restore_anywhere_in_a_long_stream_continues_bit_identically(name):
     lengths, budget = mix(*MIXES[name]), MIXES[name][2]
     whole = pack_lengths(lengths, budget)
@@ -117,13 +122,14 @@ def test_a_restore_anywhere_in_a_long_stream_continues_bit_identically(name):
         assert_same(resumed, whole)
 
 
-@pytest.mark.parametrize("kind", ["lognormal", "over half", "one misfit", "two sizes"])
+@pytest.mark.parametrize("kind", ["lognormal", "even", "over half", "one misfit", "two sizes"])
 @pytest.mark.parametrize("pool", [4, 32])
 def test_no_segment_waits_longer_than_promised(kind, pool):
     rng = np.random.default_rng(1)
     n, budget = 3000, 512
     lengths = {
         "lognormal": np.clip(rng.lognormal(5, 0.6, n), 1, budget).astype(int),
+        "even": rng.integers(1, budget + 1, n),
         "over half": rng.integers(257, 300, n),
         "one misfit": np.where(np.arange(n) == 7, 301, 128),
         "two sizes": np.where(np.arange(n) % 50 == 0, 300, 256),
@@ -135,7 +141,7 @@ def test_no_segment_waits_longer_than_promised(kind, pool):
         assert len(planner._held) < pool
     left_at[planner.finish().items] = n - 1
     assert (left_at >= 0).all()
-    assert (left_at - np.arange(n)).max() <= (PATIENCE + 1) * pool
+    assert (left_at - np.arange(n)).max() <= ((PATIENCE + 1) * LAPS + 1) * pool == 61 * pool
 
 
 def test_any_pack_leaves_after_the_last_patience():
@@ -247,11 +253,14 @@ def test_the_state_is_small_and_names_what_differs():
     for changed in ({"budget": 4096}, {"pool": 512}, {"align": 2}, {"strategy": "sequential"}):
         with pytest.raises(ValueError, match=next(iter(changed))):
             Planner(**{"budget": 8192, **changed}).load_state_dict(state)
-    with pytest.raises(ValueError, match="version 2"):
-        Planner(8192).load_state_dict(state | {"version": 2})
+    with pytest.raises(ValueError, match="version 1"):
+        Planner(8192).load_state_dict(state | {"version": 1})
 
 
-@pytest.mark.parametrize("name", ["items", "starts", "lengths", "waits", "first", "counts"])
+NAMES = ["items", "starts", "lengths", "waits", "since", "first", "counts"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_damaged_state_is_refused_before_any_loop_runs(name):
     planner = Planner(64, pool=16)
     planner.feed(np.arange(1, 200) % 50 + 1)
@@ -261,6 +270,7 @@ def test_a_damaged_state_is_refused_before_any_loop_runs(name):
         "starts": "1:AQ==",
         "lengths": "8:" + "/////////38=",
         "waits": "1:" + "/" * 4,
+        "since": 64,
         "first": 10**6,
         "counts": state["counts"] | {"tokens": 1},
     }[name]
@@ -290,7 +300,7 @@ def test_the_packs_of_a_version_never_change():
     lengths = (np.arange(20_000) * 7919 % 10_007) ** 2 % 2048 + 1
     plan = pack_lengths(lengths, 2048)
     content = b"".join(getattr(plan, name).astype("<i8").tobytes() for name in Plan.__slots__)
-    assert (VERSION, sha256(content).hexdigest()[:16]) == (1, "80fcb5b786e98d79")
+    assert (VERSION, sha256(content).hexdigest()[:16]) == (2, "5108d957d9a22433")
 
 
 @pytest.mark.slow
