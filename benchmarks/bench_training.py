@@ -16,7 +16,9 @@ import argparse
 import gc
 import json
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -31,11 +33,12 @@ import torch
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.adamw import ClippedAdamW
-from nopad.trainer.compiling import compile_layers
+from nopad.trainer.compiling import compile_layers, frugal
 from nopad.trainer.flops import ModelFlops
 from nopad.trainer.fusing import fuse_layers
 from nopad.trainer.loader import PackedLoader
 from nopad.trainer.loss import attach_loss
+from nopad.trainer.stacking import stack_products
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 LONGEST = 4096
@@ -68,6 +71,26 @@ def documents(budget: int, packs: int, vocabulary: int, longest: int) -> list[np
         lengths.append(int(np.clip(draw.lognormal(np.log(400), 1.0), 16, longest)))
         total += lengths[-1]
     return [draw.integers(0, vocabulary, n) for n in lengths]
+
+
+class Watch:
+    """Power and clock of the GPU while something runs: what limits a step may be the power cap."""
+
+    def __init__(self, wanted: bool):
+        query = "--query-gpu=power.draw.instant,clocks.sm,clocks.max.sm,power.limit"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "100"]
+        wanted = wanted and shutil.which(command[0]) is not None
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE) if wanted else None
+
+    def stop(self) -> dict[str, float]:
+        if self.process is None:
+            return {}
+        self.process.terminate()
+        lines = self.process.communicate()[0].decode().splitlines()
+        rows = [[float(x) for x in line.split(",")] for line in lines[:-1] if "N/A" not in line]
+        names = ("watts", "MHz", "MHz_at_most", "watts_at_most")
+        columns = zip(*rows, strict=True)
+        return {name: statistics.mean(c) for name, c in zip(names, columns, strict=False)}
 
 
 class Bench:
@@ -124,8 +147,10 @@ class Bench:
         flops = ModelFlops.of_model(model)
         optimizer = self.optimizer(model)
         tokens, work, marks, losses, waited = [], [], [], [], 0.0
+        watch = Watch(False)
         for number, (batch, lengths) in enumerate(batches):
             if number == warm:
+                watch = Watch(self.device.type == "cuda")
                 self._forget_peak()
                 waited = self.waited()
             marks.append(time.perf_counter())
@@ -138,6 +163,7 @@ class Bench:
         self.sync()
         seconds = time.perf_counter() - marks[warm]
         row = self._report(name, tokens, work, seconds, waited)
+        row |= watch.stop()
         row["losses"] = [round(float(loss), 4) for loss in (losses[0], losses[-1])]
         if self.profile and self.device.type == "cuda":
             self.profile = False  # of the first variant only
@@ -263,10 +289,18 @@ def with_liger(bench: Bench) -> None:
             setattr(modeling_llama, name, original)
 
 
+def stacked(graph, inputs):
+    """Queries, keys and values from one product."""
+    stack_products(graph)
+    return frugal(graph, inputs)
+
+
 def ours(bench: Bench, name: str, compiled: str, **collator) -> None:
     model = bench.model("nopad")
     attach_loss(model)
-    if compiled:
+    if compiled == "stacked":
+        compile_layers(model, backend=stacked)
+    elif compiled:
         compile_layers(model, fullgraph=compiled == "fullgraph")
     fused = None if compiled else fuse_layers(model)
     try:
@@ -280,11 +314,12 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
     fixed = {"fixed_sequences": 64, "max_length": bench.longest}
     return {
         "compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", fill=True),
-        "fixed": lambda: ours(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
         "eager": lambda: ours(bench, "eager", ""),
         "liger": lambda: with_liger(bench),
         "flattening": lambda: flattened(bench),
+        "stacked": lambda: ours(bench, "compiled, q/k/v stacked", "stacked", fill=True),
         "padded": lambda: padded(bench),
+        "fixed": lambda: ours(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
         "broken": lambda: ours(bench, "compiled, with graph breaks", "breaks", fill=True),
     }
 
@@ -303,7 +338,15 @@ def main() -> None:
         if name in args.only if args.only else not needless:
             with fresh(bench):
                 variant()
-    record = {
+            if args.record:  # after each: a variant that hangs takes no other's result along
+                args.record.parent.mkdir(parents=True, exist_ok=True)
+                args.record.write_text(json.dumps(report(bench), indent=1) + "\n")
+    print(json.dumps(report(bench)))
+
+
+def report(bench: Bench) -> dict:
+    """Everything measured so far, and on what."""
+    return {
         "benchmark": "training",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
@@ -315,10 +358,6 @@ def main() -> None:
         "steps": {"warm": WARM, "timed": TIMED},
         "results": bench.results,
     }
-    if args.record:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .stacking import stack_products
-
 
 def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile every decoder layer of a causal LM in place; return how many there are.
@@ -41,11 +39,10 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
 def frugal(
     graph: Any, inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """torch.compile's own backend, given fewer products and told to keep little."""
+    """torch.compile's own backend, told to keep little for the backward."""
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx
 
-    stack_products(graph)
     settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
     with functorch.patch(ban_recompute_materialized_backward=False):
         return compile_fx(graph, inputs, config_patches=settings)
