@@ -85,7 +85,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer, dataset = load_data(args)
     data = PackedDataModule(dataset, num_workers=args.workers)
     checkpoints = pl.callbacks.ModelCheckpoint(
-        args.output, save_last=True, every_n_train_steps=args.save_every, save_top_k=1
+        args.output,
+        save_last=True,
+        every_n_train_steps=args.save_every,
+        save_top_k=1,
+        enable_version_counter=False,  # last.ckpt is the last, also after a resume
     )
     trainer = pl.Trainer(
         accelerator=args.accelerator,
@@ -99,7 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         callbacks=[PackedCallback(data), stop, checkpoints],
         default_root_dir=args.output,
     )
-    trainer.fit(module(args, load_model(args, tokenizer)), data, ckpt_path=resumed)
+    model = module(args, load_model(args, tokenizer))
+    trainer.fit(model, data, ckpt_path=resumed, weights_only=True)
     if trainer.is_global_zero:
         whole = trainer.global_step == args.steps
         say = "done" if whole else "stopped, go on with --resume"

@@ -75,7 +75,8 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
             model = self.accelerator.unwrap_model(prepared)
             model = model.get_base_model() if hasattr(model, "get_base_model") else model
             if hasattr(model, "get_output_embeddings"):
-                say_start(check_run(model, self.dataset, self.collator))
+                with self.accelerator.autocast():
+                    say_start(check_run(model, self.dataset, self.collator))
                 guard(self, model)
 
     def place(self, batch: Batch) -> Batch:

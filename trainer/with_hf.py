@@ -94,7 +94,8 @@ class Packed(_Base):
             load_data_state(self._loader, self._resume)
         bare = _bare(self.accelerator.unwrap_model(self.model))
         if self.packed_check:
-            say_start(check_run(bare, self.train_dataset, self._loader.collator))
+            with self.accelerator.autocast():
+                say_start(check_run(bare, self.train_dataset, self._loader.collator))
             guard(self._loader, bare)
         self._meter = Meter.of(self._loader, bare)
         return self._loader

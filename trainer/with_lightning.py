@@ -54,6 +54,8 @@ class PackedDataModule(pl.LightningDataModule):
         self.loader: PackedLoader | None = None
         self.checked: nn.Module | None = None
         """The model whose batches are refused where it was not made for them."""
+        if validation is None:  # else Lightning would miss a validation_step
+            self.val_dataloader = super().val_dataloader
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
@@ -69,8 +71,7 @@ class PackedDataModule(pl.LightningDataModule):
         return self.loader
 
     def val_dataloader(self) -> Any:
-        if self.validation is None:
-            return []
+        assert self.validation is not None
         return EvaluationLoader(self.validation, self.collator)
 
 
@@ -91,7 +92,8 @@ class PackedCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = causal_lm(pl_module)
         if self.check:
-            say_start(check_run(model, self.data.train, self.data.collator))
+            with trainer.precision_plugin.forward_context():
+                say_start(check_run(model, self.data.train, self.data.collator))
             self.data.checked = model
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -150,8 +152,14 @@ class StopCallback(pl.Callback):
         self.path = path
         self.request = StopRequest()  # now: a signal may come before the first step
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Its own handler talks to other ranks from inside a signal, and leaves without saving.
+        connector: Any = getattr(trainer, "_signal_connector", None)
+        if connector is not None:
+            connector.register_signal_handlers = lambda: None
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.request.listen()  # Lightning has taken some of them
+        self.request.listen()
         self._last = trainer.global_step
 
     def on_train_batch_end(

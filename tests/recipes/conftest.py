@@ -1,0 +1,7 @@
+"""Let the tests of this folder import the recipes, what they share, and the trainer tests' things."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "recipes"), str(HERE.parent / "trainer")]

@@ -1,0 +1,59 @@
+"""The smallest data, model and tokenizer a recipe runs on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def documents(folder: Path, count: int = 300) -> Path:
+    """Token ids, so that no text has to be encoded."""
+    rows = [{"input_ids": [(7 * i + j) % 97 + 1 for j in range(5 + i % 40)]} for i in range(count)]
+    return _written(folder / "ids.jsonl", rows)
+
+
+def texts(folder: Path, count: int = 60) -> Path:
+    rows = [{"text": " ".join(f"w{(i + j) % 90}" for j in range(3 + i % 9))} for i in range(count)]
+    return _written(folder / "texts.jsonl", rows)
+
+
+def chats(folder: Path, count: int = 80) -> Path:
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"w{i % 90} w{i % 7}"},
+            {"role": "assistant", "content": f"w{i % 7} w{i % 5}"},
+        ]}
+        for i in range(count)
+    ]  # fmt: skip
+    return _written(folder / "chats.jsonl", rows)
+
+
+def model(folder: Path, **changes) -> Path:
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = folder / "model" / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"model_type": "llama", **sizes, **heads, **changes}))
+    return path
+
+
+def tokenizer(folder: Path, eos: str | None = "<eos>", template: bool = True) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(100)} | {"<unk>": 100, "<eos>": 101}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, unk_token="<unk>")
+    if template:
+        made.chat_template = (
+            "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}"
+            "{% if add_generation_prompt %}assistant {% endif %}"
+        )
+    made.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def _written(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
