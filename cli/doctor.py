@@ -3,6 +3,7 @@
     nopad doctor path/to/checkpoint          its own weights
     nopad doctor path/to/config.json         a small model of that config
     nopad doctor llama --attn nopad,sdpa     a small model of that type
+    nopad doctor llama --agreement           does generation compute what training computes?
 
 Every implementation that runs here gets the same pack and is held against the documents run one by
 one: logits, loss, gradients, and whether a document moves when the one before it is exchanged. Exit
@@ -53,6 +54,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("model", help="a checkpoint folder, a config.json, or a model type")
     parser.add_argument("--attn", default=",".join(IMPLEMENTATIONS), help="which, by commas")
     parser.add_argument("--tiny", action="store_true", help="shrink the model, with random weights")
+    parser.add_argument(
+        "--agreement", action="store_true", help="compare generation with training, by dtype"
+    )
     options = parser.parse_args(argv)
     _be_quiet()
     try:
@@ -60,9 +64,24 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"nopad doctor: cannot build {options.model}: {error}", file=sys.stderr)
         return 2
+    if options.agreement:
+        return _agreement(options.model, model)
     findings = [examine(model, name.strip()) for name in options.attn.split(",")]
     print(report(options.model, model, findings))
     return int(any(finding.bad for finding in findings))
+
+
+def _agreement(name: str, model: Any) -> int:
+    """Print how far generation and training lie apart; 1 where it is more than rounding."""
+    from .agreeing import rows, table
+
+    reason = why_refused(model)
+    if reason is not None:
+        print(f"{name}: refused: {reason}")
+        return 0
+    made = list(rows(model))
+    print(table(name, made))
+    return int(any(row.bad for row in made))
 
 
 def load(name: str, tiny: bool) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.backends.choice import reading_pages_by
 from .borrow import borrowed, unwrap
 from .completion import Completion
 from .engine import Engine
@@ -42,19 +43,39 @@ class Agreement:
         )
 
 
+class AgreementCheck:
+    """The comparison as an evaluation: called now and then, it gives metrics.
+
+    GenerationEval(AgreementCheck(model, engine, prompts), every=1000, name="agreement")
+    """
+
+    def __init__(self, model: Any, engine: Engine, prompts: Sequence[Sequence[int]], new: int = 32):
+        self._asked = (model, engine, prompts, new)
+
+    def __call__(self, deadline: float | None = None) -> dict[str, float]:
+        """Generate and compare; it is short, and knows no deadline."""
+        found = agreement(*self._asked)
+        return {"mean": found.mean, "largest": found.largest, "tokens": float(found.tokens)}
+
+
 def agreement(
     model: Any,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     new: int = 32,
     temperature: float = 1.0,
+    attention: str | None = None,
 ) -> Agreement:
     """Compare the engine's log-probabilities of its own tokens with a packed training forward's.
 
     Both compute under the autocast that is on around the call.
+
+    Args:
+        attention: the backend that generation must use; None: the best there is.
     """
     params = SamplingParams(temperature=temperature, max_tokens=new, logprobs=0, ignore_eos=True)
-    made = engine.generate(prompts, params)
+    with reading_pages_by(attention):
+        made = engine.generate(prompts, params)
     for number, completion in enumerate(made):
         if completion.error is not None:
             raise ValueError(f"prompt {number}: {completion.error}")

@@ -2,8 +2,9 @@
 
 A backend names its declared limits (`why_not`); whatever passes them must also pass a trial, a
 tiny call of the same kind held against the reference, because builds differ in what they left out.
-The answer is remembered per kind of call and said once in the log. `backend=` or the environment
-variable NOPAD_ATTENTION forces one by name; one that cannot serve the call then raises.
+The answer is remembered per kind of call and said once in the log. `backend=`, `reading_pages_by`
+or the environment variable NOPAD_ATTENTION forces one by name; one that cannot serve the call then
+raises.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 
 import torch
@@ -33,7 +37,7 @@ NAMES = tuple(_MODULES)
 _CPU = ("sdpa",)
 _PACKED = ("flash3", "cudnn", "flash2", "torch", "sdpa")
 _SHORT_PACKED = ("flash3", "flash2", "cudnn", "torch", "sdpa")
-_PAGED = ("triton", "flash3", "flash2", "sdpa")
+PAGED = ("triton", "flash3", "flash2", "sdpa")
 """Our kernels lead: on an H200 they beat flash-attn 2's paged ones, in decodes and in prefills."""
 
 
@@ -53,7 +57,7 @@ def order(ask: Ask) -> tuple[str, ...]:
     if ask.device == "cpu":
         return _CPU
     if ask.paged:
-        return _PAGED
+        return PAGED
     return _PACKED if ask.many else _SHORT_PACKED
 
 
@@ -61,7 +65,22 @@ def order(ask: Ask) -> tuple[str, ...]:
 def choose(facts: tuple, forced: str | None = None) -> str:
     """Name the backend that serves a call of these facts, the fields of an `Ask` in order."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    if _reader.get() is not None and Ask(*facts).paged:
+        forced = forced or _reader.get()
     return _choose(facts, forced or os.environ.get("NOPAD_ATTENTION") or None, deterministic)
+
+
+_reader: ContextVar[str | None] = ContextVar("nopad_reader_of_pages", default=None)
+
+
+@contextmanager
+def reading_pages_by(name: str | None) -> Iterator[None]:
+    """Use the backend of that name for every call with pages inside; None: the best that can."""
+    token = _reader.set(name)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
 
 
 @lru_cache(maxsize=4096)

@@ -46,6 +46,14 @@ def test_the_environment_forces_a_backend(monkeypatch):
     assert attend(*qkv(), VARLEN).shape == (3, 2, 16)
 
 
+def test_who_reads_pages_can_be_named_for_a_while():
+    with choice.reading_pages_by("flash2"):
+        assert choice.choose(facts()) == "sdpa"
+        with pytest.raises(ValueError, match="'flash2' cannot serve"):
+            choice.choose(facts(page_size=256))
+    assert choice.choose(facts(page_size=256)) == "sdpa"
+
+
 def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
     choice._choose.cache_clear()
     with caplog.at_level(logging.INFO, "nopad.attention"):

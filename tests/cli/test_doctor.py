@@ -64,6 +64,31 @@ def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
     assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
 
 
+def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsys):
+    assert main(["llama", "--agreement"]) == 0
+    text = capsys.readouterr().out
+    rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
+    assert ("float32", "sdpa") in rows and ("bfloat16", "sdpa") in rows
+    assert float(rows["float32", "sdpa,"][4]) == 0.0, "batch-invariant: not even rounding is left"
+    assert "not run: flash2 (it needs CUDA)" in text
+
+
+def test_disagreement_is_status_one(capsys, monkeypatch):
+    from nopad.cli import agreeing
+
+    def apart(*args, **named):
+        return agreeing.Agreement(144, 0.5, 2.0, "float32", "cpu")
+
+    monkeypatch.setattr(agreeing, "agreement", apart)
+    assert main(["llama", "--agreement"]) == 1
+    assert "TOO FAR" in capsys.readouterr().out
+
+
+def test_agreement_of_a_refused_model_is_not_tried(capsys):
+    assert main(["qwen3_next", "--agreement"]) == 0
+    assert "refused" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["no/such/model", "missing.json"])
 def test_an_unreadable_model_is_one_line_and_status_two(name, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

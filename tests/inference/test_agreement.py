@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.agreement import agreement
+from nopad.inference.agreement import AgreementCheck, agreement
 from nopad.inference.invariant import invariant
 
 
@@ -48,6 +48,18 @@ def test_other_weights_are_noticed(tiny, monkeypatch):
 
     monkeypatch.setattr(module, "packed_logprobs", after_a_step)
     assert agreement(model, Engine(model), prompts(4), new=4).largest > 1e-3
+
+
+def test_as_an_evaluation_it_gives_metrics_and_leaves_no_trace(tiny):
+    from nopad.trainer.evaluation import GenerationEval
+
+    model = tiny("llama").train()
+    state = torch.get_rng_state()
+    check = AgreementCheck(model, Engine(model), prompts(3), new=4)
+    report = GenerationEval(check, name="agreement").run(5, model)
+    assert report.error is None and report.metrics["eval/agreement/largest"] < 1e-4
+    assert report.metrics["eval/agreement/tokens"] == 12
+    assert model.training and torch.equal(state, torch.get_rng_state())
 
 
 def test_a_prompt_that_cannot_run_is_named(tiny):
