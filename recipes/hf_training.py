@@ -55,6 +55,7 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer) -> None:
     check_vocabulary(model, tokenizer)
     from nopad.collators import PackedCollator
     from nopad.trainer.compiling import compile_layers
+    from nopad.trainer.fusing import fuse_layers
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
 
     trainer = PackedTrainer(
@@ -67,6 +68,8 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer) -> None:
     )
     if args.compile:
         compile_layers(model)
+    else:
+        fuse_layers(model)
     trainer.train(resume_from_checkpoint=args.resume or None)
     whole = trainer.state.global_step >= trainer.state.max_steps
     if whole:

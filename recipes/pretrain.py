@@ -53,8 +53,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def optimize(args: argparse.Namespace, model):
-    """AdamW, decay on matrices only, warm-up and cosine."""
-    import torch
+    """AdamW with clipping, decay on matrices only, warm-up and cosine."""
+    from nopad.trainer.adamw import ClippedAdamW
     from transformers import get_cosine_schedule_with_warmup
 
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -63,7 +63,8 @@ def optimize(args: argparse.Namespace, model):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
+    rule = {"lr": args.learning_rate, "betas": (0.9, 0.95), "max_norm": args.clip}
+    optimizer = ClippedAdamW(groups, **rule)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
 
 
@@ -100,6 +101,7 @@ class Pretraining:
     """One run: the parts, the loop over optimizer steps, and its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
+        from nopad.trainer.fusing import fuse_layers
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.meter import Meter
         from nopad.trainer.stop import StopRequest
@@ -116,6 +118,7 @@ class Pretraining:
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
+        fuse_layers(model)
         self.meter = Meter.of(self.loader, model)
         self.evaluations = self._evaluations()
         self.stopping = False
@@ -193,9 +196,7 @@ class Pretraining:
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
-            if self.accelerator.sync_gradients:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
-            self.optimizer.step()
+            self.optimizer.step()  # clips on the way
             if self.accelerator.sync_gradients:
                 self.scheduler.step()
             self.optimizer.zero_grad()
