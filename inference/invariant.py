@@ -1,21 +1,25 @@
 """Batch-invariant arithmetic: what a token computes does not depend on what else is in the step.
 
 Products of other shapes add up in another order, so a token's logits differ in the last bits with
-the company it has, and from those of the training forward. Here every row of a product is computed
-by itself, and attention over keys padded to one length: the same sums in the same order always.
+the company it has, and from those of the training forward. Here every product has one shape, one
+row on a CPU and a block of rows on a GPU, and attention is over keys padded to one length: the same
+sums in the same order always. The engine's own kernels and graphs stay out of it.
 
     with invariant(longest=512):
-        agreement(model, engine, prompts)       # 0 on a CPU in float32: rounding was all of it
+        agreement(model, Engine(model), prompts)    # 0 on a CPU in float32: rounding was all of it
 
 It is there to tell rounding from mistakes: about twice the time for a tiny model, far more for a
-large one. Models whose layers are `nn.Linear` and attention without soft caps or sinks, on a CPU.
+large one. Models whose layers are `nn.Linear` and attention without soft caps or sinks; engines
+that are made inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,31 +27,50 @@ from torch import Tensor
 
 from ..attention.backends import sdpa
 from ..attention.reference import visible
+from . import machine
 
 _LEAST = 2
 """Rows of a batched product: a single one is computed by another routine."""
+_BLOCK = 64
+"""Rows of every product on a GPU."""
 
 
 @contextmanager
 def invariant(longest: int) -> Iterator[None]:
-    """Compute linear layers row by row, and attention over `longest` keys, in this process."""
-    before = F.linear, F.scaled_dot_product_attention, sdpa.sharing
-    F.linear = _linear
-    F.scaled_dot_product_attention = partial(_attention, longest)
-    sdpa.sharing = False
-    try:
-        yield
-    finally:
-        F.linear, F.scaled_dot_product_attention, sdpa.sharing = before
+    """Compute products in one shape, and attention over `longest` keys, in this process."""
+    with ExitStack() as stack:
+        _replace(F, "linear", partial(_linear, F.linear), stack)
+        _replace(F, "scaled_dot_product_attention", partial(_attention, longest), stack)
+        _replace(sdpa, "sharing", False, stack)
+        _replace(machine, "provable_parts", lambda *args, **named: [], stack)
+        before = os.environ.get("NOPAD_ATTENTION")
+        os.environ["NOPAD_ATTENTION"] = "sdpa"
+        try:
+            yield
+        finally:
+            del os.environ["NOPAD_ATTENTION"]
+            if before is not None:
+                os.environ["NOPAD_ATTENTION"] = before
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.reshape(-1, 1, x.shape[-1])
-    count = len(rows)
-    if 0 < count < _LEAST:
-        rows = rows.expand(_LEAST, -1, -1)
-    out = torch.bmm(rows, weight.t().expand(len(rows), -1, -1))[:count]
-    out = out.reshape(*x.shape[:-1], len(weight))
+def _replace(place: Any, name: str, value: Any, stack: ExitStack) -> None:
+    stack.callback(setattr, place, name, getattr(place, name))
+    setattr(place, name, value)
+
+
+def _linear(
+    plain: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    shape = (*x.shape[:-1], len(weight))
+    if x.is_cuda:
+        rows = x.reshape(-1, x.shape[-1])
+        whole = F.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
+        out = torch.cat([plain(block, weight) for block in whole.split(_BLOCK)])[: len(rows)]
+    else:
+        rows = x.reshape(-1, 1, x.shape[-1])
+        several = rows.expand(_LEAST, -1, -1) if len(rows) == 1 else rows
+        out = torch.bmm(several, weight.t().expand(len(several), -1, -1))[: len(rows)]
+    out = out.reshape(shape)
     return out if bias is None else out + bias
 
 

@@ -52,6 +52,10 @@ class Ask:
         return self.page_size > 0
 
 
+class NotInAGraph(RuntimeError):
+    """A backend looks at lengths on the host, so its calls cannot be captured."""
+
+
 class Backend(Protocol):
     """What a backend's module offers; `packed` or `paged` is left out where it has none."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..reference import visible
 from ..varlen import Varlen
-from .ask import Ask, Scores
+from .ask import Ask, NotInAGraph, Scores
 from .sdpa_plan import Batch, Family, Layout, blind, plan
 
 sharing = True
@@ -44,6 +44,8 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotInAGraph("SDPA over pages reads lengths on the host")
     shares = sharing and q.is_cpu and keys.shape == values.shape and scores.plain
     layout = Layout(keys.shape[1], scores.window, shares, q.dtype, q.device)
     bounds, lengths = (tuple(x.tolist()) for x in (varlen.cu_seqlens, pages.lengths))
