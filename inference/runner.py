@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention import PagedCache, Pages, Varlen, carry, expect_layers
 from ..attention.allocator import Copy
+from ..attention.backends.ask import NotInAGraph
 from .batch import Step
 from .graphs import DecodeGraphs
 from .loop import OutOfMemory, Results
@@ -64,8 +65,10 @@ class DeviceRunner:
             raise OutOfMemory(str(error)) from None
 
     def _launch(self, step: Step) -> Callable[[], Results]:
-        if self._graphs is not None and self._graphs.serves(step):
-            logits, tokens, padded = self._graphs.run(step, self.forward)
+        replayed = self._replay(step)
+        if replayed is not None:
+            assert self._graphs is not None
+            logits, tokens, padded = replayed
             self._stats.note_graph(padded, len(self._graphs))
             if not step.choice.plain:
                 tokens = self._sample(step, logits)
@@ -79,6 +82,16 @@ class DeviceRunner:
             outputs += [found.logprob, found.greedy, found.top_tokens, found.top_logprobs]
         read = self._staging.fetch(outputs)
         return lambda: Results(*read())
+
+    def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
+        """Run a step as a graph, if graphs are made and one serves it."""
+        if self._graphs is None or not self._graphs.serves(step):
+            return None
+        try:
+            return self._graphs.run(step, self.forward)
+        except NotInAGraph:
+            self._graphs = None
+            return None
 
     def forget_graphs(self) -> None:
         """Drop captured graphs: the weights have moved."""
