@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import Varlen, carry
+from ..attention import PagedCache, Pages, Varlen, carry
 from .borrow import borrowed
+from .capturing import for_capture, side_by_side
 from .replacing import replace_attribute
 from .stacked import Stacked
 
@@ -40,17 +41,28 @@ class Part(Protocol):
     def __call__(self, modules: Modules, stack: ExitStack, stale: bool, /) -> None: ...
 
 
-def provable_parts(model: Any) -> list[Part]:
-    """The replacements that, together, leave this model's logits as they are."""
+def provable_parts(model: Any, like: PagedCache) -> list[Part]:
+    """The replacements that, together, leave this model's logits as they are.
+
+    Args:
+        like: a cache of the kind the steps will use.
+    """
     proven: list[Part] = []
+    stacked = Stacked()
     with borrowed(model):
-        want = _logits(model, next(model.parameters()).device)
-        for part in (_norms, _gates, _rotaries, Stacked(), _residuals):
-            if _agrees(model, [*proven, part], want):
+        want = _logits(model, like)
+        for part in (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked)):
+            if _agrees(model, [*proven, part], want, like):
                 proven.append(part)
     names = [part.__name__.strip("_") for part in proven]
     log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
     return proven
+
+
+def _short_way(stacked: Stacked) -> Part:
+    from .short_way import ShortWay  # needs Triton
+
+    return ShortWay(stacked)
 
 
 @contextmanager
@@ -62,10 +74,10 @@ def fused(modules: Modules, parts: list[Part], stale: bool = True) -> Iterator[N
         yield
 
 
-def _agrees(model: Any, parts: list[Part], want: Tensor) -> bool:
+def _agrees(model: Any, parts: list[Part], want: Tensor, like: PagedCache) -> bool:
     try:
         with fused(list(model.modules()), parts):
-            got = _logits(model, want.device)
+            got = _logits(model, like)
     except Exception as error:  # whatever a foreign module makes of it, the part is not for it
         name = parts[-1].__name__.strip("_")
         log.info("fused %s: not for this model (%s: %s)", name, type(error).__name__, error)
@@ -75,12 +87,29 @@ def _agrees(model: Any, parts: list[Part], want: Tensor) -> bool:
     return bool(wrong < tight)
 
 
-def _logits(model: Any, device: torch.device) -> Tensor:
-    """Logits of two short sequences, without any cache."""
-    bounds = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
-    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2], device=device)
+def _logits(model: Any, like: PagedCache) -> Tensor:
+    """Logits of two short sequences, then of one token more of each, as graphs compute it."""
+    keys = like.layer(0)[0]
+    cache = PagedCache(2, like.page_size, like.layer_shapes, keys.dtype, keys.device)
+    prompts = _step(model, cache, [range(5), range(3)])
+    with for_capture():
+        return torch.cat([prompts, _step(model, cache, [range(5, 6), range(3, 4)])], dim=1)
+
+
+def _step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
+    """Logits of positions `spans`; sequence n has page n."""
+
+    def on_device(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=cache.layer(0)[0].device)
+
+    positions = on_device([p for span in spans for p in span])
+    slots = on_device([n * cache.page_size + p for n, span in enumerate(spans) for p in span])
+    bounds = on_device([0, *accumulate(map(len, spans))], torch.int32)
+    lengths = on_device([span.stop for span in spans], torch.int32)
+    table = on_device(list(range(len(spans))), torch.int32)[:, None]
+    longest = max(span.stop for span in spans)
+    varlen = Varlen(bounds, max(map(len, spans)), Pages(cache, table, lengths, slots, longest))
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
-    varlen = Varlen(bounds, 5)
     with carry(varlen):
         out = model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, varlen=varlen
@@ -115,7 +144,7 @@ def _gates(modules: Modules, stack: ExitStack, stale: bool) -> None:
             continue
 
         def forward(x: Tensor, m: Any = module) -> Tensor:
-            gate, up = _side_by_side(x, m.gate_proj, m.up_proj)
+            gate, up = side_by_side(x, m.gate_proj, m.up_proj)
             return m.down_proj(silu_mul(gate, up))
 
         replace_attribute(module, "forward", forward, stack)
@@ -161,46 +190,6 @@ def _residuals(modules: Modules, stack: ExitStack, stale: bool) -> None:
         replace_attribute(layer, "forward", partial(layer_forward, layer=layer), stack)
     stack.callback(owed.clear)
     replace_attribute(body.norm, "forward", lambda x: settle(body.norm, x)[1], stack)
-
-
-def _side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run branches of the same input at the same time inside `parallel`, else one by one.
-
-    Each fork waits for all work before it and the join waits for all forks, so memory that one
-    branch gives back is never written while another stream still reads it.
-    """
-    if not _parallel.get():
-        return [branch(x) for branch in branches]
-    main = torch.cuda.current_stream()
-    sides = streams(x.device)[1 : len(branches)]
-    results: list[Any] = [None] * len(branches)
-    for place, side in enumerate(sides, start=1):
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            results[place] = branches[place](x)
-    results[0] = branches[0](x)
-    for side in sides:
-        main.wait_stream(side)
-    return results
-
-
-_parallel: ContextVar[bool] = ContextVar("nopad_parallel", default=False)
-
-
-@contextmanager
-def parallel() -> Iterator[None]:
-    """Let small matrix products of one input run side by side: good in a graph only."""
-    token = _parallel.set(True)
-    try:
-        yield
-    finally:
-        _parallel.reset(token)
-
-
-@lru_cache(maxsize=8)
-def streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """A stream to capture on and two beside it, always the same: libraries keep memory for each."""
-    return [torch.cuda.Stream(device) for _ in range(3)]
 
 
 def _rotaries(modules: Modules, stack: ExitStack, stale: bool) -> None:

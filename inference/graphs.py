@@ -2,7 +2,8 @@
 
 A graph is good for one batch size and one width of the page table, so both go up a ladder; rows
 past the batch carry no request and write nowhere. Graphs are captured when first needed and stay
-good while the weights stay where they are: an optimizer updates them in place.
+good while the weights stay where they are: an optimizer updates them in place. Once they have taken
+the memory set aside for them, a step uses the next larger graph there is, or none.
 
     host ─one copy─▶ ids, positions, slots, lengths, table ─▶ [ graph: model, likeliest token ]
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..attention import PagedCache, Pages, Varlen
 from .batch import Step
-from .fused import parallel, streams
+from .capturing import for_capture, streams
 from .sampler import Choice, sample
 from .staging import pack, views
 
@@ -49,37 +50,58 @@ class _Captured:
     tokens: Tensor
 
 
-class DecodeGraphs:
-    """Graphs of one model over one cache."""
+def graph_bytes(max_running: int, vocabulary: int, itemsize: int) -> int:
+    """What the graphs of all batch sizes keep, nearly all of it logits.
 
-    def __init__(self, cache: PagedCache, newest: Tensor):
+    >>> graph_bytes(4, 1000, 2)
+    17500
+    """
+    rows = sum({rung(count) for count in range(1, max_running + 1)})
+    return rows * vocabulary * itemsize * 5 // 4
+
+
+class DecodeGraphs:
+    """Graphs of one model over one cache, within `room` bytes."""
+
+    def __init__(self, cache: PagedCache, newest: Tensor, room: int):
         self._cache = cache
         self._newest = newest
         """Newest token of each slot; the last entry takes what padding yields."""
+        self._room = room
+        self._taken = 0
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    @staticmethod
-    def serves(step: Step) -> bool:
-        """Whether every request of the step runs one token and yields one."""
-        return step.max_tokens == 1 and len(step.yielding) == len(step.requests) == len(step.rows)
+    def serves(self, step: Step) -> bool:
+        """Whether every request of the step runs one token and yields one, and a graph is there."""
+        alike = len(step.yielding) == len(step.requests) == len(step.rows)
+        return step.max_tokens == 1 and alike and self._key(step) is not None
 
     def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int]:
         """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows."""
-        count = len(step.requests)
-        size = rung(count)
-        width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
+        count, key = len(step.requests), self._key(step)
+        assert key is not None
+        size, width = key
         arrays = _padded(step, size, width, len(self._newest) - 1)
-        key = size, width
         if key not in self._captured:
+            before = torch.cuda.memory_reserved(self._newest.device)
             self._captured[key] = self._capture(arrays, forward)
+            self._taken += torch.cuda.memory_reserved(self._newest.device) - before
         captured = self._captured[key]
         captured.inputs.copy_(pack(arrays)[0], non_blocking=True)
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count], size - count
+
+    def _key(self, step: Step) -> tuple[int, int] | None:
+        """Rows and width of the graph for a step: the smallest, or the smallest there is."""
+        size = rung(len(step.requests))
+        width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
+        if (size, width) in self._captured or self._taken < self._room:
+            return size, width
+        return min((k for k in self._captured if k[0] >= size and k[1] >= width), default=None)
 
     def _capture(self, arrays: list[np.ndarray], forward: Forward) -> _Captured:
         blank = [np.zeros_like(a) for a in arrays]
@@ -104,7 +126,7 @@ class DecodeGraphs:
         stream = streams(inputs.device)[0]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        with parallel():
+        with for_capture():
             with torch.cuda.stream(stream):
                 body()
             torch.cuda.current_stream().wait_stream(stream)

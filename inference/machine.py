@@ -11,6 +11,7 @@ import torch
 from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
 from .fused import Part, provable_parts
+from .graphs import graph_bytes
 from .loop import Loop
 from .memory import Memory, allowance, note_taken
 from .request import Request
@@ -66,8 +67,11 @@ def assemble(
     page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
     most = settings.max_running * -(-settings.max_length // settings.page_size)
     budget = allowance(settings.memory, device) - (shadow.bytes if shadow else 0)
+    graphs = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, dtype.itemsize)
+        graphs = _room_for_graphs(model, settings, dtype, budget) if settings.graphs else 0
+        budget -= graphs
     count = min(budget // page, most)
     if count < 1:
         raise ValueError(
@@ -91,11 +95,17 @@ def assemble(
         admit=admit,
         trace=trace,
     )
-    runner = DeviceRunner(model, cache, columns, stats, device, settings.graphs)
+    runner = DeviceRunner(model, cache, columns, stats, device, graphs)
     canary = Canary(count, settings.page_size) if settings.debug else None
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
-    fused = provable_parts(model) if device.type == "cuda" else []
+    fused = provable_parts(model, cache) if device.type == "cuda" else []
     return Machine(loop, runner, shadow, fused, narrow)
+
+
+def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
+    """What graphs of every batch size keep, but no more than a quarter of the memory."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return max(1, min(graph_bytes(settings.max_running, vocabulary, dtype.itemsize), budget // 4))
 
 
 def _compute_dtype(model: Any) -> torch.dtype:

@@ -25,6 +25,11 @@ from .slots import Slots
 from .staging import Staging
 from .stats import Stats
 
+try:
+    from .token_kernels import resolve
+except ImportError:  # no Triton on this machine
+    resolve = None
+
 
 class DeviceRunner:
     """Run steps of a model whose keys and values live in a paged cache."""
@@ -36,7 +41,7 @@ class DeviceRunner:
         columns: Slots,
         stats: Stats,
         device: torch.device,
-        graphs: bool,
+        room_for_graphs: int,
     ):
         self.depth = 1 if device.type == "cuda" else 0
         self.cache = cache
@@ -49,9 +54,8 @@ class DeviceRunner:
         self._history = self._newest.new_zeros(len(self._newest), 0)
         self._proven = False
         self._stats = stats
-        self._graphs: DecodeGraphs | None = None
-        if graphs and device.type == "cuda":
-            self._graphs = DecodeGraphs(cache, self._newest)
+        self._room = room_for_graphs
+        self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
 
     def copy_pages(self, copies: list[Copy]) -> None:
         """Copy pages before the next step."""
@@ -96,7 +100,7 @@ class DeviceRunner:
     def forget_graphs(self) -> None:
         """Drop captured graphs: the weights have moved."""
         if self._graphs is not None:
-            self._graphs = DecodeGraphs(self.cache, self._newest)
+            self._graphs = DecodeGraphs(self.cache, self._newest, self._room)
 
     def _forward(self, step: Step) -> Tensor:
         """Logits [R, V] of the wanted rows."""
@@ -117,7 +121,7 @@ class DeviceRunner:
 
     def forward(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
         """Run the model on flat tokens; an id below zero names the slot of the token."""
-        ids = torch.where(ids < 0, self._newest[(-1 - ids).clamp_(min=0)], ids)
+        ids = _resolved(ids, self._newest)
         if not self._proven:
             with expect_layers(self._model):
                 logits = self._call(ids, positions, varlen, rows)
@@ -196,3 +200,9 @@ class DeviceRunner:
         for request in fresh:
             known = request.tokens(0, request.length)
             self._history[request.slot, : len(known)] = torch.from_numpy(known).to(self._device)
+
+
+def _resolved(ids: Tensor, newest: Tensor) -> Tensor:
+    if ids.is_cuda and resolve is not None:
+        return resolve(ids, newest)
+    return torch.where(ids < 0, newest[(-1 - ids).clamp_(min=0)], ids)

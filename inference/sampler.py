@@ -14,6 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+try:
+    from .token_kernels import likeliest
+except ImportError:  # no Triton on this machine
+    likeliest = None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edits:
@@ -70,20 +75,19 @@ def sample(logits: Tensor, choice: Choice) -> Tensor:
         logits.index_put_((e.rows, e.tokens), e.values, accumulate=True)
     if choice.penalties is not None:
         _penalise(logits, choice.penalties)
-    best, token = _likeliest(logits)
+    token = _likeliest(logits)
     if choice.temperature is not None and choice.uniform is not None:
-        token = torch.where(choice.temperature > 0, _draw(logits, choice), token)
+        drawn = torch.where(token < 0, -1, _draw(logits, choice))
+        token = torch.where(choice.temperature > 0, drawn, token)
+    return token
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """Token of each row's largest logit, -1 where the row is not numbers."""
+    if logits.is_cuda and likeliest is not None:
+        return likeliest(logits)
+    best, token = logits.max(dim=-1)
     return torch.where(best.isnan(), -1, token)
-
-
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest logit of each row and its token; in two stages where rows are too few for a GPU."""
-    rows, vocabulary = logits.shape
-    if not logits.is_cuda or rows > 128 or vocabulary % 64:
-        return logits.max(dim=-1)
-    best, place = logits.view(rows, 64, -1).max(dim=-1)
-    best, part = best.max(dim=-1)
-    return best, part * (vocabulary // 64) + place.gather(1, part[:, None])[:, 0]
 
 
 def _draw(logits: Tensor, choice: Choice) -> Tensor:

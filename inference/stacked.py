@@ -27,6 +27,7 @@ class Stacked:
 
     def __init__(self) -> None:
         self._layers: dict[int, _Layer] = {}
+        self._owners: dict[nn.Module, _Layer] = {}
 
     def __call__(self, modules: Sequence[nn.Module], stack: ExitStack, stale: bool) -> None:
         """Let the copies stand in for the projections, brought up to date first if stale."""
@@ -37,6 +38,14 @@ class Stacked:
                 if stale:
                     layer.refresh(trio)
                 layer.stand_in(trio, stack)
+                self._owners[module] = layer
+        stack.callback(self._owners.clear)
+
+    def weights(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The stacked weight and bias of an attention module, while they are in place."""
+        layer = self._owners[module]
+        assert layer.weight is not None
+        return layer.weight, layer.bias
 
 
 def stacked_bytes(model: nn.Module, itemsize: int) -> int:
@@ -55,15 +64,15 @@ def _trio(module: nn.Module) -> list[Any]:
 
 class _Layer:
     def __init__(self) -> None:
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def refresh(self, trio: list[nn.Linear]) -> None:
-        self._weight = _joined(self._weight, [linear.weight for linear in trio])
+        self.weight = _joined(self.weight, [linear.weight for linear in trio])
         biases = [linear.bias for linear in trio]
         assert len({bias is None for bias in biases}) == 1, "only some projections have a bias"
-        self._bias = None if biases[0] is None else _joined(self._bias, biases)
+        self.bias = None if biases[0] is None else _joined(self.bias, biases)
 
     def stand_in(self, trio: list[nn.Linear], stack: ExitStack) -> None:
         sizes = [linear.out_features for linear in trio]
@@ -74,8 +83,8 @@ class _Layer:
             replace_attribute(trio[place], "forward", later, stack)
 
     def _first(self, x: Tensor, sizes: list[int]) -> Tensor:
-        assert self._weight is not None
-        q, k, v = F.linear(x, self._weight, self._bias).split(sizes, dim=-1)
+        assert self.weight is not None
+        q, k, v = F.linear(x, self.weight, self.bias).split(sizes, dim=-1)
         self._kept = {1: (x, k), 2: (x, v)}
         return q
 

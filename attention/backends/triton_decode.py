@@ -5,6 +5,9 @@
 
 With one split the result is written directly; with more, a second kernel joins the parts. Sequences
 with another number of queries than one are left to the prefill kernel.
+
+Where the device can (LATE), a kernel is launched while the one before it ends: it reads where its
+sequence lies, which the host sent long before, and then waits for queries and keys.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -12,6 +15,7 @@ with another number of queries than one are left to the prefill kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -31,15 +35,19 @@ def _decode_kernel(
     GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - token != 1:
-        return
+    stop = tl.load(cu_seqlens + sequence + 1)
     length = tl.load(lengths + sequence)
+    if LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if stop - token != 1:
+        return
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0) // BLOCK * BLOCK
@@ -101,11 +109,16 @@ def _decode_kernel(
 def _join_kernel(
     parts, part_lse, cu_seqlens, sinks, out, out_stride_t, out_stride_h,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     token = tl.load(cu_seqlens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - token != 1:
+    stop = tl.load(cu_seqlens + sequence + 1)
+    if LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if stop - token != 1:
         return
     split = tl.arange(0, SPLITS)
     dv = tl.arange(0, PAD_DV)
@@ -160,6 +173,7 @@ def decode(
     parts = out if single else out.new_empty(count * heads * tiles.splits, dv, dtype=torch.float32)
     lse = out if single else out.new_empty(count * heads * tiles.splits, dtype=torch.float32)
     sinks = out if scores.sinks is None else scores.sinks
+    late = launches_early(q.device)
     _decode_kernel[(kv_heads, tiles.splits, count)](
         q, keys, values, table, lengths, cu_seqlens, sinks, out, parts, lse,
         scores.scale, scores.softcap or 1.0, scores.window or 0,
@@ -169,14 +183,21 @@ def decode(
         SOFTCAP=scores.softcap is not None, SINKS=scores.sinks is not None,
         PAGE=page, DK=dk, DV=dv, PAD_DK=padded(dk), PAD_DV=padded(dv),
         ROWS=max(16, triton.next_power_of_2(group)), BLOCK=tiles.block,
-        PRECISION=precision(q), num_warps=tiles.warps, num_stages=tiles.stages,
+        PRECISION=precision(q), LATE=late, launch_pdl=late,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if not single:
         _join_kernel[(heads, count)](
             parts, lse, cu_seqlens, sinks, out, out.stride(0), out.stride(1),
             SPLITS=tiles.splits, SINKS=scores.sinks is not None, DV=dv, PAD_DV=padded(dv),
-            num_warps=1 if tiles.splits * padded(dv) <= 1024 else 4,
+            LATE=late, launch_pdl=late, num_warps=1 if tiles.splits * padded(dv) <= 1024 else 4,
         )  # fmt: skip
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels may be launched before the one they wait for is done."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded(dim: int) -> int:

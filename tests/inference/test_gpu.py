@@ -12,11 +12,12 @@ pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def llama(dtype=torch.bfloat16):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(dtype=torch.bfloat16, family="llama"):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
@@ -26,7 +27,7 @@ def llama(dtype=torch.bfloat16):
         head_dim=64,
         max_position_embeddings=1024,
     )
-    return LlamaForCausalLM(config).cuda().to(dtype)
+    return AutoModelForCausalLM.from_config(config).cuda().to(dtype)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -94,3 +95,44 @@ def test_samples_do_not_depend_on_the_batch(heat):
     together = [c.tokens for c in engine.generate(prompts(7), params)]
     alone = [engine.generate([p], params)[0].tokens for p in prompts(7)]
     assert together == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
+    from nopad.attention import PagedCache, probe_layers
+    from nopad.inference.borrow import borrowed
+    from nopad.inference.capturing import for_capture
+    from nopad.inference.fused import _step, fused, provable_parts
+
+    model = llama(family=family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
+    shapes = probe_layers(model)
+    parts = provable_parts(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"))
+    assert len(parts) == 6
+    for rows in (1, 16, 30, 64, 100, 200):
+        cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
+        lengths = [1 + 37 * row % 200 for row in range(rows)]
+        after = [range(n, n + 1) for n in lengths]
+        with borrowed(model), for_capture():
+            _step(model, cache, [range(n) for n in lengths])
+            want = _step(model, cache, after).float()
+            with fused(list(model.modules()), parts):
+                got = _step(model, cache, after).float()
+        assert (got - want).norm() / want.norm() < 3e-2, rows
+
+
+def test_graphs_stay_within_the_memory_set_aside_for_them():
+    from nopad.inference.graphs import graph_bytes
+
+    model = llama()
+    engine = Engine(model, memory=1 << 28, max_running=16)
+    engine.generate(prompts(16), GREEDY)
+    graphs = engine._machine.runner._graphs
+    assert len(graphs) > 1 and graphs._room == graph_bytes(16, 512, 2)
+    before = len(graphs)
+    graphs._taken = graphs._room
+    done = engine.generate(prompts(11), GREEDY)
+    assert all(len(c.tokens) == 24 for c in done) and len(graphs) == before

@@ -1,0 +1,56 @@
+"""Whether a step is being captured into a graph, and what is worth doing only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_capturing: ContextVar[bool] = ContextVar("nopad_capturing", default=False)
+
+
+@contextmanager
+def for_capture() -> Iterator[None]:
+    """Compute steps as they are to be captured."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+def capturing() -> bool:
+    """Whether this is inside `for_capture`."""
+    return _capturing.get()
+
+
+def side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Run branches of the same input at the same time in a graph, else one by one.
+
+    Each fork waits for all work before it and the join waits for all forks, so memory that one
+    branch gives back is never written while another stream still reads it.
+    """
+    if not capturing() or not x.is_cuda:
+        return [branch(x) for branch in branches]
+    main = torch.cuda.current_stream()
+    sides = streams(x.device)[1 : len(branches)]
+    results: list[Any] = [None] * len(branches)
+    for place, side in enumerate(sides, start=1):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            results[place] = branches[place](x)
+    results[0] = branches[0](x)
+    for side in sides:
+        main.wait_stream(side)
+    return results
+
+
+@lru_cache(maxsize=8)
+def streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """A stream to capture on and two beside it, always the same: libraries keep memory for each."""
+    return [torch.cuda.Stream(device) for _ in range(3)]
