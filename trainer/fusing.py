@@ -173,10 +173,14 @@ def _rotary_or(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(stock)
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-        whole = cos.shape == sin.shape == (1, q.shape[2], q.shape[3]) and q.shape[0] == 1
-        alike = q.dtype == k.dtype == cos.dtype and cos.is_contiguous() and sin.is_contiguous()
-        if more or options or not (whole and alike and serves(q)):
+        if more or options or not (serves(q) and _usual(q, k, cos, sin)):
             return stock(q, k, cos, sin, *more, **options)
         return rotary(q, k, cos, sin)
 
     return apply
+
+
+def _usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """One row, all of a head's width turned, one dtype."""
+    whole = cos.shape == sin.shape == (1, q.shape[2], q.shape[3]) and q.shape[0] == 1
+    return whole and q.dtype == k.dtype == cos.dtype and cos.is_contiguous() and sin.is_contiguous()
