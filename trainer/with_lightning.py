@@ -35,7 +35,7 @@ else:
     except ImportError:
         import pytorch_lightning as pl
 
-KEY = "nopad_data"
+KEY, WINDOW = "nopad_data", "nopad_accumulation"
 
 
 class PackedDataModule(pl.LightningDataModule):
@@ -132,6 +132,7 @@ class PackedCallback(pl.Callback):
         if self.data.loader is not None:
             start = self._state or self.data.train.state_dict()
             checkpoint[KEY] = gathered_state(self.data.loader, start)
+            checkpoint[WINDOW] = trainer.accumulate_grad_batches
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
@@ -142,6 +143,12 @@ class PackedCallback(pl.Callback):
                 "PackedCallback; start a new run from its weights instead"
             )
         self.data.train.load_state_dict(checkpoint[KEY])
+        # Lightning counts batches, and steps where the count divides by the accumulation. What was
+        # saved are whole steps, whatever the accumulation is now.
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+        steps = batches["ready"] // checkpoint[WINDOW]
+        more = steps * trainer.accumulate_grad_batches - batches["ready"]
+        batches.update({name: count + more for name, count in batches.items()})
 
 
 class StopCallback(pl.Callback):

@@ -1,4 +1,4 @@
-"""Let the tests of this folder import the recipes, what they share, and the trainer tests' things."""
+"""Let the tests of this folder import the recipes, what they share, and the trainer tests's."""
 
 import sys
 from pathlib import Path
