@@ -2,61 +2,36 @@
 
     python benchmarks/bench_generation.py                    # on a GPU: all workloads
     python benchmarks/bench_generation.py --device cpu       # on a CPU: the real trace, shrunk
-    python benchmarks/bench_generation.py --only a,b
+    python benchmarks/bench_generation.py --only a,b --record a_and_b.json
 
 Workloads, models and the floor are described in generation_workloads.py. Peers run in the same
 process on the same model and requests: `generate` in static batches, and continuous batching
-(`init_continuous_batching`) with flash-attn 2. A table for people, then one JSON line.
+(`init_continuous_batching`) with flash-attn 2. A table for people, then one JSON line; with
+--record the same in a file, written anew after every line of the table. A workload that fails is
+named in both, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import platform
 import statistics
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import generation_workloads as load
 import numpy as np
 import torch
+from generation_peers import run_continuous, run_static
+from generation_report import attempt, card, keep, note, quiet, record_to, timed
 from generation_workloads import Work
 from nopad.inference import Engine, SamplingParams
 
-RESULTS: list[dict] = []
-REPEATS = 3
-
-
-def note(workload: str, who: str, seconds: float, tokens: int, floor: float = 0.0, **more) -> None:
-    """Print a line of the table and keep it for the record."""
-    row = {"workload": workload, "who": who, "seconds": round(seconds, 3), "tokens": tokens}
-    row["tokens_per_second"] = round(tokens / seconds, 1)
-    if floor:
-        row["share_of_floor"] = round(floor / seconds, 3)
-    row |= {k: round(v, 5) if isinstance(v, float) else v for k, v in more.items()}
-    RESULTS.append(row)
-    share = f"{row.get('share_of_floor', 0):6.1%}" if floor else "      "
-    extra = "  ".join(f"{k} {v}" for k, v in row.items() if k in more)
-    print(
-        f"{workload:8} {who:38} {seconds:8.3f} s {tokens / seconds:10.0f} tok/s {share}  {extra}",
-        flush=True,
-    )
-
-
-def timed(call) -> tuple[float, object]:
-    """Seconds a call takes: by the wall on a GPU, of processor time on a CPU others may share."""
-    on_gpu = torch.cuda.is_available()
-    clock = time.perf_counter if on_gpu else time.process_time
-    if on_gpu:
-        torch.cuda.synchronize()
-    start = clock()
-    out = call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return clock() - start, out
+REPEATS = 2
+PATIENCE = 25.0
+"""Seconds after which an open loop that does not keep up is given up."""
 
 
 def ceilings() -> tuple[float, float]:
@@ -101,67 +76,6 @@ def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", *
     return seconds
 
 
-def run_continuous(name: str, model, work: Work, floor: float) -> float:
-    """Transformers' continuous batching: cold, then kept warm on the same manager."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(do_sample=False, max_new_tokens=max(work.new), eos_token_id=-1)
-    before = model.config._attn_implementation
-    try:
-        model.set_attn_implementation("flash_attention_2")
-    except Exception as error:
-        print(f"{name:8} continuous batching without flash-attn 2: {type(error).__name__}")
-
-    def serve(manager) -> None:
-        for prompt, new in zip(work.prompts, work.new, strict=True):
-            manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
-        done = 0
-        while done < len(work.prompts):
-            result = manager.get_result(timeout=60)
-            assert result is not None and result.error is None, "continuous batching failed"
-            done += result.is_finished()
-
-    def whole() -> tuple[float, float]:
-        with model.continuous_batching_context_manager(generation_config=config) as manager:
-            first, _ = timed(lambda: serve(manager))
-            return first, timed(lambda: serve(manager))[0]
-
-    start, (first, warm) = timed(whole)
-    del start
-    model.set_attn_implementation(before)
-    note(name, "transformers continuous batching", warm, work.new_tokens, floor, cold=first)
-    gc.collect()
-    torch.cuda.empty_cache()
-    return warm
-
-
-@torch.no_grad()
-def run_static(name: str, model, work: Work, batch: int) -> float:
-    """Transformers' generate on padded batches, in order of arrival; each runs to its longest."""
-    device = next(model.parameters()).device
-
-    def go() -> None:
-        for start in range(0, len(work.prompts), batch):
-            prompts, new = work.prompts[start : start + batch], work.new[start : start + batch]
-            wide = max(map(len, prompts))
-            ids = torch.tensor([[0] * (wide - len(p)) + p for p in prompts], device=device)
-            mask = torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in prompts])
-            model.generate(
-                ids, attention_mask=mask.to(device), max_new_tokens=max(new), do_sample=False,
-                pad_token_id=0,
-            )  # fmt: skip
-
-    seconds, _ = timed(go)
-    note(
-        name,
-        f"transformers generate, batch {batch}",
-        seconds,
-        work.new_tokens,
-        requests=len(work.new),
-    )
-    return seconds
-
-
 def run_scoring(name: str, model) -> None:
     """(e) Four choices of one context: shared, beside padded batches with logits of all rows."""
     contexts, ends = load.choices(model.config.vocab_size)
@@ -202,14 +116,14 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
     assert work.arrivals is not None
     params = params_of(work)
     mean_gap = max(work.arrivals) / len(work.arrivals)
+    engine = Engine(model, memory=40 << 30)
+    engine.generate(work.prompts, params)
     for share in (0.5, 0.7, 0.9):
         scale = 1 / (capacity * share) / mean_gap
-        engine = Engine(model, memory=60 << 30)
-        engine.generate(work.prompts[:64], params[:64])
         engine._machine.loop.scheduler.pages.forget()
         engine.stats.reset()
         start, sent, done = time.perf_counter(), 0, 0
-        while done < len(work.prompts):
+        while done < len(work.prompts) and time.perf_counter() - start < PATIENCE:
             now = time.perf_counter() - start
             while sent < len(work.prompts) and work.arrivals[sent] * scale <= now:
                 engine.submit(work.prompts[sent], params[sent])
@@ -218,14 +132,16 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
             done += sum(e.completion is not None for e in events)
             if not events and sent == done:
                 time.sleep(0.0005)
-        seconds = time.perf_counter() - start
         s = engine.stats.summary()
         note(
-            name, f"nopad, {share:.0%} of capacity", seconds, work.new_tokens,
+            name, f"nopad, {share:.0%} of capacity", time.perf_counter() - start,
+            int(s["new_tokens"]), requests=done,
             ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
             itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
         )  # fmt: skip
-        engine.release()
+        if done < len(work.prompts):
+            break
+    engine.release()
 
 
 def static_open_loop(name: str, model, work: Work, capacity: float, batch: int = 16) -> None:
@@ -258,19 +174,6 @@ def static_open_loop(name: str, model, work: Work, capacity: float, batch: int =
 
 
 @contextmanager
-def quiet():
-    """Leave what is measured inside out of the table."""
-    global print
-    kept, builtin = list(RESULTS), print
-    print = lambda *_, **__: None  # noqa: E731
-    try:
-        yield
-    finally:
-        print = builtin
-        RESULTS[:] = kept
-
-
-@contextmanager
 def attention(name: str):
     """Force an attention backend."""
     os.environ["NOPAD_ATTENTION"] = name
@@ -285,50 +188,86 @@ def sample_of(work: Work, count: int) -> Work:
     return Work([work.prompts[i] for i in chosen], [work.new[i] for i in chosen])
 
 
-def bench_gpu(only: set[str]) -> None:
+def bench_gpu(only: list[str]) -> None:
     bandwidth, rate = ceilings()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
-    RESULTS.append({"copy_bytes_per_second": bandwidth, "matrix_flops": rate})
-    model = load.llama_1b()
-    vocabulary = model.config.vocab_size
-    if "a" in only:
-        work = load.lognormal(vocabulary)
-        floor = load.floor_seconds(model, work, bandwidth, rate)
-        run_engine("a", model, work, floor)
-        run_continuous("a", model, work, floor)
-    if "k" in only:
-        work = load.lognormal(vocabulary)
-        floor = load.floor_seconds(model, work, bandwidth, rate)
-        with attention("flash2"):
-            run_engine("a", model, work, floor, "nopad, attention by flash-attn 2")
-    if "s" in only:
-        run_static("a", model, sample_of(load.lognormal(vocabulary), 64), 32)
-    if "d" in only:
-        work = load.few_shot(vocabulary)
-        run_engine("d", model, work, 0.0)
-        run_continuous("d", model, work, 0.0)
-    if "e" in only:
-        run_scoring("e", model)
-    trace = load.trace(vocabulary, 256) if {"c", "f"} & only else None
-    if trace is not None:
-        trace = Work([p[:7000] for p in trace.prompts], trace.new, trace.arrivals)
-        floor = load.floor_seconds(model, trace, bandwidth, rate)
-        seconds = run_engine("c", model, trace, floor)
-        if "c" in only:
-            run_continuous("c", model, trace, floor)
-        if "f" in only:
-            run_open_loop("f", model, trace, len(trace.new) / seconds)
-            few = Work(trace.prompts[:48], trace.new[:48], trace.arrivals[:48])
-            static_open_loop("f", model, few, len(trace.new) / seconds)
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    if "b" in only:
-        model = load.qwen3_600m()
-        work = load.uniform(model.config.vocab_size)
-        floor = load.floor_seconds(model, work, bandwidth, rate)
-        run_engine("b", model, work, floor)
-        run_continuous("b", model, work, floor)
+    keep({"copy_bytes_per_second": bandwidth, "matrix_flops": rate})
+    models = {}
+
+    def model_of(workload: str):
+        build = load.qwen3_600m if workload == "b" else load.llama_1b
+        if build not in models:
+            models[build] = build()
+        return models[build]
+
+    for workload in only:
+        model = model_of(workload)
+
+        def floor(work: Work, model=model) -> float:
+            return load.floor_seconds(model, work, bandwidth, rate)
+
+        run = RUNS[workload]
+        attempt(workload, lambda run=run, model=model, floor=floor: run(model, floor))
+
+
+def beside_continuous(name: str, model, work: Work, floor: float) -> float:
+    """The engine, then continuous batching; how many times faster the engine is."""
+    ours = run_engine(name, model, work, floor)
+    theirs = attempt(name, lambda: run_continuous(name, model, work, floor))
+    if theirs is not None:
+        print(f"{name:8} {theirs / ours:.2f} times continuous batching kept warm", flush=True)
+        keep({"workload": name, "times_continuous_batching_warm": round(theirs / ours, 3)})
+    return ours
+
+
+def bench_a(model, floor) -> None:
+    work = load.lognormal(model.config.vocab_size)
+    beside_continuous("a", model, work, floor(work))
+
+
+def bench_b(model, floor) -> None:
+    work = load.uniform(model.config.vocab_size)
+    beside_continuous("b", model, work, floor(work))
+
+
+def bench_flash(model, floor) -> None:
+    work = load.lognormal(model.config.vocab_size)
+    with attention("flash2"):
+        run_engine("a", model, work, floor(work), "nopad, attention by flash-attn 2")
+
+
+def bench_static(model, floor) -> None:
+    work = sample_of(load.lognormal(model.config.vocab_size), 64)
+    run_static("a", model, work, 64)
+
+
+def bench_trace(model, floor) -> None:
+    """(c) and, at its arrival times, (f)."""
+    work = load.trace(model.config.vocab_size, 256)
+    if work is None:
+        raise ValueError("no trace here; set NOPAD_SHARED")
+    work = Work([p[:7000] for p in work.prompts], work.new, work.arrivals)
+    capacity = len(work.new) / beside_continuous("c", model, work, floor(work))
+    attempt("f", lambda: run_open_loop("f", model, work, capacity))
+    assert work.arrivals is not None
+    few = Work(work.prompts[:24], work.new[:24], work.arrivals[:24])
+    attempt("f", lambda: static_open_loop("f", model, few, capacity))
+
+
+def bench_few_shot(model, floor) -> None:
+    work = load.few_shot(model.config.vocab_size)
+    beside_continuous("d", model, work, 0.0)
+
+
+RUNS = {
+    "a": bench_a,
+    "b": bench_b,
+    "k": bench_flash,
+    "c": bench_trace,
+    "d": bench_few_shot,
+    "e": lambda model, floor: run_scoring("e", model),
+    "s": bench_static,
+}
 
 
 def bench_cpu() -> None:
@@ -340,7 +279,7 @@ def bench_cpu() -> None:
     ours = run_engine("c/8", model, work, 0.0, max_running=64, tokens_per_step=2048)
     static = run_static("c/8", model, work, 16)
     print(f"{static / ours:.2f} times static batches")
-    RESULTS.append({"times_static_batches": round(static / ours, 2)})
+    keep({"times_static_batches": round(static / ours, 2)})
 
 
 def main() -> None:
@@ -350,22 +289,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--only",
-        default="a,k,s,d,e,c,f,b",
-        help="workloads, k: (a) with flash-attn 2 inside, s: (a) in static batches",
+        default="a,b,k,c,d,e,s",
+        help="workloads, in this order; c: with f; k: (a) with flash-attn 2 inside;\n"
+        "s: (a) in static batches",
     )
+    parser.add_argument("--record", type=Path, help="a file for the results so far")
     given = parser.parse_args()
+    record_to(given.record)
     if given.device == "cuda":
-        bench_gpu(set(given.only.split(",")))
-        machine = torch.cuda.get_device_name()
+        bench_gpu(given.only.split(","))
     else:
         bench_cpu()
-        machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    import transformers
-
-    print(json.dumps({
-        "bench": "generation", "machine": machine, "torch": torch.__version__,
-        "transformers": transformers.__version__, "results": RESULTS,
-    }))  # fmt: skip
+    print(json.dumps(card()))
 
 
 if __name__ == "__main__":

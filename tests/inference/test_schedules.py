@@ -85,12 +85,14 @@ def test_a_cache_just_large_enough_for_one_request_serves_all(world, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_ten_thousand_schedules_in_the_smallest_cache(world, expected):
     for seed in range(10**4):
         run_schedule(world, expected, 3 * 10**9 + seed, tight=True)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_a_million_schedules(world, expected):
     count = int(os.environ.get("NOPAD_SCHEDULES", 10**6))
     for seed in range(count):
