@@ -168,27 +168,11 @@ def _attend(
             tl.store(keys + slot * slot_stride_k + kv * D + d, key.to(kind), mask=near)
             tl.store(values + slot * slot_stride_v + kv * D + d, value.to(kind), mask=near)
 
-    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
-    begin = split * share
-    end = tl.minimum(begin + share, before)
-    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    last = tl.full([ROWS], 0, tl.int32) + before
-    pages = table + row * table_stride
-    keys += kv * D
-    values += kv * D
-    for first in range(begin, plain, BLOCK):
-        acc, top, total = block_step(
-            turned, acc, top, total, last, first, end, pages, keys, values,
-            slot_stride_k, slot_stride_v, scale, 1.0, 0,
-            False, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
-        )  # fmt: skip
-    for first in range(plain, end, BLOCK):
-        acc, top, total = block_step(
-            turned, acc, top, total, last, first, end, pages, keys, values,
-            slot_stride_k, slot_stride_v, scale, 1.0, 0,
-            True, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
-        )  # fmt: skip
-
+    acc, top, total = _meet_pages(
+        turned, acc, top, total, before, split, table + row * table_stride, keys + kv * D,
+        values + kv * D, slot_stride_k, slot_stride_v, scale,
+        D, PAD, ROWS, SPLITS, PAGE, BLOCK, PRECISION,
+    )  # fmt: skip
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     stored = (line < GROUP)[:, None] & near[None, :]
     query = row * HEADS + kv * GROUP + line
@@ -204,6 +188,34 @@ def _attend(
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             _join(shares, share_lse, query, line, d, to, stored, SPLITS, GROUP, D, PAD, ROWS)
             tl.store(counter, 0)
+
+
+@triton.jit
+def _meet_pages(
+    turned, acc, top, total, before, split, pages, keys, values, slot_stride_k, slot_stride_v,
+    scale,
+    D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let the rows take in this split's share of the keys before the new one."""
+    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
+    begin = split * share
+    end = tl.minimum(begin + share, before)
+    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
+    last = tl.full([ROWS], 0, tl.int32) + before
+    for first in range(begin, plain, BLOCK):
+        acc, top, total = block_step(
+            turned, acc, top, total, last, first, end, pages, keys, values,
+            slot_stride_k, slot_stride_v, scale, 1.0, 0,
+            False, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
+        )  # fmt: skip
+    for first in range(plain, end, BLOCK):
+        acc, top, total = block_step(
+            turned, acc, top, total, last, first, end, pages, keys, values,
+            slot_stride_k, slot_stride_v, scale, 1.0, 0,
+            True, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
+        )  # fmt: skip
+    return acc, top, total
 
 
 @triton.jit
