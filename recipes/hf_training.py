@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from loading import check_vocabulary
 
@@ -50,8 +51,11 @@ def hf_arguments(args: argparse.Namespace):
     )
 
 
-def hf_train(args: argparse.Namespace, model, data, tokenizer) -> None:
-    """Train on packs with the HF Trainer; stop when asked, and leave a model that loads."""
+def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequence = ()) -> None:
+    """Train on packs with the HF Trainer; stop when asked, and leave a model that loads.
+
+    examples: prompts with answers, to be continued every `args.eval_every` steps.
+    """
     check_vocabulary(model, tokenizer)
     from nopad.collators import PackedCollator
     from nopad.trainer.compiling import compile_layers
@@ -70,6 +74,12 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer) -> None:
         compile_layers(model)
     else:
         fuse_layers(model)
+    if examples:
+        from held_out import continuing
+        from nopad.trainer.with_hf_eval import EvalCallback
+
+        evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
+        trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
     trainer.train(resume_from_checkpoint=args.resume or None)
     whole = trainer.state.global_step >= trainer.state.max_steps
     if whole:

@@ -11,7 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from loading import data_options, load_data, load_model
+from held_out import continuing
+from loading import data_options, load_data, load_examples, load_model
 from settings import exit_status, parse
 
 
@@ -35,6 +36,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/lightning"), help="folder of this run")
     add("--resume", nargs="?", const="last", metavar="FILE", help="go on from this, or the last")
     add("--save-every", type=int, default=50, help="steps between checkpoints")
+    add("--eval-every", type=int, default=50, help="steps between generations")
     return parse(parser, argv)
 
 
@@ -78,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     args = options(argv)
     import lightning.pytorch as pl
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
+    from nopad.trainer.with_lightning_eval import EvalCallback
 
     stop = StopCallback(args.output / "last.ckpt")
     resumed = checkpoint(args)
@@ -91,6 +94,8 @@ def main(argv: list[str] | None = None) -> None:
         save_top_k=1,
         enable_version_counter=False,  # last.ckpt is the last, also after a resume
     )
+    model = load_model(args, tokenizer)
+    evaluation = continuing(model, tokenizer, load_examples(), args.eval_every, args.seed)
     trainer = pl.Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
@@ -100,11 +105,10 @@ def main(argv: list[str] | None = None) -> None:
         accumulate_grad_batches=args.accumulation,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
-        callbacks=[PackedCallback(data), stop, checkpoints],
+        callbacks=[PackedCallback(data), stop, checkpoints, EvalCallback(evaluation)],
         default_root_dir=args.output,
     )
-    model = module(args, load_model(args, tokenizer))
-    trainer.fit(model, data, ckpt_path=resumed, weights_only=True)
+    trainer.fit(module(args, model), data, ckpt_path=resumed, weights_only=True)
     if trainer.is_global_zero:
         whole = trainer.global_step == args.steps
         say = "done" if whole else "stopped, go on with --resume"

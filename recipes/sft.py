@@ -34,6 +34,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=int, default=2048, help="tokens a pack may hold")
     add("--workers", type=int, default=0, help="data loading processes per rank")
     add("--seed", type=int, default=0, help="of the order of packs, and of new adapters")
+    add("--eval-every", type=int, default=100, help="steps between generations")
+    add("--eval-examples", type=int, default=32, help="conversations not trained on but continued "
+        "and held against their answers, one in 50 at most; 0: none")  # fmt: skip
     hf_options(parser, "runs/sft", learning_rate=2e-5)
     args = parse(parser, argv)
     for name in ("model", "data"):
@@ -43,7 +46,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace):
-    """The tokenizer, and packs of conversations."""
+    """The tokenizer, packs of conversations, and some that are held out."""
+    from held_out import split
     from nopad.packing import PackedDataset
     from transformers import AutoTokenizer
 
@@ -51,13 +55,15 @@ def load_data(args: argparse.Namespace):
     if args.chat_template:
         with open(args.chat_template) as file:
             tokenizer.chat_template = file.read()
-    return tokenizer, PackedDataset(
-        args.data,
+    source, examples = split(args.data, args.eval_examples)
+    packs = PackedDataset(
+        source,
         tokenizer=tokenizer,
         budget=args.budget,
         overflow=args.overflow,
         seed=args.seed,
     )
+    return tokenizer, packs, examples
 
 
 def load_model(args: argparse.Namespace):
@@ -82,8 +88,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args = options(argv)
     set_seed(args.seed)
-    tokenizer, data = load_data(args)
-    hf_train(args, load_model(args), data, tokenizer)
+    tokenizer, data, examples = load_data(args)
+    hf_train(args, load_model(args), data, tokenizer, examples)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""What is held out is never trained on, whoever reads the data, and is evaluated by default."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import held_out
+import pytest
+import small_inputs
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards):
+    path = small_inputs.chats(tmp_path, 400)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    source, examples = held_out.split(path, 1000)
+    trained = [row.value for s in range(shards) for row in source.read(s, shards)]
+    kept = [row for row in rows if not held_out.is_held_out(row)]
+    assert sorted(map(json.dumps, trained)) == sorted(map(json.dumps, kept))
+    assert 0 < len(examples) == len(rows) - len(kept) < 40
+    assert all(example.prompt[-1]["role"] == "user" for example in examples)
+
+
+def test_rows_without_an_answer_are_all_trained_on(tmp_path):
+    path = small_inputs.documents(tmp_path, 200)
+    source, examples = held_out.split(path, 32)
+    assert examples == [] and len(list(source.read(0, 1))) == 200
+    assert held_out.split(path, 0) == (path, [])
+
+
+def test_fine_tuning_evaluates_by_default(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(small_inputs.model(tmp_path))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    given = ["--model", tmp_path / "base", "--tokenizer", small_inputs.tokenizer(tmp_path)]
+    given += ["--data", small_inputs.chats(tmp_path, 400), "--budget", "64", "--steps", "3"]
+    command = [sys.executable, RECIPES / "sft.py", *given, "--output", tmp_path / "out"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "eval_matched" in done.stdout and "after 3 steps:" in done.stdout + done.stderr
