@@ -11,6 +11,7 @@ rotary positions, norm, gated MLP; and not where a module it passes over carries
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -63,7 +64,7 @@ class ShortWay:
         assert type(body.embed_tokens) is nn.Embedding, "no plain embedding"
         for layer in body.layers:
             assert_plain(layer)
-        self._fits = _one_dtype(body) and _untouched(body)
+        self._fits = _one_dtype(body) and _untouched(body) and _proven(body)
         for owner, way in (
             (body.embed_tokens, self._embed),
             (body.rotary_emb, self._rotary),
@@ -194,6 +195,15 @@ def _untouched(body: nn.Module) -> bool:
         if own is not None and not hasattr(own, "ours"):
             return False
     return True
+
+
+def _proven(body: Any) -> bool:
+    """Whether norms and rotations are those our kernels were found to compute."""
+    parts = [body.norm.forward]
+    for layer in body.layers:
+        source = sys.modules[type(layer.self_attn).__module__]
+        parts += [layer.input_layernorm.forward, getattr(source, "apply_rotary_pos_emb", None)]
+    return all(hasattr(part, "ours") for part in parts)
 
 
 def _by_own_kernels(keys: Tensor) -> bool:
