@@ -187,7 +187,7 @@ def _one_dtype(body: Any) -> bool:
 
 
 def _untouched(body: nn.Module) -> bool:
-    """Whether no module carries a hook or a forward of someone else's, which would be passed over."""
+    """Whether no module carries someone's hook or forward, which would be passed over."""
     for module in body.modules():
         own = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
