@@ -67,7 +67,8 @@ def arguments(model, corpus, tokenizer) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **cpu}
 
 
 def run(*arguments: str, cwd: Path, launcher: tuple[str, ...] = (sys.executable,)):
@@ -130,7 +131,8 @@ def test_two_ranks_train_like_one_rank_that_accumulates_twice(tmp_path, argument
     assert one.returncode == 0, one.stderr
     two = run(
         *arguments, "--steps", "4", "--output", "two", cwd=tmp_path,
-        launcher=(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+        launcher=(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
+                  "--num_processes", "2"),
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
     assert "2 processes on cpu" in two.stdout + two.stderr

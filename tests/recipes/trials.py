@@ -1,13 +1,11 @@
 """Trials of whole recipes: signals, crashes in a save, killed workers, other data on resume.
 
-    python tests/recipes/trials.py signals pretrain 200 --folder /tmp/trials
-    python tests/recipes/trials.py crashes train_hf 14 --folder /tmp/trials
-    python tests/recipes/trials.py killed pretrain 200 --folder /tmp/trials
-    python tests/recipes/trials.py changed pretrain_lightning 5 --folder /tmp/trials
+    python tests/recipes/trials.py --folder /tmp/trials signals:pretrain:200 crashes:train_hf:14
+    python tests/recipes/trials.py --folder /tmp/trials killed:pretrain:200 changed:train_hf:5
 
 Every trial must end as promised and, resumed, arrive at the weights of an uninterrupted run. The
-random choices come from the trial's number, so that a trial can be had again: `--first N`. The last
-line is JSON: how many trials, how they went, which failed.
+random choices come from the trial's number, so that a trial can be had again: the fourth part of a
+name is the first number. The last line is JSON: how many trials, how they went, which failed.
 """
 
 from __future__ import annotations
@@ -299,28 +297,33 @@ def _other_version(out: Path) -> None:
 TRIALS = {"signals": signals, "crashes": crashes, "killed": killed, "changed": changed}
 
 
+def run(recipe: Recipe, what: str, numbers: range) -> dict:
+    """Take the trials of these numbers; say how they went."""
+    outcomes, failures = {}, []
+    for number in numbers:
+        try:
+            told = TRIALS[what](recipe, number)
+            name = told.rpartition(" ")[0] if what == "signals" else told
+            outcomes[name] = outcomes.get(name, 0) + 1
+        except AssertionError as error:
+            told = f"FAILED {str(error)[-9000:]}"
+            failures.append([number, told])
+        print(what, recipe.name, number, told, flush=True)
+    return {"trials": len(numbers), "outcomes": outcomes, "failures": failures}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=TRIALS)
-    parser.add_argument("recipe", choices=MAIN)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("trials", nargs="+", metavar="WHAT:RECIPE:COUNT[:FIRST]")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
-    recipe = Recipe(args.recipe, args.folder, workers=int(args.what == "killed"))
-    outcomes, failures = {}, []
-    for number in range(args.first, args.first + args.count):
-        try:
-            told = TRIALS[args.what](recipe, number)
-        except AssertionError as error:
-            failures.append([number, str(error)[-9000:]])
-            print(number, "FAILED", str(error)[-9000:], flush=True)
-            continue
-        name = told.rpartition(" ")[0] if args.what == "signals" else told
-        outcomes[name] = outcomes.get(name, 0) + 1
-        print(number, told, flush=True)
-    print(json.dumps({"trials": args.count, "outcomes": outcomes, "failures": failures}))
-    return 1 if failures else 0
+    found = {}
+    for spec in args.trials:
+        what, name, count, first = [*spec.split(":"), "0"][:4]
+        recipe = Recipe(name, args.folder / f"{what}-{name}", workers=int(what == "killed"))
+        found[spec] = run(recipe, what, range(int(first), int(first) + int(count)))
+    print(json.dumps(found))
+    return int(any(each["failures"] for each in found.values()))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ class Ranks:
                 self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def said(self, rank: int = 0) -> str:
-        return (self.folder / f"said-{rank}").read_text()
+        path = self.folder / f"said-{rank}"
+        return path.read_text() if path.exists() else ""
 
     def wait_for(self, what: Callable[[], bool], seconds: float = 60) -> None:
         until = time.monotonic() + seconds

@@ -19,19 +19,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import lightning.pytorch as pl  # noqa: E402
-import numpy as np  # noqa: E402
-import tiny_run  # noqa: E402
-import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from forking import Ranks, fresh  # noqa: E402
-from front_ends import Module  # noqa: E402
-from nopad.packing import PackedDataset  # noqa: E402
-from nopad.trainer.loss import attach_loss  # noqa: E402
-from nopad.trainer.with_accelerate import AcceleratePacks  # noqa: E402
-from nopad.trainer.with_hf import PackedTrainer  # noqa: E402
-from nopad.trainer.with_lightning import PackedCallback, PackedDataModule  # noqa: E402
-from transformers import LlamaForCausalLM, TrainingArguments  # noqa: E402, F401
+import lightning.pytorch as pl
+import numpy as np
+import tiny_run
+import torch
+from accelerate import Accelerator
+from forking import Ranks, fresh
+from front_ends import Module
+from nopad.packing import PackedDataset
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.with_accelerate import AcceleratePacks
+from nopad.trainer.with_hf import PackedTrainer
+from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
+from transformers import LlamaForCausalLM, TrainingArguments  # noqa: F401
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

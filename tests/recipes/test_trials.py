@@ -1,0 +1,41 @@
+"""Whole recipes under signals, crashes, dead workers and changed data: all end as promised."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRIALS = Path(__file__).parent / "trials.py"
+QUICK = ["signals:pretrain:3", "signals:pretrain_lightning:1:2", "crashes:train_hf:1:3",
+         "killed:pretrain:1:2", "changed:train_hf:2"]  # fmt: skip
+LONG = [
+    *(f"signals:{recipe}:200" for recipe in ("pretrain", "train_hf", "pretrain_lightning")),
+    *(f"crashes:{recipe}:14" for recipe in ("pretrain", "train_hf")),
+    *(f"changed:{recipe}:5" for recipe in ("pretrain", "train_hf", "pretrain_lightning")),
+    "killed:pretrain:200",
+]
+
+
+def take(folder: Path, *trials: str) -> None:
+    command = [sys.executable, str(TRIALS), "--folder", str(folder), *trials]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == list(trials)
+    assert [each["failures"] for each in found.values()] == [[]] * len(trials)
+    assert done.returncode == 0
+
+
+def test_a_few_of_each_trial(tmp_path):
+    take(tmp_path, *QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("trials", LONG)
+def test_many_of_each_trial(trials, tmp_path):
+    take(tmp_path, trials)
