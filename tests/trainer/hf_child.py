@@ -22,7 +22,8 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
         if self.gradient is None:
             named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-            self.gradient = {n.replace("module.", ""): p.grad.clone() for n, p in named}
+            bare = {n.replace("module.", "").replace("_orig_mod.", ""): p for n, p in named}
+            self.gradient = {name: p.grad.clone() for name, p in bare.items()}
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:
@@ -53,6 +54,8 @@ def gradients(folder: Path, world: int) -> dict:
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
         cases = {"plain": {}, "workers": {"dataloader_num_workers": 2}}
         cases["checkpointing"] = {"gradient_checkpointing": True}
+        if accumulation == 1:
+            cases["compiled"] = {"torch_compile": True, "torch_compile_backend": "eager"}
         for name, settings in cases.items():
             run, watch = trainer(folder, tiny_run.dataset(), accumulation, max_steps=1, **settings)
             run.train()

@@ -23,7 +23,7 @@ def two(tmp_path_factory):
 
 def test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one(one, two):
     for child in (*one, *two):
-        assert len(child["gradients"]) == 6
+        assert len(child["gradients"]) == 7
         for name, distance in child["gradients"].items():
             assert distance < 2e-6, name
 
@@ -49,7 +49,7 @@ def test_the_evaluation_loss_is_the_token_mean(one, two):
 
 
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
-    sft = pytest.importorskip("trl")
+    sft = pytest.importorskip("trl", reason="the trainer is TRL's")
     from hf_child import Watch
     from nopad.trainer.with_hf import Packed
     from tokenizers import Tokenizer, models
@@ -68,3 +68,15 @@ def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
     watch, data = Watch(), tiny_run.dataset()
     PackedSFTTrainer(model, args, None, data, processing_class=tokenizer, callbacks=[watch]).train()
     assert tiny_run.distance(watch.gradient, gold) < 2e-6
+
+
+def test_adapters_get_the_gradient_of_the_samples_one_by_one(tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    from front_ends import hf
+
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(tiny_run.model(), config)
+    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
+    ours = hf(model, tiny_run.dataset(), tmp_path)
+    assert ours.keys() == gold.keys() and all("lora_" in name for name in gold)
+    assert tiny_run.distance(ours, gold) < 2e-6
