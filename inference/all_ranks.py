@@ -3,8 +3,9 @@
     prompts ─▶ dealt by expected cost ─┬─▶ rank 0: generate ─┬─▶ gathered, in the order given
                                        └─▶ rank 1: generate ─┘
 
-While a rank generates it waits for nobody; the ranks meet once, at the end. An error on one of
-them is raised on all. What comes back does not depend on how many there are.
+While a rank generates it waits for nobody (unless the model is sharded: see `lock_step`); the ranks
+meet once, at the end. An error on one of them is raised on all. What comes back does not depend on
+how many there are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import torch.distributed as dist
 from .completion import Completion, Score
 from .engine import Engine
 from .intake import Params
+from .lock_step import gathers, in_step
 from .params import SamplingParams
 from .prompts import Prompt
+
+Work = Callable[[list[int]], list[Any]]
+"""Answers to the requests of these indices."""
 
 
 class AllRanks:
@@ -44,7 +49,7 @@ class AllRanks:
             asked = [prompts[i] for i in mine], [each[i] for i in mine]
             return self.engine.generate(*asked, deadline=deadline)
 
-        return together(work, deal(costs, _world(), names))
+        return together(self._in_step(work), deal(costs, _world(), names))
 
     def score(
         self,
@@ -60,7 +65,20 @@ class AllRanks:
             asked = [contexts[i] for i in mine], [continuations[i] for i in mine]
             return self.engine.score(*asked, deadline=deadline)
 
-        return together(work, deal(costs, _world(), [repr(context) for context in contexts]))
+        names = [repr(context) for context in contexts]
+        return together(self._in_step(work), deal(costs, _world(), names))
+
+    def _in_step(self, work: Work) -> Work:
+        """Where parameters are gathered in each forward, let no rank run one alone."""
+        model = self.engine._model
+        if _world() == 1 or not gathers(model):
+            return work
+
+        def stepping(mine: list[int]) -> list[Any]:
+            with in_step(model):
+                return work(mine) if mine else []
+
+        return stepping
 
 
 def deal(costs: Sequence[float], ranks: int, names: Sequence[Any] | None = None) -> list[list[int]]:
@@ -83,14 +101,14 @@ def deal(costs: Sequence[float], ranks: int, names: Sequence[Any] | None = None)
     return [sorted(hand) for hand in hands]
 
 
-def together(work: Callable[[list[int]], list[Any]], hands: list[list[int]]) -> list[Any]:
+def together(work: Work, hands: list[list[int]]) -> list[Any]:
     """Let every rank work on its hand; return all answers in the order of the indices."""
     if len(hands) == 1:
         return work(hands[0])
     mine = hands[dist.get_rank()]
     answers, trouble = [], None
     try:
-        answers = work(mine) if mine else []
+        answers = work(mine)
         assert len(answers) == len(mine)
     except BaseException as error:  # the others must hear of it, else they would wait for ever
         trouble = error

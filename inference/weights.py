@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..attention import probe_layers
 
@@ -58,8 +60,8 @@ class WeightsVersion:
         return before != self._places
 
     def _tensors(self) -> Iterator[Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        for tensor in chain(self._model.parameters(), self._model.buffers()):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _sample(self) -> float:
         """Sum samples of every tensor, each with a weight of its own."""

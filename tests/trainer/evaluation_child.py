@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.all_ranks import AllRanks
+from nopad.inference.runner import DeviceRunner
+from nopad.trainer import unshard
 from nopad.trainer.evaluation import Example, GenerationEval
 from torch.distributed.fsdp import fully_shard
 
@@ -108,8 +110,13 @@ def faults(model) -> dict:
     }
 
 
-def sharded(evaluated: bool) -> list:
-    """Train under FSDP2, with evaluations before the first step and after others, or without."""
+def sharded(evaluated: bool, fits: bool = True, breaks: bool = False) -> list:
+    """Train under FSDP2, with evaluations before the first step and after others, or without.
+
+    fits: whether the whole parameters may be gathered once.
+    breaks: whether the last rank fails in the second step of every evaluation.
+    """
+    unshard.room = lambda device: float("inf") if fits else 0
     model = tiny_run.model()
     for layer in model.model.layers:
         fully_shard(layer)
@@ -117,6 +124,9 @@ def sharded(evaluated: bool) -> list:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     examples = [Example([3, 4, 5]), Example([7, 8])][: 1 + dist.get_world_size() // 2]
     engine = Engine(model)
+    if breaks:
+        examples = [Example([3 + i, 4, 5]) for i in range(4)]
+        fail_in_second_step(engine)
     evaluation = GenerationEval(AllRanks(engine).generate, examples, None, SAMPLED)
     texts = []
     data = iter(tiny_run.dataset(epochs=None))
@@ -128,7 +138,29 @@ def sharded(evaluated: bool) -> list:
         optimizer.step()
         optimizer.zero_grad()
     kinds = sorted({type(p.data).__name__ for p in model.parameters()})
-    return [tiny_run.digest(model), kinds, texts]
+    single = None if breaks or fits else lists(AllRanks(engine).generate([[1, 2, 3]], GREEDY))
+    return [tiny_run.digest(model), kinds, texts, single]
+
+
+def fail_in_second_step(engine: Engine) -> None:
+    generate = engine.generate
+
+    def failing(*args, **kwargs):
+        launch, steps = DeviceRunner.launch, []
+
+        def second(self, step):
+            steps.append(step)
+            if len(steps) == 2:
+                raise ValueError("seeded")
+            return launch(self, step)
+
+        DeviceRunner.launch = second if rank() == dist.get_world_size() - 1 else launch
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            DeviceRunner.launch = launch
+
+    engine.generate = failing
 
 
 def uneven(model, runs: int) -> int:
@@ -149,6 +181,8 @@ def main(runs: int) -> None:
         "reports": reports(model),
         "faults": faults(model),
         "sharded": [sharded(True), sharded(False)],
+        "locked": sharded(True, fits=False),
+        "locked, broken": sharded(True, fits=False, breaks=True),
         "uneven": uneven(model, runs),
     }
     print(json.dumps(found))

@@ -62,12 +62,29 @@ def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(two):
 
 def test_under_fsdp2_evaluations_leave_no_trace_and_see_the_whole_model(one, two):
     for child in (one, *two):
-        (with_them, kinds, texts), (without, _, _) = child["sharded"]
+        (with_them, kinds, texts, _), (without, *_) = child["sharded"]
         assert with_them == without
         assert kinds == ["DTensor"]
         assert len(texts) == 3 and all(error is None and rows for error, rows in texts)
     assert two[0]["sharded"] == two[1]["sharded"]
     assert two[0]["sharded"][0][2][0][1][0] == one["sharded"][0][2][0][1][0]
+
+
+def test_without_room_for_whole_parameters_all_ranks_step_together(one, two):
+    """At last with one prompt for two ranks: one of them runs nothing of its own."""
+    for child in (one, *two):
+        (digest, kinds, texts, single), (whole, _, want, _) = child["locked"], child["sharded"][0]
+        assert digest == whole and kinds == ["DTensor"]
+        assert texts == want
+        assert len(single) == 1 and len(single[0]) == 5
+    assert two[0]["locked"] == two[1]["locked"]
+
+
+def test_in_lock_step_an_error_on_one_rank_reaches_all_and_training_goes_on(two):
+    for child in two:
+        digest, kinds, texts, _ = child["locked, broken"]
+        assert digest == child["sharded"][1][0] and kinds == ["DTensor"]
+        assert all("seeded" in error and rows == [] for error, rows in texts) and len(texts) == 3
 
 
 def test_uneven_ranks_never_hang(one, two):
