@@ -33,7 +33,7 @@ import psutil  # noqa: E402
 import small_inputs  # noqa: E402
 import torch  # noqa: E402
 import train_hf  # noqa: E402
-from forking import Ranks, fresh  # noqa: E402
+from forking import Ranks, compile_once, fresh  # noqa: E402
 from nopad.inference import Engine  # noqa: E402, F401
 from nopad.inference.all_ranks import AllRanks  # noqa: E402, F401
 from nopad.packing import state_file  # noqa: E402
@@ -317,6 +317,7 @@ def main() -> int:
     parser.add_argument("trials", nargs="+", metavar="WHAT:RECIPE:COUNT[:FIRST]")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
+    compile_once()
     found = {}
     for spec in args.trials:
         what, name, count, first = [*spec.split(":"), "0"][:4]

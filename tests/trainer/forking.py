@@ -1,6 +1,7 @@
 """Start runs of many processes at once: the libraries are loaded in one parent, which forks.
 
-Everything else is real: processes, signals, gloo, files. The parent never computes anything.
+Everything else is real: processes, signals, gloo, files. The parent never trains; it packs a few
+samples, so that what numba compiles is compiled once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from nopad.packing import PackedDataset
+
+
+def compile_once() -> None:
+    """Have numba compile, or load, what packing needs, for all forks to come."""
+    list(PackedDataset([[1, 2, 3], [4, 5]] * 9, budget=8))
 
 
 class Ranks:

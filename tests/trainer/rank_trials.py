@@ -24,7 +24,7 @@ import numpy as np
 import tiny_run
 import torch
 from accelerate import Accelerator
-from forking import Ranks, fresh
+from forking import Ranks, compile_once, fresh
 from front_ends import Module
 from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
+    compile_once()
     outcomes, failures = {}, []
     for number in range(args.first, args.first + args.count):
         try:
