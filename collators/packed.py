@@ -69,15 +69,17 @@ class PackedCollator:
     def __call__(self, packs: Pack | Sequence[Pack] | Sequence[Mapping | Sample]) -> dict[str, Any]:
         packs = [packs] if isinstance(packs, Pack) else _as_packs(packs)
         # An empty pack still needs one token, or the model has nothing to run on.
-        widths = [pack.budget if self.fill else max(1, len(pack.tokens)) for pack in packs]
-        tokens, labels, positions, bounds = lay_rows(packs, widths, self.pad_token_id)
-        shape = (len(packs), -1) if self.stack else (1, -1)
-        cu_seq_lens = torch.from_numpy(self._fix(bounds))
-        longest = self._longest(packs, bounds)
+        widths = [pack.budget if self.fill else len(pack.tokens) or 1 for pack in packs]
+        rows, bounds, longest = lay_rows(packs, widths, self.pad_token_id, self.fixed_sequences)
+        if self.stack:
+            rows = rows.reshape(3, len(packs), -1)
+        if self.fixed_sequences is not None:
+            longest = self._fixed_length(longest, max(widths))
+        cu_seq_lens = torch.from_numpy(bounds)
         batch: dict[str, Any] = {
-            "input_ids": torch.from_numpy(tokens.reshape(shape)),
-            "labels": torch.from_numpy(labels.reshape(shape)),
-            "position_ids": torch.from_numpy(positions.reshape(shape)),
+            "input_ids": torch.from_numpy(rows[0]),
+            "labels": torch.from_numpy(rows[1]),
+            "position_ids": torch.from_numpy(rows[2]),
             "cu_seq_lens_q": cu_seq_lens,
             "cu_seq_lens_k": cu_seq_lens,
             "max_length_q": longest,
@@ -86,28 +88,14 @@ class PackedCollator:
         }
         if self.seq_idx:
             numbers = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
-            batch["seq_idx"] = torch.from_numpy(numbers.reshape(shape))
+            batch["seq_idx"] = torch.from_numpy(numbers.reshape(rows[0].shape))
         if self.mean == "sample":
-            batch["loss_weights"] = torch.from_numpy(sample_weights(labels, bounds).reshape(shape))
+            weights = sample_weights(rows[1].ravel(), bounds)
+            batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         return batch
 
-    def _fix(self, bounds: np.ndarray) -> np.ndarray:
-        """Under fixed shapes, repeat the last boundary: empty sequences up to the room there is."""
-        if self.fixed_sequences is None:
-            return bounds
-        missing = self.fixed_sequences + 1 - len(bounds)
-        if missing < 0:
-            raise ValueError(
-                f"a batch holds {len(bounds) - 1} sequences, but fixed_sequences="
-                f"{self.fixed_sequences}: raise it, budget / shortest sample is safe"
-            )
-        return np.concatenate([bounds, np.full(missing, bounds[-1], np.int32)])
-
-    def _longest(self, packs: list[Pack], bounds: np.ndarray) -> int:
-        longest = int((bounds[1:] - bounds[:-1]).max())
-        if self.fixed_sequences is None:
-            return longest
-        fixed = self.max_length or max(pack.budget for pack in packs)
+    def _fixed_length(self, longest: int, budget: int) -> int:
+        fixed = self.max_length or budget
         if longest > fixed:
             raise ValueError(
                 f"a sequence of {longest} tokens is longer than max_length={fixed}: "
@@ -116,9 +104,8 @@ class PackedCollator:
         return fixed
 
 
-def _as_packs(rows: Sequence[Any]) -> list[Pack]:
-    rows = list(rows)
-    if not rows:
+def _as_packs(rows: Sequence[Any]) -> Sequence[Pack]:
+    if not len(rows):
         raise ValueError("an empty list cannot be collated: pass at least one sample or pack")
     if all(isinstance(row, Pack) for row in rows):
         return rows

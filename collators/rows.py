@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..packing import IGNORE, Pack, Sample
+from ..packing.compiled import compiled
 
 
 def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
@@ -21,27 +22,63 @@ def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
 
 
 def lay_rows(
-    packs: Sequence[Pack], widths: Sequence[int], pad_token_id: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    packs: Sequence[Pack], widths: Sequence[int], pad_token_id: int, room: int | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Lay packs end to end, each filled up to its width by one sequence that counts nothing.
 
+    Gives tokens, labels and positions in one array [3, 1, T], the boundaries, and the length of
+    the longest sequence. With `room`, empty sequences follow up to this many.
+
     >>> pack = Pack.of([Sample(np.array([5, 6, 7]))], budget=5)
-    >>> [array.tolist() for array in lay_rows([pack], [5], pad_token_id=0)]
-    [[5, 6, 7, 0, 0], [-100, 6, 7, -100, -100], [0, 1, 2, 0, 1], [0, 3, 5]]
+    >>> rows, bounds, longest = lay_rows([pack], [5], pad_token_id=0)
+    >>> rows[:, 0].tolist(), bounds.tolist(), longest
+    ([[5, 6, 7, 0, 0], [-100, 6, 7, -100, -100], [0, 1, 2, 0, 1]], [0, 3, 5], 3)
     """
-    if len(packs) == 1 and len(packs[0].tokens) == widths[0]:
-        pack = packs[0]
-        return pack.tokens, pack.labels, pack.positions(), pack.cu_seqlens
-    # Three small arrays: one large one would be mapped afresh, page by page, for every batch.
-    tokens, labels, positions = (np.empty(sum(widths), np.int64) for _ in range(3))
-    bounds, start = [np.zeros(1, np.int32)], 0
+    sequences = total = 0
     for pack, width in zip(packs, widths, strict=True):
-        end, used = start + width, start + len(pack.tokens)
-        tokens[start:used], tokens[used:end] = pack.tokens, pad_token_id
-        labels[start:used], labels[used:end] = pack.labels, IGNORE
-        positions[start:used], positions[used:end] = pack.positions(), np.arange(end - used)
-        bounds.append(pack.cu_seqlens[1:] + np.int32(start))
-        if used < end:
-            bounds.append(np.array([end], np.int32))
-        start = end
-    return tokens, labels, positions, np.concatenate(bounds)
+        sequences += len(pack.samples) + (len(pack.tokens) < width)
+        total += width
+    if room is not None and sequences > room:
+        raise ValueError(
+            f"a batch holds {sequences} sequences, but fixed_sequences={room}: raise it, "
+            "budget / shortest sample is safe"
+        )
+    rows = np.empty((3, 1, total), np.int64)
+    bounds = np.empty((room or sequences) + 1, np.int32)
+    end = sequence = longest = 0
+    for pack, width in zip(packs, widths, strict=True):
+        place, end = (end, end + width, sequence, pad_token_id), end + width
+        marks = pack.tokens if pack.marks is None else pack.marks
+        lengths = pack.cu_seqlens, pack.first_positions
+        sequence, most = _lay(pack.tokens, marks, *lengths, place, rows, bounds)
+        longest = max(longest, most)
+    bounds[0], bounds[sequence:] = 0, total
+    return rows, bounds, longest
+
+
+@compiled
+def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
+    """Lay one pack; gives the number of its last boundary, and its longest sequence."""
+    start, end, sequence, pad = place
+    used, longest = len(tokens), np.int64(0)
+    ids, labels, positions = rows[0, 0, start:end], rows[1, 0, start:end], rows[2, 0, start:end]
+    for t in range(used):  # loops, since an assignment of slices takes three times as long
+        ids[t] = tokens[t]
+    for t in range(used):
+        labels[t] = marks[t]
+    for n in range(len(first_positions)):
+        begin, behind = np.int64(cu_seqlens[n]), np.int64(cu_seqlens[n + 1])
+        labels[begin] = IGNORE
+        own, first = positions[begin:behind], first_positions[n]
+        for t in range(len(own)):
+            own[t] = first + t
+        sequence += 1
+        bounds[sequence] = start + behind
+        longest = max(longest, behind - begin)
+    if start + used < end:
+        for t in range(used, end - start):
+            ids[t], labels[t], positions[t] = pad, IGNORE, t - used
+        sequence += 1
+        bounds[sequence] = end
+        longest = max(longest, end - start - used)
+    return sequence, longest

@@ -34,8 +34,8 @@ class Pack:
 
     tokens: np.ndarray
     """int64 [T]."""
-    labels: np.ndarray
-    """int64 [T], IGNORE at the head of every sequence."""
+    marks: np.ndarray | None
+    """int64 [T]: the labels; None where all tokens count, but for the heads: see `labels`."""
     cu_seqlens: np.ndarray
     """int32 [N+1], from 0 to T. N = 0 is the empty pack of weight zero that evens out ranks."""
     budget: int
@@ -51,7 +51,8 @@ class Pack:
     """What a resume needs to continue after this pack, where the index alone does not say it."""
 
     def __post_init__(self):
-        assert self.cu_seqlens.item(-1) == len(self.tokens) == len(self.labels) <= self.budget
+        assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget
+        assert self.marks is None or len(self.marks) == len(self.tokens)
 
     @classmethod
     def of(cls, samples: Sequence[Sample], budget: int, **fields) -> Pack:
@@ -64,13 +65,21 @@ class Pack:
         fields.setdefault("samples", np.arange(len(samples), dtype=np.int64))
         return cls(
             tokens=np.concatenate([empty, *(s.tokens for s in samples)]),
-            labels=np.concatenate([empty, *(s.labels for s in samples)]),
+            marks=np.concatenate([empty, *(s.labels for s in samples)]),
             cu_seqlens=cu_seqlens,
             budget=budget,
             sources=np.array([s.source for s in samples], np.int16),
             first_positions=np.zeros(len(samples), np.int64),
             **fields,
         )
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 [T], IGNORE at the head of every sequence."""
+        if self.marks is None:
+            self.marks = self.tokens.copy()
+            self.marks[self.cu_seqlens[:-1]] = IGNORE
+        return self.marks
 
     @property
     def lengths(self) -> np.ndarray:
@@ -84,6 +93,8 @@ class Pack:
     @property
     def counted(self) -> int:
         """Number of tokens that count for the loss."""
+        if self.marks is None:
+            return len(self.tokens) - len(self.samples)
         return int(np.count_nonzero(self.labels != IGNORE))
 
     def positions(self) -> np.ndarray:

@@ -154,6 +154,7 @@ class PlannedPacks:
             some = numbers[first : first + together]
             rows = self.store.lay(plan, some, align, self.pad, self.vocab_size)
             tokens, labels, bounds, starts = rows.tokens, rows.labels, rows.bounds, rows.starts
+            marked = len(labels) > 0
             if not self.continue_positions:
                 starts = np.zeros_like(starts)
             shown, sources = self.store.numbers(rows.documents), self.store.sources(rows.documents)
@@ -165,7 +166,7 @@ class PlannedPacks:
                 cursor = _cursor(begins, share.round_start(index, base)) if early else current
                 yield Pack(
                     tokens[a:b],
-                    labels[a:b],
+                    labels[a:b] if marked else None,
                     bounds[c + p : d + p + 1],
                     budget,
                     shown[c:d],

@@ -61,8 +61,8 @@ class TokenStore:
     >>> store = TokenStore([Shelf.of([Sample(np.array([5, 6, 7])), Sample(np.array([8, 9]))])])
     >>> plan = Plan(*map(np.array, ([1, 0], [0, 1], [2, 2], [0, 2])))
     >>> rows = store.lay(plan, np.array([0]))
-    >>> rows.tokens.tolist(), rows.labels.tolist(), rows.bounds.tolist()
-    ([8, 9, 6, 7], [-100, 9, -100, 7], [0, 2, 4])
+    >>> rows.tokens.tolist(), rows.bounds.tolist()
+    ([8, 9, 6, 7], [0, 2, 4])
     """
 
     def __init__(self, shelves: Sequence[Shelf]):
@@ -111,7 +111,8 @@ class TokenStore:
         An id below 0 or beyond the vocabulary is refused, naming its document.
         """
         columns = plan.items, plan.starts, plan.lengths, plan.offsets
-        rows, sound = Rows(*_outline(*columns, packs, align)), True
+        marked = align > 1 or any(shelf.labels is not None for shelf in self.shelves)
+        rows, sound = Rows(*_outline(*columns, packs, align, marked)), True
         limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
         if len(self.shelves) == 1:
             sound = _fill(self.shelves[0], rows, rows.documents, slice(None), pad, limit)
@@ -161,6 +162,7 @@ class Rows(NamedTuple):
 
     tokens: np.ndarray
     labels: np.ndarray
+    """Empty where every token but the first of each segment counts: `tokens` say all then."""
     bounds: np.ndarray
     """int32 [M + P]: cu_seqlens of all packs one behind the other, N + 1 entries each."""
     ends: np.ndarray
@@ -179,14 +181,17 @@ class Rows(NamedTuple):
 
 def _fill(shelf: Shelf, rows: Rows, documents: np.ndarray, some, pad: int, limit: int) -> bool:
     """Copy the segments of one shelf to their places; say whether all ids are in the vocabulary."""
-    labels = shelf.flat if shelf.labels is None else shelf.labels
     froms = shelf.begins[documents] + rows.starts[some]
     where = froms, rows.lengths[some], rows.places[:-1][some], rows.places[1:][some]
-    return _copy(shelf.flat, labels, *where, pad, limit, rows.tokens, rows.labels)
+    least, most = _copy(shelf.flat, *where, pad, rows.tokens)
+    if len(rows.labels):
+        _copy(shelf.flat if shelf.labels is None else shelf.labels, *where, IGNORE, rows.labels)
+        rows.labels[where[2]] = IGNORE
+    return least >= 0 and most < limit
 
 
 @compiled
-def _outline(items, starts, lengths, offsets, packs, align):
+def _outline(items, starts, lengths, offsets, packs, align, marked):
     """Choose the segments of some packs, make room for them, and set their boundaries."""
     count = 0
     for p in packs:
@@ -204,25 +209,23 @@ def _outline(items, starts, lengths, offsets, packs, align):
             at += 1
             bounds[at + number] = places[at] - ends[number]
         ends[number + 1], cuts[number + 1] = places[at], at
-    tokens, labels = np.empty(places[at], np.int64), np.empty(places[at], np.int64)
+    tokens = np.empty(places[at], np.int64)
+    labels = np.empty(places[at] if marked else 0, np.int64)
     return tokens, labels, bounds, ends, cuts, documents, firsts, sizes, places
 
 
 @compiled
-def _copy(flat, flat_labels, froms, lengths, begins, ends, pad, limit, tokens, labels):
-    signs = 0  # its sign bit collects ids outside of 0 <= id < limit, without a branch
+def _copy(flat, froms, lengths, begins, ends, pad, row):
+    """Copy segments to their places and pad behind them; gives the least and the most copied."""
+    least = most = flat[froms[0]]
     for s in range(len(froms)):
         begin, n = froms[s], lengths[s]
-        ids, marks = flat[begin : begin + n], flat_labels[begin : begin + n]
-        to, label = tokens[begins[s] : ends[s]], labels[begins[s] : ends[s]]
+        values, to = flat[begin : begin + n], row[begins[s] : ends[s]]
         for i in range(n):
-            token = np.int64(ids[i])
-            to[i] = token
-            signs |= token | (limit - 1 - token)
-        for i in range(n):
-            label[i] = marks[i]
+            to[i] = values[i]
+        for i in range(n):  # apart from the copy: of narrow values many are compared at a time
+            least = min(least, values[i])
+            most = max(most, values[i])
         for i in range(n, len(to)):
             to[i] = pad
-            label[i] = IGNORE
-        label[0] = IGNORE
-    return signs >= 0
+    return least, most

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nopad.packing import IGNORE, Plan, Sample
+from nopad.packing import IGNORE, Pack, Plan, Sample
 from nopad.packing.token_store import Shelf, TokenStore
 
 
@@ -49,7 +49,10 @@ def test_laying_out_equals_the_naive_way(data):
     rows = store.lay(plan, np.array([0]), align, pad=7)
     tokens, labels, bounds = naive(samples, segments, align, 7)
     assert rows.tokens.tolist() == tokens
-    assert rows.labels.tolist() == labels
+    marks = rows.labels if len(rows.labels) else None  # made from the tokens when asked for
+    pack = Pack(rows.tokens, marks, rows.bounds, len(tokens), *[rows.documents] * 3)
+    assert pack.counted == sum(label != IGNORE for label in labels)
+    assert pack.labels.tolist() == labels
     assert rows.bounds.tolist() == bounds
 
 
