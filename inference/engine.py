@@ -41,8 +41,8 @@ class Engine:
     turned while requests run. What they trade, with a model of 1.2 B parameters on an H200:
 
         running          16     48     96    192    384
-        ms a token      1.6    1.8    2.0    2.5    4.1
-        k tokens/s       10     27     48     77     95
+        ms a token      1.2    1.5    1.6    2.4    3.9
+        k tokens/s       13     32     60     80     98
 
     Args:
         memory: bytes, a share of free memory, or "spare": what training leaves.
