@@ -122,7 +122,9 @@ def beside_lm_eval(args: argparse.Namespace) -> None:
         note(part, "nopad", ours[part][0], requests=len(given))
     theirs: dict[str, dict[int, float]] = {part: {} for part in asked}
     for batch in args.batches:
-        hf = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+        hf = HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch, softmax_dtype=args.softmax
+        )
         for part, (call, given) in asked.items():
             ask = getattr(hf, call)
             seconds, answers = timed(lambda a=ask, g=given: a(g, disable_tqdm=True))
@@ -333,6 +335,8 @@ def main() -> None:
     add("--new", type=int, default=64, help="longest completion")
     add("--batches", type=int, nargs="+", default=[1, 8, 16, 32], help="of the peers")
     add("--parts", nargs="+", default=["choice", "generate"], choices=["choice", "generate"])
+    add("--softmax", help="dtype of the peer's softmax; float64 for vocabularies of tens of "
+        "thousands, over which torch's log_softmax of float32 loses 1e-5 a token")  # fmt: skip
     add("--runs", type=int, default=2, help="of ours; the best counts, as of the peers' sizes")
     add("--evaluations", type=int, default=3)
     add("--static", type=int, default=64, help="prompts for generate in a callback")

@@ -26,7 +26,7 @@ from .borrow import borrowed
 
 def gathers(model: Any) -> bool:
     """Whether forwards of a model gather its parameters from other ranks."""
-    parts = (m for m in model.modules() if isinstance(m, FSDPModule))
+    parts: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
     return any(_hook(part) in part._forward_pre_hooks for part in parts)
 
 
