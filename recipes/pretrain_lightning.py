@@ -87,13 +87,9 @@ def main(argv: list[str] | None = None) -> None:
     pl.seed_everything(args.seed, verbose=False)
     tokenizer, dataset = load_data(args)
     data = PackedDataModule(dataset, num_workers=args.workers)
-    checkpoints = pl.callbacks.ModelCheckpoint(
-        args.output,
-        save_last=True,
-        every_n_train_steps=args.save_every,
-        save_top_k=1,
-        enable_version_counter=False,  # last.ckpt is the last, also after a resume
-    )
+    # Without versions, last.ckpt is the last, also after a resume.
+    often = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
+    checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, save_top_k=1, **often)
     model = load_model(args, tokenizer)
     evaluation = continuing(model, tokenizer, load_examples(), args.eval_every, args.seed)
     trainer = pl.Trainer(
@@ -105,12 +101,15 @@ def main(argv: list[str] | None = None) -> None:
         accumulate_grad_batches=args.accumulation,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
-        callbacks=[PackedCallback(data), stop, checkpoints, EvalCallback(evaluation)],
+        callbacks=[PackedCallback(data), stop, checkpoints, EvalCallback(evaluation, console=True)],
+        enable_model_summary=False,
         default_root_dir=args.output,
     )
     trainer.fit(module(args, model), data, ckpt_path=resumed, weights_only=True)
+    whole = trainer.global_step == args.steps
+    if whole:
+        trainer.save_checkpoint(args.output / "last.ckpt")
     if trainer.is_global_zero:
-        whole = trainer.global_step == args.steps
         say = "done" if whole else "stopped, go on with --resume"
         print(f"{say}: {args.output}, step {trainer.global_step}")
 

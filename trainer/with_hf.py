@@ -171,7 +171,13 @@ class StopCallback(TrainerCallback):
 
 def _settle(args: TrainingArguments, data: PackedDataset) -> float:
     """Set what packs need in the arguments; return the label smoothing, which is ours to do."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {args.n_gpu} GPUs would cut packs in pieces (DataParallel): start "
+            "one process for each with accelerate launch or torchrun, or show it one GPU only"
+        )
     args.remove_unused_columns = False
+    args.per_device_train_batch_size = 1  # a batch is one pack, and is counted as that
     args.ignore_data_skip = True  # the data state does it, without replaying
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
