@@ -152,6 +152,7 @@ def test_rolling_scores_predict_every_token_once(tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 @settings(max_examples=200, deadline=None, suppress_health_check=QUIET)
 @given(data=st.data())
 def test_completions_equal_generate_alone_many_times(tiny, family, data):
