@@ -142,13 +142,12 @@ def _foretell(data: PackedDataset) -> list[str]:
     names = ("budget", "pool", "strategy", "overflow", "align")
     planned: dict = data.packs.planner  # pyright: ignore[reportAttributeAccessIssue]
     planner = Planner(**{name: planned[name] for name in names if name in planned})
-    planner.feed(lengths)
-    planner.finish()
+    held = len(planner.feed(lengths).items) + len(planner.finish().items)
     counts = planner.counts
     fill = counts.packed_tokens / max(1, counts.packs * data.settings["budget"])
     return [
         f"{counts.packs:,} packs of {data.settings['budget']} an epoch, fill {fill:.1%}, "
-        f"{counts.items / max(1, counts.packs):.1f} samples a pack; split {counts.split:,}, "
+        f"{held / max(1, counts.packs):.1f} samples or parts a pack; split {counts.split:,}, "
         f"truncated {counts.truncated:,}, dropped {counts.dropped:,}"
     ]
 
