@@ -33,12 +33,11 @@ import torch
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.adamw import ClippedAdamW
-from nopad.trainer.compiling import compile_layers, frugal
+from nopad.trainer.compiling import compile_layers
 from nopad.trainer.flops import ModelFlops
 from nopad.trainer.fusing import fuse_layers
 from nopad.trainer.loader import PackedLoader
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.stacking import stack_products
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 LONGEST = 4096
@@ -289,18 +288,10 @@ def with_liger(bench: Bench) -> None:
             setattr(modeling_llama, name, original)
 
 
-def stacked(graph, inputs):
-    """Queries, keys and values from one product."""
-    stack_products(graph)
-    return frugal(graph, inputs)
-
-
 def ours(bench: Bench, name: str, compiled: str, **collator) -> None:
     model = bench.model("nopad")
     attach_loss(model)
-    if compiled == "stacked":
-        compile_layers(model, backend=stacked)
-    elif compiled:
+    if compiled:
         compile_layers(model, fullgraph=compiled == "fullgraph")
     fused = None if compiled else fuse_layers(model)
     try:
@@ -317,7 +308,6 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
         "eager": lambda: ours(bench, "eager", ""),
         "liger": lambda: with_liger(bench),
         "flattening": lambda: flattened(bench),
-        "stacked": lambda: ours(bench, "compiled, q/k/v stacked", "stacked", fill=True),
         "padded": lambda: padded(bench),
         "fixed": lambda: ours(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
         "broken": lambda: ours(bench, "compiled, with graph breaks", "breaks", fill=True),

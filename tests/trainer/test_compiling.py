@@ -8,10 +8,7 @@ import torch
 from nopad.collators import PackedCollator
 from nopad.trainer.compiling import compile_layers
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.stacking import stack_products
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.compilers import nop
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +18,16 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+def packs() -> list:
+    """Six that differ in how many samples they hold."""
+    chosen = tiny_run.packs(tiny_run.dataset(), 12)[-6:]
+    assert len({len(pack.lengths) for pack in chosen}) > 1
+    return chosen
+
+
 def batches(**settings) -> list[dict]:
     collator = PackedCollator(**settings)
-    packs = tiny_run.packs(tiny_run.dataset(), 6)
-    assert len({len(pack.lengths) for pack in packs}) > 1
-    return [collator(pack) for pack in packs]
+    return [collator(pack) for pack in packs()]
 
 
 def test_fixed_shapes_compile_the_whole_step_into_one_graph():
@@ -58,7 +60,7 @@ def test_natural_boundaries_compile_a_bounded_number_of_times():
 
 def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
     model = tiny_run.model()
-    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 1))
+    gold = tiny_run.gold_gradient(model, packs()[:1])
     attach_loss(model)
     compile_layers(model, backend="aot_eager")
     model(**batches(fixed_sequences=16)[0]).loss.backward()
@@ -66,24 +68,18 @@ def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
     assert tiny_run.distance(ours, gold) < 2e-6
 
 
-def products(graph) -> int:
-    return sum(node.target is torch._C._nn.linear for node in graph.graph.nodes)
-
-
-def test_narrow_products_are_stacked_and_compute_the_same():
-    seen = []
-
-    def backend(graph, inputs):
-        before = products(graph)
-        stack_products(graph)
-        seen.append((before, products(graph)))
-        return aot_autograd(fw_compiler=nop)(graph, inputs)
-
-    model = tiny_run.model()
-    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 1))
+@pytest.mark.slow
+def test_normed_and_gated_states_are_not_kept_for_the_backward():
+    model, batch = tiny_run.model(), batches(fixed_sequences=16)[0]
     attach_loss(model)
-    compile_layers(model, backend=backend)
-    model(**batches(fixed_sequences=16)[0]).loss.backward()
-    ours = {name: p.grad for name, p in model.named_parameters()}
-    assert tiny_run.distance(ours, gold) < 2e-6
-    assert seen == [(7, 5)]  # queries, keys and values
+
+    def kept(layers_compiled: dict) -> int:
+        torch._dynamo.reset()
+        compile_layers(model, **layers_compiled)
+        sizes = {}
+        keep = lambda x: sizes.__setitem__(x.untyped_storage().data_ptr(), x.nbytes) or x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(**batch)
+        return sum(sizes.values())
+
+    assert kept({}) < 0.9 * kept({"backend": "inductor"})
