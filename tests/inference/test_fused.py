@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 CHILD = Path(__file__).with_name("fused_child.py")
 
@@ -23,3 +24,27 @@ def test_fused_kernels_compute_what_the_modules_compute():
         cwd=Path.home(),
     )
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("family", ["smollm3", "granite", "gemma2", "llama"])
+def test_only_layers_known_to_be_plain_go_the_short_way(family):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.inference.short_way import assert_plain
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    layer = AutoModelForCausalLM.from_config(config).model.layers[0]
+    if family == "llama":
+        assert_plain(layer)
+        layer.self_attn.o_proj = torch.nn.Sequential(layer.self_attn.o_proj)  # an adapter's wrap
+    with pytest.raises(AssertionError):
+        assert_plain(layer)
