@@ -37,8 +37,8 @@ from .token_kernels import embed
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _FAMILIES = {"Llama", "Mistral", "Qwen2", "Qwen3"}
-"""Others share the names of their modules but not what they compute: layers without rotation, scaled
-residuals, scores that change far into a text. A comparison of a few logits would not show it."""
+"""Others share the names of their modules but not what they compute: layers without rotation,
+scaled residuals, scores that change far into a text. A few logits compared would not show it."""
 _FEW = 64
 """Sequences up to which attention in one kernel is the faster one, as an H200 has it."""
 _FIXED_ANGLES = {"default", "linear", "llama3", "yarn"}
