@@ -39,6 +39,7 @@ ONLY_IN = {
     ("attention", "flash_attn"): "attention/backends/",
     ("attention", "flash_attn_interface"): "attention/backends/",
     ("attention", "kernels"): "attention/backends/",
+    ("attention", "cudnn"): "attention/backends/",
     ("trainer", "transformers"): "trainer/with_hf",
     ("trainer", "accelerate"): "trainer/with_accelerate",
     ("trainer", "lightning"): "trainer/with_lightning",
