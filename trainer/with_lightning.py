@@ -151,7 +151,31 @@ class PackedCallback(pl.Callback):
         batches.update({name: count + more for name, count in batches.items()})
 
 
-class StopCallback(pl.Callback):
+class AfterStep(pl.Callback):
+    """Something to do after each optimizer step, never in the middle of an accumulation."""
+
+    _last = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if trainer.global_step != self._last:
+            self._last = trainer.global_step
+            self.after_step(trainer, pl_module)
+
+    def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hear that the optimizer has stepped."""
+
+
+class StopCallback(AfterStep):
     """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
 
     def __init__(self, path: Path):
@@ -166,20 +190,10 @@ class StopCallback(pl.Callback):
             connector.register_signal_handlers = lambda: None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self.request.listen()
-        self._last = trainer.global_step
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if trainer.global_step == self._last:
-            return  # between two steps: what is accumulated would be lost
-        self._last = trainer.global_step
+    def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.request.agreed() and not trainer.should_stop:
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True

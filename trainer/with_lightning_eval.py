@@ -10,43 +10,22 @@ With `every=None` it runs at the end of each validation instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .evaluation import GenerationEval
 from .evaluation_table import show
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-else:
-    try:
-        import lightning.pytorch as pl
-    except ImportError:
-        import pytorch_lightning as pl
+from .with_lightning import AfterStep, pl
 
 
-class EvalCallback(pl.Callback):
+class EvalCallback(AfterStep):
     """Run evaluations when they are due, and log what they find."""
 
     def __init__(self, *evaluations: GenerationEval, console: bool = False):
         """console: print samples, too."""
         self.evaluations, self.console = evaluations, console
-        self._last = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = trainer.global_step
-
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.global_step
-        if step == self._last:
-            return  # in the middle of an accumulation
-        self._last = step
         for evaluation in self.evaluations:
             if evaluation.every is not None and evaluation.due(step, step == trainer.max_steps):
                 self._run(evaluation, trainer, pl_module)
