@@ -8,10 +8,11 @@
     delay        how many documents arrive between a document and its pack; order bias
     end to end   memory-mapped tokens to packed numpy rows, many in one array and one by one as
                  Packs, beside TRL's pack_dataset and Grain's BestFit with 1024 bins; the ceiling is
-                 copying the tokens twice, as a row needs
-    a row        read and collated for a trainer, beside Transformers' flattening collator
+                 copying the tokens; and from the rows of a datasets.Dataset, beside reading them
+    a row        read and collated for a trainer, as it is and in fixed shapes, beside Transformers'
+                 flattening collator
     levelling    time of the slowest rank over the mean, 8 and 64 ranks
-    memory       resident set over ten million documents
+    memory       resident set over ten million documents, planned and read
 
 All times are CPU time of this process, median of several runs after a first one, peers and ours in
 turn. Needs the extra `bench`. Prints tables, and one JSON line last.
@@ -29,16 +30,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from nopad.collators import PackedCollator
-from nopad.packing import PackedDataset, Plan, Planner, pack_lengths
+from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.cost import Cost
 from nopad.packing.levelling import level
-from nopad.packing.planned import PlannedPacks
+from nopad.packing.order import Share
+from nopad.packing.planned import PlannedPacks, Position
+from nopad.packing.token_store import Shelf, TokenStore
 from packing_mixes import Mix, mixes, t0_lengths
-from packing_peers import flattened, grain_packs, seqpacker_buffers, trl_packs
+from packing_peers import (
+    arrow_rows,
+    flattened,
+    grain_packs,
+    read_rows,
+    seqpacker_buffers,
+    trl_packs,
+)
 
 FEED = 16_384
 """Lengths handed to our planner at a time."""
@@ -150,12 +161,17 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
         opened = time.process_time() - start
         rows = data.count()
         stream, collate = iter(data), PackedCollator()
+        fixed = PackedCollator(fixed_sequences=512)
         few = mix.lengths[:peer_docs]
+        arrow = arrow_rows(flat[: few.sum()], few)
+        from_arrow = PackedDataset(arrow, budget=mix.budget, epochs=None)
+        arrow_stream, arrow_packs = iter(from_arrow), from_arrow.count()
         calls: dict[str, Callable[[], object]] = {
             "rows": lambda: lay_rows(data),
-            "packs": lambda: [next(stream).index for _ in range(rows)],
-            "collated": lambda: [collate([next(stream)]) for _ in range(rows)],
-            "copy twice": lambda: copy_twice(flat),
+            "packs": lambda: each(stream, rows, lambda pack: pack),
+            "collated": lambda: each(stream, rows, collate),
+            "fixed": lambda: each(stream, rows, fixed),
+            "copy": lambda: copy_tokens(flat),
         }
         seconds = in_turn(calls, repeats)
         peers = in_turn(
@@ -163,23 +179,31 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
                 "TRL": lambda: trl_packs(flat[: few.sum()], few, mix.budget),
                 "Grain": lambda: grain_packs(flat[: few.sum()], few, mix.budget),
                 "HF collator": lambda: flattened(stream, 200),
+                "datasets": lambda: each(arrow_stream, arrow_packs, lambda pack: pack),
+                "datasets alone": lambda: read_rows(arrow),
             },
             1,
         )
     speed = {name: len(mix.lengths) / taken for name, taken in seconds.items()}
-    speed |= {name: len(few) / peers[name] for name in ("TRL", "Grain")}
+    speed |= {name: len(few) / taken for name, taken in peers.items() if name != "HF collator"}
     return {
         "mix": mix.name,
         "budget": mix.budget,
         "docs_s": speed,
         "row_us": {
-            **{name: 1e6 * seconds[name] / rows for name in ("rows", "packs", "collated")},
+            **{name: 1e6 * seconds[name] / rows for name in ("rows", "packs", "collated", "fixed")},
             "HF collator": 1e6 * peers["HF collator"] / 200,
         },
         "open_s": opened,
-        "times_trl": speed["rows"] / speed["TRL"],
-        "times_grain": speed["rows"] / speed["Grain"],
+        "times_trl": speed["packs"] / speed["TRL"],
+        "times_grain": speed["packs"] / speed["Grain"],
     }
+
+
+def each(stream: Iterator[Pack], count: int, use: Callable[[Pack], object]) -> None:
+    """Use the next packs one by one, and let go of each, as a training loop does."""
+    for pack in islice(stream, count):
+        use(pack)
 
 
 def lay_rows(data: PackedDataset, together: int = 1 << 17) -> None:
@@ -192,31 +216,35 @@ def lay_rows(data: PackedDataset, together: int = 1 << 17) -> None:
             packs.store.lay(plan, np.arange(first, min(first + step, len(plan))))
 
 
-def copy_twice(flat: np.ndarray) -> None:
-    """Widen all tokens into two rows that stay in the cache: tokens and labels, nothing else."""
-    rows = np.empty((2, 8192), np.int64)
+def copy_tokens(flat: np.ndarray) -> None:
+    """Widen all tokens into a row that stays in the cache, and nothing else."""
+    row = np.empty(8192, np.int64)
     for at in range(0, len(flat) - 8192, 8192):
-        rows[0] = flat[at : at + 8192]
-        rows[1] = flat[at : at + 8192]
+        row[:] = flat[at : at + 8192]
 
 
 def show_end_to_end(rows: list[dict]) -> None:
     print("\nend to end: memory-mapped tokens to packed numpy rows, documents per CPU second")
-    head = ("mix", "budget", "rows", "Packs", "TRL", "Grain", "to TRL", "to Grain", "copy twice")
-    print("{:19}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>12}".format(*head))
+    head = ("mix", "budget", "rows", "Packs", "TRL", "Grain", "to TRL", "to Grain", "copy")
+    print("{:19}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>9}".format(*head))
     for row in rows:
         speed = row["docs_s"]
         print(
             f"{row['mix']:19}{row['budget']:7}{speed['rows'] / 1e3:8.0f}k"
             f"{speed['packs'] / 1e3:8.0f}k{speed['TRL'] / 1e3:8.1f}k{speed['Grain'] / 1e3:8.1f}k"
-            f"{row['times_trl']:8.1f}x{row['times_grain']:9.1f}x{speed['copy twice'] / 1e3:11.0f}k"
+            f"{row['times_trl']:8.1f}x{row['times_grain']:9.1f}x{speed['copy'] / 1e3:8.0f}k"
         )
     for row in rows:
         us = row["row_us"]
         print(
             f"a row of {row['budget']}: laid out {us['rows']:.1f} us, as a Pack {us['packs']:.1f}, "
-            f"collated for a trainer {us['collated']:.1f}; Transformers' flattening collator "
-            f"{us['HF collator']:.0f}"
+            f"read and collated {us['collated']:.1f}, in fixed shapes {us['fixed']:.1f}; "
+            f"Transformers' flattening collator {us['HF collator']:.0f}"
+        )
+        speed = row["docs_s"]
+        print(
+            f"  from a datasets.Dataset {speed['datasets'] / 1e3:.0f}k documents a second; "
+            f"datasets alone reads {speed['datasets alone'] / 1e3:.0f}k"
         )
 
 
@@ -228,7 +256,7 @@ def spread(costs: np.ndarray, ranks: int) -> float:
 
 def bench_levelling(lengths: np.ndarray) -> list[dict]:
     sets = {"lognormal 350 1.1": lengths, "lognormal, 8 shards": lengths}
-    for epochs in (1, 8):
+    for epochs in (1, 2, 4, 8):
         if (t0 := t0_lengths(epochs)) is not None:
             sets[f"t0, {epochs} epoch" + "s" * (epochs > 1)] = t0
     rows = []
@@ -273,7 +301,20 @@ def bench_memory(samples: int) -> dict:
         planner.feed(lengths.astype(np.int64))
         if fed <= samples // 10 < fed + 65_536 or fed + 65_536 >= samples:
             sizes.append(resident_mb())
-    return {"samples": planner.counts.items, "start_mb": sizes[0], "end_mb": sizes[-1]}
+    read = bench_memory_of_reading(samples)
+    return {"samples": planner.counts.items, "start_mb": sizes[0], "end_mb": sizes[-1], **read}
+
+
+def bench_memory_of_reading(documents: int) -> dict:
+    """Read documents as packs; give how much the resident set grew behind the first ones."""
+    lengths = np.full(documents, 3, np.int32)
+    lengths[::7] = 11
+    shelf = Shelf("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
+    packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(Position(until=1), Share(), 0)
+    seen = sum(len(pack.samples) for pack in islice(packs, 64))
+    before = resident_mb()
+    seen += sum(len(pack.samples) for pack in packs)
+    return {"read": seen, "grown_mb": resident_mb() - before}
 
 
 def resident_mb() -> float:
@@ -327,6 +368,7 @@ def main() -> None:
         "command": "python benchmarks/bench_packing.py" + " --quick" * chosen.quick,
         "docs": docs,
         "runs": repeats,
+        "load": round(os.getloadavg()[0], 1),
         "memory": bench_memory(1_000_000 if chosen.quick else 10_000_000),
         "planning": bench_planning(all_mixes, repeats),
         "levelling": bench_levelling(all_mixes[1].lengths),
@@ -340,7 +382,8 @@ def main() -> None:
         f"\nmemory: {memory['start_mb']:.0f} MB after a tenth of {memory['samples']:,} samples, ",
         end="",
     )
-    print(f"{memory['end_mb']:.0f} MB at the end")
+    print(f"{memory['end_mb']:.0f} MB at the end; reading {memory['read']:,} as packs ", end="")
+    print(f"grew it by {memory['grown_mb']:.1f} MB (load {record['load']})")
     if chosen.plot:
         plot(all_mixes, chosen.plot)
     text = json.dumps(record, default=float)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import seqpacker
@@ -18,17 +19,29 @@ def seqpacker_buffers(lengths: np.ndarray, budget: int, buffer: int) -> int:
     return packs
 
 
-def trl_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
-    """Pack an arrow data set with TRL's pack_dataset, its defaults; give the number of packs."""
+def arrow_rows(flat: np.ndarray, lengths: np.ndarray) -> Any:
+    """Give documents as the rows of a `datasets.Dataset`."""
     import datasets
     import pyarrow as pa
-    from trl import pack_dataset
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     rows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.astype(np.int32)))
-    return len(pack_dataset(datasets.Dataset(pa.table({"input_ids": rows})), budget, "bfd"))
+    return datasets.Dataset(pa.table({"input_ids": rows}))
+
+
+def read_rows(rows: Any) -> int:
+    """Read a `datasets.Dataset` as numpy, a thousand rows at a time; give the tokens."""
+    batches = rows.with_format("numpy").iter(1000)
+    return sum(len(row) for batch in batches for row in batch["input_ids"])
+
+
+def trl_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
+    """Pack an arrow data set with TRL's pack_dataset, its defaults; give the number of packs."""
+    from trl import pack_dataset
+
+    return len(pack_dataset(arrow_rows(flat, lengths), budget, "bfd"))
 
 
 def grain_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:

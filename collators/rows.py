@@ -34,10 +34,9 @@ def lay_rows(
     >>> rows[:, 0].tolist(), bounds.tolist(), longest
     ([[5, 6, 7, 0, 0], [-100, 6, 7, -100, -100], [0, 1, 2, 0, 1]], [0, 3, 5], 3)
     """
-    sequences = total = 0
-    for pack, width in zip(packs, widths, strict=True):
-        sequences += len(pack.samples) + (len(pack.tokens) < width)
-        total += width
+    sequences, total = 0, sum(widths)
+    for number, pack in enumerate(packs):
+        sequences += len(pack.samples) + (len(pack.tokens) < widths[number])
     if room is not None and sequences > room:
         raise ValueError(
             f"a batch holds {sequences} sequences, but fixed_sequences={room}: raise it, "
@@ -46,21 +45,23 @@ def lay_rows(
     rows = np.empty((3, 1, total), np.int64)
     bounds = np.empty((room or sequences) + 1, np.int32)
     end = sequence = longest = 0
-    for pack, width in zip(packs, widths, strict=True):
-        place, end = (end, end + width, sequence, pad_token_id), end + width
-        marks = pack.tokens if pack.marks is None else pack.marks
-        lengths = pack.cu_seqlens, pack.first_positions
-        sequence, most = _lay(pack.tokens, marks, *lengths, place, rows, bounds)
-        longest = max(longest, most)
-    bounds[0], bounds[sequence:] = 0, total
+    for number, pack in enumerate(packs):
+        tokens, marks = pack.tokens, pack.marks
+        marks = tokens if marks is None else marks
+        start, end = end, end + widths[number]
+        place = start, end, sequence, longest, pad_token_id
+        sequence, longest = _lay(
+            tokens, marks, pack.cu_seqlens, pack.first_positions, place, rows, bounds
+        )
     return rows, bounds, longest
 
 
 @compiled
 def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
-    """Lay one pack; gives the number of its last boundary, and its longest sequence."""
-    start, end, sequence, pad = place
-    used, longest = len(tokens), np.int64(0)
+    """Lay one pack; gives the number of its last boundary, and the longest sequence so far."""
+    start, end, sequence, longest, pad = place
+    used = len(tokens)
+    bounds[sequence] = start
     ids, labels, positions = rows[0, 0, start:end], rows[1, 0, start:end], rows[2, 0, start:end]
     for t in range(used):  # loops, since an assignment of slices takes three times as long
         ids[t] = tokens[t]
@@ -81,4 +82,5 @@ def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
         sequence += 1
         bounds[sequence] = end
         longest = max(longest, end - start - used)
+    bounds[sequence + 1 :] = end
     return sequence, longest
