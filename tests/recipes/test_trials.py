@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 TRIALS = Path(__file__).parent / "trials.py"
-QUICK = ["signals:pretrain:3", "signals:pretrain_lightning:1:2", "crashes:train_hf:1:3",
-         "killed:pretrain:1:2", "changed:train_hf:2"]  # fmt: skip
+QUICK = ["signals:pretrain:2", "signals:pretrain_lightning:1:2", "crashes:train_hf:1:3",
+         "changed:train_hf:1"]  # fmt: skip
 LONG = [
     *(f"signals:{recipe}:200" for recipe in ("pretrain", "train_hf", "pretrain_lightning")),
     *(f"crashes:{recipe}:14" for recipe in ("pretrain", "train_hf")),
