@@ -179,7 +179,9 @@ def assert_plain(layer: Any) -> None:
     assert type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"), "another activation"
     linears = [attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     assert all(type(x) is nn.Linear and x.bias is None for x in linears), "no plain products"
-    assert getattr(attn, "sliding_window", None) is None, "a sliding window"
+    # Mistral's attention looks into its configuration; others know each layer's own window.
+    windowed = attn.config if family == "Mistral" else attn
+    assert getattr(windowed, "sliding_window", None) is None, "a sliding window"
 
 
 def _one_dtype(body: Any) -> bool:

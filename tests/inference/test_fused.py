@@ -26,7 +26,7 @@ def test_fused_kernels_compute_what_the_modules_compute():
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("family", ["smollm3", "granite", "gemma2", "llama"])
+@pytest.mark.parametrize("family", ["smollm3", "granite", "gemma2", "llama", "mistral"])
 def test_only_layers_known_to_be_plain_go_the_short_way(family):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     from nopad.inference.short_way import assert_plain
@@ -46,5 +46,9 @@ def test_only_layers_known_to_be_plain_go_the_short_way(family):
     if family == "llama":
         assert_plain(layer)
         layer.self_attn.o_proj = torch.nn.Sequential(layer.self_attn.o_proj)  # an adapter's wrap
+    if family == "mistral":
+        config.sliding_window = None
+        assert_plain(layer)
+        config.sliding_window = 7
     with pytest.raises(AssertionError):
         assert_plain(layer)
