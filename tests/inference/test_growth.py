@@ -16,7 +16,10 @@ from nopad.inference.window import Window
 
 
 def bytes_per_evaluation(engine: Engine, rounds: int) -> float:
-    """Python memory that stays behind after each of `rounds` evaluations, on average."""
+    """Python memory that stays behind after each evaluation, in the best of three times `rounds`.
+
+    A leak shows in all three; a dictionary that grows to its final size, in one.
+    """
     params = SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, stop=["zz"])
 
     def evaluate() -> None:
@@ -33,10 +36,12 @@ def bytes_per_evaluation(engine: Engine, rounds: int) -> float:
     tracemalloc.start()
     try:
         evaluate()
-        before = held()
-        for _ in range(rounds):
-            evaluate()
-        return (held() - before) / rounds
+        marks = [held()]
+        for _ in range(3):
+            for _ in range(rounds):
+                evaluate()
+            marks.append(held())
+        return min(np.diff(marks)) / rounds
     finally:
         tracemalloc.stop()
 
@@ -61,7 +66,7 @@ class Bytes:
         return bytes(t % 90 + 32 for t in tokens).decode()
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_evaluations_leave_nothing_behind(tiny, rounds):
     engine = Engine(tiny("llama"), Bytes(), page_size=16)
     assert bytes_per_evaluation(engine, rounds) < 100
@@ -78,7 +83,7 @@ def test_a_leak_would_be_seen(tiny, monkeypatch, leak):
             Stats, "note_step", lambda self, now, *a: (kept.append(now), note(self, now, *a))[1]
         )
     engine = Engine(tiny("llama"), Bytes(), page_size=16)
-    assert bytes_per_evaluation(engine, rounds=5) > 100
+    assert bytes_per_evaluation(engine, rounds=2) > 100
 
 
 def test_a_window_holds_the_newest_rows_in_order():
