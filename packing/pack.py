@@ -77,8 +77,9 @@ class Pack:
     def labels(self) -> np.ndarray:
         """int64 [T], IGNORE at the head of every sequence."""
         if self.marks is None:
-            self.marks = self.tokens.copy()
-            self.marks[self.cu_seqlens[:-1]] = IGNORE
+            labels = self.tokens.copy()
+            labels[self.cu_seqlens[:-1]] = IGNORE
+            self.marks = labels
         return self.marks
 
     @property
