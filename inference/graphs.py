@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds.
 
 A graph is good for one batch size and one width of the page table, so both go up a ladder; rows
-past the batch carry no request and write nowhere. Graphs are captured when first needed and stay
+past the batch carry no request and write nowhere. It holds the attention kernels it was captured
+with, so one asked for by name has graphs of its own. Graphs are captured when first needed and stay
 good while the weights stay where they are: an optimizer updates them in place. Once they have taken
 the memory set aside for them, a step uses the next larger graph there is, or none.
 
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor
 
 from ..attention import PagedCache, Pages, Varlen
+from ..attention.backends.choice import reader_of_pages
 from .batch import Step
 from .capturing import for_capture, streams
 from .sampler import Choice, sample
 from .staging import pack, views
 
 Forward = Callable[[Tensor, Tensor, Varlen, int], Tensor]
+Key = tuple[str | None, int, int]
+"""The attention backend asked for by name, rows, and width of the page table."""
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -69,7 +73,7 @@ class DecodeGraphs:
         """Newest token of each slot; the last entry takes what padding yields."""
         self._room = room
         self._taken = 0
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
@@ -84,9 +88,10 @@ class DecodeGraphs:
         """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows."""
         count, key = len(step.requests), self._key(step)
         assert key is not None
-        size, width = key
+        _, size, width = key
         arrays = _padded(step, size, width, len(self._newest) - 1)
         if key not in self._captured:
+            torch.cuda.empty_cache()  # a capture begins with it: what it gives back is not ours
             before = torch.cuda.memory_reserved(self._newest.device)
             self._captured[key] = self._capture(arrays, forward)
             self._taken += torch.cuda.memory_reserved(self._newest.device) - before
@@ -95,13 +100,15 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count], size - count
 
-    def _key(self, step: Step) -> tuple[int, int] | None:
-        """Rows and width of the graph for a step: the smallest, or the smallest there is."""
+    def _key(self, step: Step) -> Key | None:
+        """The graph for a step: the smallest, or the smallest there is."""
+        by = reader_of_pages()
         size = rung(len(step.requests))
         width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
-        if (size, width) in self._captured or self._taken < self._room:
-            return size, width
-        return min((k for k in self._captured if k[0] >= size and k[1] >= width), default=None)
+        if (by, size, width) in self._captured or self._taken < self._room:
+            return by, size, width
+        large = (k for k in self._captured if k[0] == by and k[1] >= size and k[2] >= width)
+        return min(large, default=None)
 
     def _capture(self, arrays: list[np.ndarray], forward: Forward) -> _Captured:
         blank = [np.zeros_like(a) for a in arrays]

@@ -83,6 +83,11 @@ def reading_pages_by(name: str | None) -> Iterator[None]:
         _reader.reset(token)
 
 
+def reader_of_pages() -> str | None:
+    """The backend that calls with pages are to use, where one is asked for by name."""
+    return _reader.get() or os.environ.get("NOPAD_ATTENTION") or None
+
+
 @lru_cache(maxsize=4096)
 def _choose(facts: tuple, forced: str | None, deterministic: bool) -> str:
     ask = Ask(*facts)
