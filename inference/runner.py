@@ -7,6 +7,7 @@ Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..attention import PagedCache, Pages, Varlen, carry, expect_layers
 from ..attention.allocator import Copy
 from ..attention.backends.ask import NotInAGraph
+from ..attention.backends.choice import reader_of_pages
 from .batch import Step
 from .graphs import DecodeGraphs
 from .loop import OutOfMemory, Results
@@ -29,6 +31,8 @@ try:
     from .token_kernels import resolve
 except ImportError:  # no Triton on this machine
     resolve = None
+
+log = logging.getLogger("nopad.inference")
 
 
 class DeviceRunner:
@@ -56,6 +60,8 @@ class DeviceRunner:
         self._stats = stats
         self._room = room_for_graphs
         self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
+        self._refused: set[str | None] = set()
+        """Attention backends, as asked for by name, whose calls cannot be captured."""
 
     def copy_pages(self, copies: list[Copy]) -> None:
         """Copy pages before the next step."""
@@ -89,12 +95,15 @@ class DeviceRunner:
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
         """Run a step as a graph, if graphs are made and one serves it."""
-        if self._graphs is None or not self._graphs.serves(step):
+        if self._graphs is None or (by := reader_of_pages()) in self._refused:
+            return None
+        if not self._graphs.serves(step):
             return None
         try:
             return self._graphs.run(step, self.forward)
-        except NotInAGraph:
-            self._graphs = None
+        except NotInAGraph as reason:
+            self._refused.add(by)
+            log.warning("decode steps run without graphs: %s", reason)
             return None
 
     def forget_graphs(self) -> None:
