@@ -231,6 +231,9 @@ class Pretraining:
     def save(self) -> None:
         """A folder that resumes this run, and that `AutoModelForCausalLM.from_pretrained` loads."""
         folder = self.folder.unfinished(self.step)
+        if self.accelerator.is_main_process:
+            self.folder.begin(self.step)
+        self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(folder))
         if self.accelerator.is_main_process:
             self.accelerator.unwrap_model(self.model).config.save_pretrained(folder)

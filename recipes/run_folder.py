@@ -71,6 +71,10 @@ class RunFolder:
         """Where a checkpoint is written until it is whole."""
         return self.path / f"unfinished-{step}"
 
+    def begin(self, step: int) -> None:
+        """Clear away what a save that was cut short has left."""
+        shutil.rmtree(self.unfinished(step), ignore_errors=True)
+
     def finish(self, step: int) -> None:
         """Seal the checkpoint, and let it appear under its name, in one rename."""
         from nopad.trainer.seal import seal

@@ -23,11 +23,17 @@ HASHED_UP_TO = 1 << 26
 
 def seal(folder: Path) -> None:
     """Say that a checkpoint is whole; call it on one rank, when all of them have written."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SEAL]
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [path for path in found if not path.name.startswith(SEAL)]  # nor the one before it
     for path in files:
         _to_disk(path)
     told = {str(path.relative_to(folder)): _facts(path) for path in files}
     write_state(folder / SEAL, {"files": told})
+
+
+def unseal(folder: Path) -> None:
+    """Say that a checkpoint is about to be written again; on one rank, before any of them does."""
+    (folder / SEAL).unlink(missing_ok=True)
 
 
 def flaw(folder: Path) -> str | None:

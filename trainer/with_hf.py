@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from ..packing import PackedDataset
 from .data_state import load_data_state, save_data_state
@@ -26,7 +27,7 @@ from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
 from .meter import Meter, away
 from .ranks import rank, sum_over_ranks, wait_for_all
-from .seal import last_whole_checkpoint, seal
+from .seal import last_whole_checkpoint, seal, unseal
 from .start import check_run, guard, say_start
 from .stop import StopRequest
 
@@ -142,13 +143,24 @@ class Packed(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        run = self._get_output_dir(trial=trial)
+        folder = Path(run) / f"checkpoint-{self.state.global_step}"
+        if rank() == 0:
+            unseal(folder)
+        wait_for_all()
         if self._loader is not None:
             save_data_state(self._loader, folder)
-        super()._save_checkpoint(model, trial)
+        # Older ones go when the new one is whole: were it cut short, none might be left.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
         wait_for_all()
         if rank() == 0:
             seal(folder)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(run, limit, best_model_checkpoint=best, use_mtime=True)
 
 
 class PackedTrainer(Packed, Trainer):

@@ -9,7 +9,7 @@ import tiny_run
 import torch
 from nopad.trainer.data_state import STATE_FILE, save_data_state
 from nopad.trainer.loader import PackedLoader
-from nopad.trainer.seal import SEAL, check_archive, flaw, last_whole_checkpoint, seal
+from nopad.trainer.seal import SEAL, check_archive, flaw, last_whole_checkpoint, seal, unseal
 
 
 @pytest.fixture
@@ -52,6 +52,23 @@ def test_without_a_whole_one_every_reason_is_named(folder):
     for part in ("checkpoint-10: model.safetensors is missing", "cut short",
                  "checkpoint-9: nopad_data.json is torn or damaged"):  # fmt: skip
         assert part in str(error.value)
+
+
+def test_a_folder_may_be_sealed_again_and_again(folder):
+    checkpoint = folder / "checkpoint-10"
+    for weights in (b"a", b"b", b"c"):
+        (checkpoint / "model.safetensors").write_bytes(weights)
+        seal(checkpoint)
+        assert flaw(checkpoint) is None
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is_sealed(folder):
+    checkpoint = folder / "checkpoint-10"
+    for _ in range(2):
+        seal(checkpoint)
+    unseal(checkpoint)
+    assert "cut short" in str(flaw(checkpoint))
+    unseal(folder / "checkpoint-11")  # the first time there is nothing to unseal
 
 
 def test_large_files_are_known_by_their_size(folder, monkeypatch):

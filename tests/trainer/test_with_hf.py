@@ -48,6 +48,36 @@ def test_the_evaluation_loss_is_the_token_mean(one, two):
         assert abs(got - wanted) < 1e-5 * wanted
 
 
+def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_unsealed(
+    tmp_path, monkeypatch
+):
+    from hf_child import trainer
+    from nopad.trainer import with_hf
+
+    seals: list[list[str]] = []
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, **settings)
+    wholes, stock = with_hf.seal, with_hf.Trainer._save_checkpoint
+
+    def sealing(folder):
+        seals.append(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
+        wholes(folder)
+
+    monkeypatch.setattr(with_hf, "seal", sealing)
+    run.train()
+    assert seals == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert run.args.save_total_limit == 1
+
+    def unsealed(self, *args):
+        assert not (tmp_path / "checkpoint-2" / "nopad_seal.json").exists()
+        stock(self, *args)
+
+    monkeypatch.setattr(with_hf.Trainer, "_save_checkpoint", unsealed)
+    run._save_checkpoint(run.model, None)
+    assert with_hf.last_whole_checkpoint(tmp_path).name == "checkpoint-2"
+
+
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
     from hf_child import Watch
