@@ -12,6 +12,7 @@ from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
 from .fused import Part, provable_parts
 from .graphs import graph_bytes
+from .lock_step import gathers
 from .loop import Loop
 from .memory import Memory, allowance, note_taken
 from .request import Request
@@ -70,7 +71,8 @@ def assemble(
     graphs = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, dtype.itemsize)
-        graphs = _room_for_graphs(model, settings, dtype, budget) if settings.graphs else 0
+        if settings.graphs and not gathers(model):
+            graphs = _room_for_graphs(model, settings, dtype, budget)
         budget -= graphs
     count = min(budget // page, most)
     if count < 1:

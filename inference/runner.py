@@ -60,6 +60,8 @@ class DeviceRunner:
         self._stats = stats
         self._room = room_for_graphs
         self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
+        self.may_capture = True
+        """Whether forwards are now such that a graph may hold them, and may be replayed."""
         self._refused: set[str | None] = set()
         """Attention backends, as asked for by name, whose calls cannot be captured."""
 
@@ -95,9 +97,9 @@ class DeviceRunner:
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
         """Run a step as a graph, if graphs are made and one serves it."""
-        if self._graphs is None or (by := reader_of_pages()) in self._refused:
+        if self._graphs is None or not self.may_capture:
             return None
-        if not self._graphs.serves(step):
+        if (by := reader_of_pages()) in self._refused or not self._graphs.serves(step):
             return None
         try:
             return self._graphs.run(step, self.forward)

@@ -15,6 +15,7 @@ from torch import nn
 
 from .borrow import borrowed
 from .fused import fused
+from .lock_step import gathers
 from .loop import Loop
 from .machine import Machine, Settings, assemble
 from .request import Request
@@ -78,6 +79,8 @@ class Tenancy:
                 stale = not light or self.machine is None or not self._weights.unchanged()
                 if self.machine is None:
                     self.machine = self._assemble(narrow)
+                if stale:  # ranks that step together vote before a forward, which no graph holds
+                    self.machine.runner.may_capture = not gathers(self._model)
                 news = self._notice_weights() if stale else []
                 if self.machine.shadow is not None:
                     stack.enter_context(self.machine.shadow.active(stale))

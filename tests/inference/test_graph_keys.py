@@ -11,6 +11,7 @@ import pytest
 import torch
 from nopad.attention.backends.ask import NotInAGraph
 from nopad.attention.backends.choice import reading_pages_by
+from nopad.inference import Engine, SamplingParams, tenancy
 from nopad.inference.graphs import DecodeGraphs
 from nopad.inference.runner import DeviceRunner
 from nopad.inference.slots import Slots
@@ -68,3 +69,17 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
     assert len(tried) == len(caplog.records) == 1 and "lengths" in caplog.text
     runner._replay(step())
     assert len(tried) == 2
+
+
+def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch):
+    engine = Engine(tiny("llama"))
+    captures = []
+    for gathering in (False, True, False):
+        monkeypatch.setattr(tenancy, "gathers", lambda model, now=gathering: now)
+        engine.generate([[5, 6]], SamplingParams(max_tokens=1))
+        assert engine._machine is not None
+        runner = engine._machine.runner
+        runner._graphs = SimpleNamespace(serves=lambda step: True, run=lambda *_: "replayed")  # pyright: ignore[reportAttributeAccessIssue]
+        captures.append(runner._replay(step()))
+        runner._graphs = None
+    assert captures == ["replayed", None, "replayed"]
