@@ -15,15 +15,15 @@ import small_inputs
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards):
+@pytest.mark.parametrize(("shards", "count"), [(1, 1000), (3, 1000), (1, 2)])
+def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards, count):
     path = small_inputs.chats(tmp_path, 400)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    source, examples = held_out.split(path, 1000)
+    source, examples = held_out.split(path, count)
     trained = [row.value for s in range(shards) for row in source.read(s, shards)]
-    kept = [row for row in rows if not held_out.is_held_out(row)]
+    kept = [row for row in rows if held_out.example_of(row) not in examples]
     assert sorted(map(json.dumps, trained)) == sorted(map(json.dumps, kept))
-    assert 0 < len(examples) == len(rows) - len(kept) < 40
+    assert 0 < len(examples) == len(rows) - len(kept) <= min(count, 39)
     assert all(example.prompt[-1]["role"] == "user" for example in examples)
 
 
@@ -32,6 +32,17 @@ def test_rows_without_an_answer_are_all_trained_on(tmp_path):
     source, examples = held_out.split(path, 32)
     assert examples == [] and len(list(source.read(0, 1))) == 200
     assert held_out.split(path, 0) == (path, [])
+
+
+def test_the_fingerprint_tells_which_rows_are_left_out(tmp_path):
+    path = small_inputs.chats(tmp_path, 400)
+    prints = {held_out.split(path, count)[0].fingerprint() for count in (1, 2, 2)}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize("turns", ["hello", 7, [1, 2], [["a"], ["b"]], None, {"role": "user"}])
+def test_a_malformed_conversation_is_no_example(turns):
+    assert held_out.example_of({"messages": turns}) is None
 
 
 def test_fine_tuning_evaluates_by_default(tmp_path):
