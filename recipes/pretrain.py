@@ -52,8 +52,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     return parse(parser, argv)
 
 
-def optimize(args: argparse.Namespace, model):
-    """AdamW with clipping, decay on matrices only, warm-up and cosine."""
+def optimize(args: argparse.Namespace, model, clips: bool):
+    """AdamW with decay on matrices only, warm-up and cosine; `clips` on the way."""
+    import torch
     from nopad.trainer.adamw import ClippedAdamW
     from transformers import get_cosine_schedule_with_warmup
 
@@ -63,8 +64,11 @@ def optimize(args: argparse.Namespace, model):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    rule = {"lr": args.learning_rate, "betas": (0.9, 0.95), "max_norm": args.clip}
-    optimizer = ClippedAdamW(groups, **rule)
+    rule = {"lr": args.learning_rate, "betas": (0.9, 0.95)}
+    if clips:
+        optimizer = ClippedAdamW(groups, max_norm=args.clip, **rule)
+    else:
+        optimizer = torch.optim.AdamW(groups, **rule)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
 
 
@@ -91,6 +95,11 @@ def start(args: argparse.Namespace):
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}: "
             "see the lines at the top of this recipe for what starts several"
         )
+    if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(
+            f"{accelerator.distributed_type.value} clips by its own settings, not by --clip: "
+            "choose DDP or FSDP in `accelerate config`, or take recipes/train_hf.py"
+        )
     torch.set_num_threads(threads)
     set_seed(args.seed)
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are fine
@@ -113,7 +122,9 @@ class Pretraining:
             self.tokenizer, dataset = load_data(args)
         model = load_model(args, self.tokenizer)
         self.loss = attach_loss(model)
-        optimizer, scheduler = optimize(args, model)
+        # FSDP1 leaves each rank a piece of the gradient; only Accelerate knows the norm of all.
+        self.clips = accelerator.distributed_type != "FSDP" or accelerator.is_fsdp2
+        optimizer, scheduler = optimize(args, model, self.clips)
         self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
@@ -196,7 +207,9 @@ class Pretraining:
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
-            self.optimizer.step()  # clips on the way
+            if not self.clips and self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+            self.optimizer.step()
             if self.accelerator.sync_gradients:
                 self.scheduler.step()
             self.optimizer.zero_grad()

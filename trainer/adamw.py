@@ -18,6 +18,8 @@ from torch import Tensor
 class ClippedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with `max_norm`, the largest norm that a gradient may keep.
 
+    For DDP and FSDP2, and one process. FSDP1 and DeepSpeed give each rank a plain piece of the
+    gradient, whose norm would be taken for that of the whole: use torch's AdamW and their clipping.
     Leave out the trainer's own clipping (`clip_grad_norm_`, or `max_grad_norm=0`).
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -30,6 +32,12 @@ class ClippedAdamW(torch.optim.AdamW):
 
     def __init__(self, params: Any, *args: Any, max_norm: float = 1.0, **settings: Any):
         super().__init__(params, *args, **settings)
+        for name in ("fused", "capturable", "differentiable"):
+            if any(group[name] for group in self.param_groups):
+                raise ValueError(
+                    f"{name}=True: this step has kernels of its own, and reads no loss scale; "
+                    "leave it out, or use torch.optim.AdamW with clip_grad_norm_"
+                )
         self.max_norm = max_norm
         self.norm: Tensor | None = None
         """The gradient's norm before clipping, at the last step; on the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+import pytest
 import torch
 from nopad.trainer.adamw import ClippedAdamW
 
@@ -42,6 +43,14 @@ def test_its_state_goes_over_to_torch_and_back():
     run(first, ours, 2, clip=False)
     run(second, gold, 2, clip=True)
     assert all(torch.equal(a, b) for a, b in zip(ours, gold, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fused", "capturable", "differentiable"])
+def test_what_it_does_not_do_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name}=True.*torch\.optim\.AdamW"):
+        ClippedAdamW(weights(), **{name: True})
+    with pytest.raises(ValueError, match=f"{name}=True"):
+        ClippedAdamW([{"params": weights(), name: True}])
 
 
 def test_without_gradients_nothing_moves():
