@@ -34,9 +34,10 @@ def lay_rows(
     >>> rows[:, 0].tolist(), bounds.tolist(), longest
     ([[5, 6, 7, 0, 0], [-100, 6, 7, -100, -100], [0, 1, 2, 0, 1]], [0, 3, 5], 3)
     """
-    sequences, total = 0, sum(widths)
-    for number, pack in enumerate(packs):
-        sequences += len(pack.samples) + (len(pack.tokens) < widths[number])
+    sequences = total = 0
+    for pack, width in zip(packs, widths, strict=True):
+        sequences += len(pack.samples) + (len(pack.tokens) < width)
+        total += width
     if room is not None and sequences > room:
         raise ValueError(
             f"a batch holds {sequences} sequences, but fixed_sequences={room}: raise it, "
@@ -45,13 +46,18 @@ def lay_rows(
     rows = np.empty((3, 1, total), np.int64)
     bounds = np.empty((room or sequences) + 1, np.int32)
     end = sequence = longest = 0
-    for number, pack in enumerate(packs):
+    for pack, width in zip(packs, widths, strict=True):
         tokens, marks = pack.tokens, pack.marks
-        marks = tokens if marks is None else marks
-        start, end = end, end + widths[number]
+        start, end = end, end + width
         place = start, end, sequence, longest, pad_token_id
         sequence, longest = _lay(
-            tokens, marks, pack.cu_seqlens, pack.first_positions, place, rows, bounds
+            tokens,
+            tokens if marks is None else marks,
+            pack.cu_seqlens,
+            pack.first_positions,
+            place,
+            rows,
+            bounds,
         )
     return rows, bounds, longest
 
@@ -63,9 +69,8 @@ def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
     used = len(tokens)
     bounds[sequence] = start
     ids, labels, positions = rows[0, 0, start:end], rows[1, 0, start:end], rows[2, 0, start:end]
-    for t in range(used):  # loops, since an assignment of slices takes three times as long
+    for t in range(used):  # a loop, since an assignment of slices takes three times as long
         ids[t] = tokens[t]
-    for t in range(used):
         labels[t] = marks[t]
     for n in range(len(first_positions)):
         begin, behind = np.int64(cu_seqlens[n]), np.int64(cu_seqlens[n + 1])
