@@ -16,6 +16,9 @@ from .backends.write import write
 from .varlen import Varlen
 
 _MANY = 8192
+_ROOM = 64
+"""Places per token that sequences, all as long as the longest allowed, may take for cuDNN: its
+backward wants a float for each head and place, a gigabyte a layer for many empty sequences."""
 
 
 def attend(
@@ -44,13 +47,13 @@ def attend(
     rule = (scaling, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
-        chosen = choice.choose(_facts(q, k, v, rule, 0, False), backend)
+        chosen = choice.choose(_facts(q, k, v, rule, varlen), backend)
         if chosen == "sdpa" and torch.compiler.is_compiling():
             return opaque.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
         return choice.module(chosen).packed(q, k, v, varlen, scores)
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
-    facts = _facts(q, keys, values, rule, keys.shape[1], varlen.max_length == 1)
+    facts = _facts(q, keys, values, rule, varlen)
     chosen = choice.choose(facts, backend)
     if torch.compiler.is_compiling():
         opaque.write_pages(k, v, keys, values, pages.slots)
@@ -68,16 +71,18 @@ def attend_written(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Te
     assert varlen.pages is not None
     keys, values = varlen.pages.cache.layer(layer)
     rule = (scale, None, None, None)
-    facts = _facts(q, keys, values, rule, keys.shape[1], varlen.max_length == 1)
+    facts = _facts(q, keys, values, rule, varlen)
     return choice.module(choice.choose(facts)).paged(q, keys, values, varlen, Scores(*rule))
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode: bool) -> tuple:
+def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, varlen: Varlen) -> tuple:
     """The fields of an `Ask`, in order."""
+    page_size = 0 if varlen.pages is None else k.shape[1]
     _, window, softcap, sinks = rule
     grad = torch.is_grad_enabled() and not page_size and q.requires_grad
-    many = False
-    if not page_size and q.shape[0] >= _MANY:  # an `if`: torch.compile guards on it, once
+    many, tokens, places = False, q.shape[0], len(varlen.cu_seqlens) * varlen.max_length
+    # An `if`: torch.compile guards on it, once.
+    if not page_size and tokens >= _MANY and places <= _ROOM * tokens:
         many = True
     return (
         q.device.type,
@@ -91,6 +96,6 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, page_size: int, decode:
         softcap is not None,
         sinks is not None,
         page_size,
-        decode,
+        page_size > 0 and varlen.max_length == 1,
         many,
     )

@@ -45,7 +45,7 @@ class Ask:
     decode: bool
     """One query per sequence, over pages."""
     many: bool = False
-    """Thousands of tokens: the device's time counts, not the host's."""
+    """Thousands of tokens, in not too many places: the device's time counts, not the host's."""
 
     @property
     def paged(self) -> bool:

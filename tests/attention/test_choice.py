@@ -4,7 +4,9 @@ import logging
 
 import pytest
 import torch
+import torch._dynamo.testing
 from nopad.attention import Varlen, attend
+from nopad.attention.attend import _facts
 from nopad.attention.backends import choice
 from nopad.attention.backends.ask import Ask
 
@@ -104,6 +106,31 @@ def test_trials_do_not_move_the_random_state(name):
 def test_declared_limits_are_told(name, changes, reason):
     known = {"device": "cuda", "dtype": torch.bfloat16} | changes
     assert reason in (choice.why_not(name, Ask(*facts(**known))) or "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "longest", "many"),
+    [(16384, 40, 4096, True), (4096, 40, 4096, False), (16384, 512, 16384, False)],
+)
+def test_sequences_that_would_fill_memory_when_spread_out_are_not_called_many(
+    tokens, sequences, longest, many
+):
+    q = torch.empty(tokens, 2, 16, device="meta")
+    varlen = Varlen(torch.zeros(sequences + 1, dtype=torch.int32), longest)
+    assert Ask(*_facts(q, q, q, (1.0, None, None, None), varlen)).many == many
+
+
+def test_rows_of_other_lengths_and_counts_compile_no_third_graph():
+    """One for the first row, and one for rows that differ from it."""
+    torch._dynamo.reset()
+    seen = torch._dynamo.testing.CompileCounter()
+    call = torch.compile(attend, backend=seen, fullgraph=True)
+    for tokens, longest in ((9000, 30), (9030, 15), (10000, 20), (11000, 44)):
+        q = torch.randn(tokens, 1, 4)
+        bounds = torch.arange(0, tokens + 1, longest).int()
+        bounds[-1] = tokens
+        assert call(q, q, q, Varlen(bounds, longest)).shape == q.shape
+    assert seen.frame_count == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
