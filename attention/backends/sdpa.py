@@ -51,7 +51,8 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     bounds, lengths = (tuple(x.tolist()) for x in (varlen.cu_seqlens, pages.lengths))
     batches, families = plan(bounds, lengths, pages.table.cpu().numpy().tobytes(), layout)
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
-    log_sums = q.new_empty(q.shape[:2], dtype=torch.float32) if families else None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    log_sums = q.new_empty(q.shape[:2], dtype=wide) if families else None
     for batch in batches:
         k, v = (_gathered(x, batch) for x in (keys, values))
         queries = q.index_select(0, batch.rows).view(batch.count, -1, *q.shape[1:]).transpose(1, 2)

@@ -68,6 +68,8 @@ def plan(
     bounds: tuple[int, ...], lengths: tuple[int, ...], table: bytes, layout: Layout
 ) -> tuple[list[Batch], list[Family]]:
     """Batch the sequences whose queries lie at `bounds` and whose pages the table (int32) holds."""
+    if not lengths:
+        return [], []
     pages = np.frombuffer(table, np.int32).reshape(len(lengths), -1)
     queries = [end - start for start, end in pairwise(bounds)]
     alive = [i for i, length in enumerate(lengths) if queries[i] and length]

@@ -1,8 +1,13 @@
 """Which sequences share a batch, and which pages are read once for several of them."""
 
 import numpy as np
+import pytest
 import torch
+from nopad.attention import PagedCache, Pages, Varlen
+from nopad.attention.backends import sdpa
+from nopad.attention.backends.ask import Scores
 from nopad.attention.backends.sdpa_plan import Layout, plan
+from nopad.attention.reference import reference
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(16, None, True, torch.float32, CPU)
@@ -67,3 +72,21 @@ def test_a_short_sequence_fills_up_with_its_own_first_page():
     assert batch.stale.tolist() == list(range(32 + 20, 32 + 30))
     (batch,), _ = planned([1, 1], [60, 33], [[5, 6, 7, 4], [8, 9, 3]])
     assert batch.pages.tolist() == [5, 6, 7, 4, 8, 9, 3, 8]
+
+
+def test_no_sequences_make_no_batches():
+    assert plan((0,), (), b"", LAYOUT) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_shared_pages_are_read_in_wide_dtypes(dtype):
+    cache = PagedCache(600, 16, [(2, 8, 8)], dtype, CPU)
+    for tensor in cache.layer(0):
+        tensor.normal_(generator=torch.Generator().manual_seed(0))
+    table = torch.tensor(family_of(members=5, shared=40), dtype=torch.int32)
+    lengths = torch.tensor([641, 650, 672, 650, 660], dtype=torch.int32)
+    varlen = Varlen(torch.arange(6).int(), 1, Pages(cache, table, lengths, torch.zeros(0), 672))
+    q = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    unused = torch.zeros(5, 2, 8, dtype=dtype)
+    got = sdpa.paged(q, *cache.layer(0), varlen, Scores(0.3))
+    torch.testing.assert_close(got, reference(q, unused, unused, varlen, scale=0.3))
