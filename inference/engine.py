@@ -277,7 +277,6 @@ class Engine:
 
     def _begin(self) -> None:
         """Begin a call: unless other requests are under way, the trace is about this one."""
-        self.stats.note_call()
         if not self._loop.busy:
             self.trace.clear()
 

@@ -82,6 +82,13 @@ class Loop:
 
     def step(self) -> list[Request]:
         """Run one step; return the requests that ended, and the watched ones with a new token."""
+        began = self.clock()
+        try:
+            return self._step()
+        finally:
+            self.stats.note_time(self.clock() - began)
+
+    def _step(self) -> list[Request]:
         news = self._expire()
         plan = self.scheduler.plan()
         if plan.copies:

@@ -43,10 +43,8 @@ class Stats:
         self.prefix_tokens = 0
         self.prompt_tokens = 0
         self.seconds = 0.0
-        """Time spent in steps; what passes between two calls does not count."""
+        """Time spent in steps, from planning to reading; what passes between two does not count."""
         self._log = Window(5)
-        self._stepped: float | None = None
-        """When the step before began, if it was of the same call."""
         self._queued_at: dict[int, float] = {}
         self._since = np.empty(0)
         """By slot: when its request was queued."""
@@ -75,9 +73,9 @@ class Stats:
         """Of the newest steps: time, requests in it, waiting, tokens, pages in use; [steps, 5]."""
         return self._log.rows()
 
-    def note_call(self) -> None:
-        """A call begins: the time since the last step was not the engine's."""
-        self._stepped = None
+    def note_time(self, seconds: float) -> None:
+        """A step was planned and launched, or the last ones were read."""
+        self.seconds += seconds
 
     def note_step(self, now: float, step: Step, scheduler: Scheduler) -> None:
         self.steps += 1
@@ -86,8 +84,6 @@ class Stats:
         used = pages.num_pages - pages.available
         row = (now, len(step.requests), scheduler.waiting, len(step.ids), used)
         self._log.add(np.array([row]))
-        self.seconds += 0.0 if self._stepped is None else now - self._stepped
-        self._stepped = now
         self._slots, self._pages = scheduler.max_running, pages.num_pages
         counted = (scheduler.preemptions, scheduler.prefix_hits, scheduler.prompt_tokens)
         before = self._counted.get(scheduler, (0, 0, 0))
@@ -140,7 +136,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over the time between steps."""
+        """New tokens over the time spent in steps."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     def summary(self) -> dict[str, float]:

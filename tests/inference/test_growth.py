@@ -10,6 +10,7 @@ import nopad.inference
 import numpy as np
 import pytest
 from nopad.inference import Engine, SamplingParams
+from nopad.inference.request import Request
 from nopad.inference.request_trace import Trace
 from nopad.inference.stats import Stats
 from nopad.inference.window import Window
@@ -105,3 +106,26 @@ def test_figures_of_a_reset_start_at_zero_and_idle_time_does_not_count(tiny):
     engine.generate([[5] * 4], long)
     assert engine.stats.preemptions == 0 and engine.stats.new_tokens == 30
     assert 0 < engine.stats.seconds < seconds
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_step_counts_whole_and_nothing_between_them(world, depth, monkeypatch):
+    w = world(16, 16, depth=depth)
+    launch, waits = w.runner.launch, []
+
+    def slow(step):
+        w.time += 2
+        read = launch(step)
+
+        def reading():
+            waits.append(4)
+            w.time += 4
+            return read()
+
+        return reading
+
+    monkeypatch.setattr(w.runner, "launch", slow)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    w.scheduler.add(Request(id=0, prompt=np.arange(3), limit=8, params=params))
+    w.drain(bound=20)
+    assert len(waits) == 5 and w.stats.seconds == 5 * (2 + 4)
