@@ -73,7 +73,7 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequenc
     if args.compile:
         compile_layers(model)
     else:
-        fuse_layers(model)
+        fuse_layers(model, trainer.args.device)  # not wrapped before the first step
     if examples:
         from held_out import continuing
         from nopad.trainer.with_hf_eval import EvalCallback

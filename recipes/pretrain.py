@@ -121,6 +121,7 @@ class Pretraining:
         with accelerator.main_process_first():
             self.tokenizer, dataset = load_data(args)
         model = load_model(args, self.tokenizer)
+        fuse_layers(model, accelerator.device)
         self.loss = attach_loss(model)
         # FSDP1 leaves each rank a piece of the gradient; only Accelerate knows the norm of all.
         self.clips = accelerator.distributed_type != "FSDP" or accelerator.is_fsdp2
@@ -129,7 +130,6 @@ class Pretraining:
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
-        fuse_layers(model)
         self.meter = Meter.of(self.loader, model)
         self.evaluations = self._evaluations()
         self.stopping = False

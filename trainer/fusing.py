@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import partial, wraps
 from typing import Any
 
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 log = logging.getLogger("nopad.trainer")
+
+FUSED = "_nopad_fused"
+"""Marks a class or function that has fused kernels already."""
 
 
 class FusedLayers:
@@ -39,22 +43,31 @@ class FusedLayers:
         setattr(owner, attribute, value)
 
 
-def fuse_layers(model: nn.Module) -> FusedLayers:
+def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLayers:
     """Give the parts of a causal LM on a GPU fused kernels, where they compute the same.
 
-    Call it on the bare model, before DDP, FSDP or PEFT wrap it. Weights and their names stay.
+    Call it before DDP or FSDP wrap the model. A part that PEFT gives adapters, before or after,
+    keeps its own forward. Weights and their names stay. The rotary embedding is a function of the
+    model's file: it is fused for every model of that file in this process, until `undo`.
+
+    device: where the model will train; without it, where it is.
     """
-    fused = FusedLayers()
-    if not serves(next(model.parameters())):
+    fused, device = FusedLayers(), device or next(model.parameters()).device
+    if not serves(torch.empty(0, device=device)):
         return fused
+    done = {type(part).__name__ for part in model.modules() if hasattr(type(part), FUSED)}
+    fused.names += sorted(done)
     for kind, twin in _kinds(model):
         alike = [part for part in model.modules() if type(part) is kind]
-        if all(_agrees(part, twin) for part in _different(alike)):
+        if all(_agrees(part, twin, device) for part in _different(alike)):
             fused.names.append(kind.__name__)
             for part in alike:
                 fused.put(part, "__class__", twin)
-    _fuse_rotary(model, fused)
-    log.info("fused kernels: %s", ", ".join(fused.names) or "none fit this model")
+    _fuse_rotary(model, fused, device)
+    if fused.names:
+        log.info("fused kernels: %s", ", ".join(fused.names))
+    else:
+        log.warning("no fused kernels fit %s: it trains with its own", type(model).__name__)
     return fused
 
 
@@ -67,9 +80,13 @@ def _kinds(model: nn.Module) -> list[tuple[type, type]]:
     """The classes that look as if they could be fused, each with its fused twin."""
     kinds = {}
     for part in model.modules():
+        if hasattr(type(part), FUSED):
+            continue
         if _eps(part) is not None:
             kinds[type(part)] = _twin(type(part), _norm)
         elif {"gate_proj", "up_proj", "down_proj", "act_fn"} <= part._modules.keys():
+            if not _plain(part):
+                continue
             kinds[type(part)] = _twin(type(part), _mlp)
     return list(kinds.items())
 
@@ -77,11 +94,13 @@ def _kinds(model: nn.Module) -> list[tuple[type, type]]:
 def _twin(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> type:
     """A subclass of the same name whose forward is fused where it can be."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        out = fused(self, x) if serves(x) else None
-        return kind.forward(self, x) if out is None else out
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        usual = len(args) == 1 and not options and isinstance(args[0], Tensor) and serves(args[0])
+        out = fused(self, args[0]) if usual else None
+        return kind.forward(self, *args, **options) if out is None else out
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    members = {"forward": forward, "__module__": kind.__module__, FUSED: True}
+    return type(kind.__name__, (kind,), members)
 
 
 def _eps(part: Any) -> float | None:
@@ -101,14 +120,21 @@ def _norm(part: Any, x: Tensor) -> Tensor | None:
 def _mlp(part: Any, x: Tensor) -> Tensor | None:
     from .triton_gate import gated_mlp
 
+    if not _plain(part):
+        return None
     products = (part.gate_proj, part.up_proj, part.down_proj)
-    if any(type(p) is not nn.Linear or p.bias is not None for p in products):
-        return None  # an adapter, a quantized weight
     inputs = (x, *(p.weight for p in products))
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(tensor.to(dtype) for tensor in inputs)
     return gated_mlp(*inputs)
+
+
+def _plain(part: Any) -> bool:
+    """No adapter, no quantized weight, no hook that has to run before a weight is there."""
+    products = (part.gate_proj, part.up_proj, part.down_proj)
+    own = all(type(p) is nn.Linear and p.bias is None for p in products)
+    return own and not any(p._forward_hooks or p._forward_pre_hooks for p in products)
 
 
 def _different(parts: Iterable[nn.Module]) -> list[nn.Module]:
@@ -117,8 +143,11 @@ def _different(parts: Iterable[nn.Module]) -> list[nn.Module]:
     return list(by_shape.values())
 
 
-def _agrees(part: Any, twin: Any) -> bool:
-    """Run one module both ways."""
+def _agrees(part: Any, twin: Any, device: torch.device) -> bool:
+    """Run one module both ways, where it will train."""
+    if any(p.is_meta for p in part.parameters()):
+        return False
+    part = deepcopy(part).to(device)
     weights = list(part.parameters())
     x = _wave(weights[0], 1, 5, weights[0].shape[-1])
     return _near(partial(type(part).forward, part), partial(twin.forward, part), [x], weights)
@@ -131,11 +160,12 @@ def _near(
     try:
         with torch.enable_grad():
             pairs = zip(*(_outcome(f, inputs, weights) for f in (stock, fused)), strict=True)
-            wrong = max(((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs)
+            errors = [((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs]
     except Exception as error:  # whatever a foreign module makes of it, the kernels are not for it
         log.info("no fused kernels (%s: %s)", type(error).__name__, error)
         return False
-    return wrong < (1e-4 if inputs[0].dtype == torch.float32 else 4e-2)
+    limit = 1e-4 if inputs[0].dtype == torch.float32 else 4e-2
+    return all(error < limit for error in errors)  # unlike max, false where one is no number
 
 
 def _outcome(call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]) -> list[Tensor]:
@@ -153,17 +183,19 @@ def _wave(like: Tensor, *shape: int) -> Tensor:
     return numbers.view(shape).to(like.dtype).requires_grad_()
 
 
-def _fuse_rotary(model: Any, fused: FusedLayers) -> None:
+def _fuse_rotary(model: Any, fused: FusedLayers, device: torch.device) -> None:
     """Where the model's file has the usual function, let it be fused for the usual arguments."""
     from .triton_rotary import rotary
 
-    weight = next(model.parameters())
+    weight = torch.empty(0, device=device, dtype=next(model.parameters()).dtype)
     q, k = (_wave(weight, 1, 5, heads, 16).transpose(1, 2) for heads in (4, 2))
     angles = _wave(weight, 1, 5, 8).detach().float().repeat(1, 1, 2)
     inputs = [q, k, angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)]
     for source in {sys.modules[type(part).__module__] for part in model.modules()}:
         stock = getattr(source, "apply_rotary_pos_emb", None)
-        if stock is not None and _near(stock, rotary, inputs, []):
+        if hasattr(stock, FUSED):
+            fused.names.append("apply_rotary_pos_emb")
+        elif stock is not None and _near(stock, rotary, inputs, []):
             fused.names.append("apply_rotary_pos_emb")
             fused.put(source, "apply_rotary_pos_emb", _rotary_or(stock))
 
@@ -177,6 +209,7 @@ def _rotary_or(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(q, k, cos, sin, *more, **options)
         return rotary(q, k, cos, sin)
 
+    setattr(apply, FUSED, True)
     return apply
 
 

@@ -90,6 +90,11 @@ for family, count in expected.items():
     fused = fusing.fuse_layers(model)
     assert len(fused.names) == count, fused.names
     assert list(model.state_dict()) == names
+    again = fusing.fuse_layers(model)  # finds everything fused, and leaves it so
+    assert sorted(again.names) == sorted(fused.names)
+    again.undo()
+    assert not any(hasattr(kind, fusing.FUSED) for part in model.modules()
+                   for kind in type(part).__mro__[1:]), "fused twice"
     ours = gradients(model)
     scale = max(g.abs().max() for g in gold.values())
     assert max((ours[n] - gold[n]).abs().max() for n in gold) / scale < 1e-6, family
@@ -98,6 +103,20 @@ for family, count in expected.items():
     assert all(torch.equal(g, ours[n]) for n, g in gradients(model).items())
     fused.undo()
     assert [type(part) for part in model.modules()] == kinds
+    if family == "llama":
+        mlp, norm, x = model.model.layers[0].mlp, model.model.norm, torch.randn(1, 3, 32)
+        mlp.gate_proj.register_forward_pre_hook(lambda *_: None)
+        assert "LlamaMLP" not in fusing.fuse_layers(model).names
+        torch.testing.assert_close(norm(hidden_states=x), norm(x))
+
+def stock(x):
+    return x * 1.0, x * 1.0
+
+def broken(x):
+    return x * 1.0, x * float("nan")
+
+x = torch.ones(3, requires_grad=True)
+assert fusing._near(stock, stock, [x], []) and not fusing._near(stock, broken, [x], [])
 print("finished")
 """
 
