@@ -70,7 +70,8 @@ def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsy
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
     assert ("float32", "sdpa") in rows and ("bfloat16", "sdpa") in rows
     assert float(rows["float32", "sdpa,"][4]) == 0.0, "batch-invariant: not even rounding is left"
-    assert "not run: flash2 (it needs CUDA)" in text
+    assert "not run: float32 flash2 (it needs CUDA)" in text
+    assert "not run: bfloat16 flash2 (it needs CUDA)" in text
 
 
 def test_disagreement_is_status_one(capsys, monkeypatch):
@@ -82,6 +83,20 @@ def test_disagreement_is_status_one(capsys, monkeypatch):
     monkeypatch.setattr(agreeing, "agreement", apart)
     assert main(["llama", "--agreement"]) == 1
     assert "TOO FAR" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fails", [("sdpa",), ("sdpa", "flash2", "triton")])
+def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkeypatch, fails):
+    from nopad.cli import agreeing
+
+    def sometimes(*args, attention, **named):
+        if attention in fails:
+            raise RuntimeError("no kernel image")
+        return agreeing.Agreement(144, 0.0, 0.0, "float32", "cpu")
+
+    monkeypatch.setattr(agreeing, "agreement", sometimes)
+    assert main(["llama", "--agreement"]) == 1
+    assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
 
 
 def test_agreement_of_a_refused_model_is_not_tried(capsys):
