@@ -248,46 +248,17 @@ def eight_shot(count: int, shots: int, vocabulary: int, most: int):
 
 def batched(model, prompts: list, new: list) -> None:
     """Transformers' continuous batching, at its best: steps of 8192 tokens, the manager kept."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(do_sample=False, max_new_tokens=max(new), eos_token_id=-1)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("flash_attention_2")
-    model.config.dtype = next(model.parameters()).dtype
-    model.eval()
-
-    def serve(manager) -> None:
-        for ids, count in zip(prompts, new, strict=True):
-            manager.add_request(ids, max_new_tokens=count, eos_token_id=-1)
-        done = 0
-        while done < len(prompts):
-            result = manager.get_result(timeout=120)
-            assert result is not None and result.error is None
-            done += result.is_finished()
+    from generation_peers import continuous, serve
 
     start = time.perf_counter()
-    options = {"generation_config": config, **large_steps()}
-    with model.continuous_batching_context_manager(**options) as manager:
+    with continuous(model, max(new)) as manager:
         ready = time.perf_counter() - start
         for name in ("evaluation 1", "evaluation 2, manager kept"):
-            seconds, _ = timed(lambda: serve(manager))
+            seconds, _ = timed(lambda: serve(manager, prompts, new))
             note("training", f"generate_batch, {name}", seconds,
                  tokens_per_second=sum(new) / seconds, start=ready)  # fmt: skip
             if seconds > 25:  # nothing to warm up at this pace
                 break
-    model.set_attn_implementation(before)
-    model.train()
-
-
-def large_steps() -> dict:
-    """Let continuous batching run 8192 tokens a step, where this version can be told to."""
-    try:
-        from transformers import ContinuousBatchingConfig
-
-        return {"continuous_batching_config": ContinuousBatchingConfig(max_batch_tokens=8192)}
-    except (ImportError, TypeError) as error:
-        print(f"generate_batch with its own step size: {error}")
-        return {}
 
 
 @torch.no_grad()

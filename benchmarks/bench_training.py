@@ -73,19 +73,32 @@ def documents(budget: int, packs: int, vocabulary: int, longest: int) -> list[np
 
 
 class Watch:
-    """Power and clock of the GPU while something runs: what limits a step may be the power cap."""
+    """Power and clock of the GPU while something runs: what limits a step may be the power cap.
 
-    def __init__(self, wanted: bool):
+    A context: whatever happens inside, no nvidia-smi is left running.
+    """
+
+    _process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
         query = "--query-gpu=power.draw.instant,clocks.sm,clocks.max.sm,power.limit"
         command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "100"]
-        wanted = wanted and shutil.which(command[0]) is not None
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE) if wanted else None
+        if shutil.which(command[0]) is not None:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
     def stop(self) -> dict[str, float]:
-        if self.process is None:
+        """The means since the start; nothing where nothing was started."""
+        process, self._process = self._process, None
+        if process is None:
             return {}
-        self.process.terminate()
-        lines = self.process.communicate()[0].decode().splitlines()
+        process.terminate()
+        lines = process.communicate()[0].decode().splitlines()
         rows = [[float(x) for x in line.split(",")] for line in lines[:-1] if "N/A" not in line]
         names = ("watts", "MHz", "MHz_at_most", "watts_at_most")
         columns = zip(*rows, strict=True)
@@ -146,23 +159,24 @@ class Bench:
         flops = ModelFlops.of_model(model)
         optimizer = self.optimizer(model)
         tokens, work, marks, losses, waited = [], [], [], [], 0.0
-        watch = Watch(False)
-        for number, (batch, lengths) in enumerate(batches):
-            if number == warm:
-                watch = Watch(self.device.type == "cuda")
-                self._forget_peak()
-                waited = self.waited()
-            marks.append(time.perf_counter())
-            if number == warm + timed:
-                break
-            losses.append(self.step(model, optimizer, batch))
-            if number >= warm:
-                tokens.append(int(np.sum(lengths)))
-                work.append(flops.of(lengths))
-        self.sync()
-        seconds = time.perf_counter() - marks[warm]
-        row = self._report(name, tokens, work, seconds, waited)
-        row |= watch.stop()
+        with Watch() as watch:
+            for number, (batch, lengths) in enumerate(batches):
+                if number == warm:
+                    if self.device.type == "cuda":
+                        watch.start()
+                    self._forget_peak()
+                    waited = self.waited()
+                marks.append(time.perf_counter())
+                if number == warm + timed:
+                    break
+                losses.append(self.step(model, optimizer, batch))
+                if number >= warm:
+                    tokens.append(int(np.sum(lengths)))
+                    work.append(flops.of(lengths))
+            self.sync()
+            seconds = time.perf_counter() - marks[warm]
+            row = self._report(name, tokens, work, seconds, waited)
+            row |= watch.stop()
         row["losses"] = [round(float(loss), 4) for loss in (losses[0], losses[-1])]
         if self.profile and self.device.type == "cuda":
             self.profile = False  # of the first variant only
