@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from ..collators import PackedCollator
 from ..packing import Pack, PackedDataset
+from ..packing.planned import PlannedPacks
 from .data_workers import WorkerWatch
 from .ranks import sum_over_ranks, world
 
@@ -140,9 +141,15 @@ class PackedLoader:
 
     def became(self) -> dict[str, int]:
         """Count the samples split, truncated and dropped: of the epoch, or of a stream so far."""
-        epoch = self.state()["position"]["epoch"]
-        if self.dataset.settings["shards"] or self._became[0] != epoch:
-            account = self.dataset.report()
+        position, packs = self.state()["position"], self.dataset.packs
+        planned = isinstance(packs, PlannedPacks)
+        epoch = position["epoch"]
+        if position["until"] is not None:
+            epoch = min(epoch, position["until"] - 1)  # behind the last one there is none
+        if not planned or self._became[0] != epoch:
+            # The data set's own report is that of the epoch this pass began with.
+            skipped = self.dataset.skipped
+            account = packs.report(epoch, skipped) if planned else self.dataset.report()
             counts = {name: account[name] for name in ("split", "truncated", "dropped")}
             self._became = epoch, {**counts, "skipped": account["skipped"]["rows"]}
         return self._became[1]

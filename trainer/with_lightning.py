@@ -54,8 +54,15 @@ class PackedDataModule(pl.LightningDataModule):
         self.loader: PackedLoader | None = None
         self.checked: nn.Module | None = None
         """The model whose batches are refused where it was not made for them."""
-        if validation is None:  # else Lightning would miss a validation_step
+        self._without_validation()
+
+    def _without_validation(self) -> None:
+        if self.validation is None:  # else Lightning would miss a validation_step
             self.val_dataloader = super().val_dataloader
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._without_validation()  # a pickled method comes back as that of the class
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
@@ -106,6 +113,11 @@ class PackedCallback(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validating.close()
 
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._validating.close()
+
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -137,10 +149,11 @@ class PackedCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
-        if KEY not in checkpoint:
+        missing = [name for name in (KEY, WINDOW) if name not in checkpoint]
+        if missing:
             raise ValueError(
-                f"the checkpoint holds no data position ({KEY}): it was saved without "
-                "PackedCallback; start a new run from its weights instead"
+                f"the checkpoint holds no data position ({', '.join(missing)}): it was saved "
+                "without PackedCallback; start a new run from its weights instead"
             )
         self.data.train.load_state_dict(checkpoint[KEY])
         # Lightning counts batches, and steps where the count divides by the accumulation. What was

@@ -82,6 +82,23 @@ def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goe
         assert told == sorted(told) and told[-1] == 2
 
 
+@pytest.mark.parametrize("epochs", [1, None])
+def test_what_became_is_that_of_the_epoch_the_data_is_in(epochs, monkeypatch):
+    data = tiny_run.dataset(epochs=epochs)
+    loader, asked = PackedLoader(data), []
+    stock = data.packs.report
+
+    def report(epoch, *more):
+        asked.append(epoch)
+        return stock(epoch, *more)
+
+    monkeypatch.setattr(data.packs, "report", report)
+    for _ in range(2 if epochs else 1):
+        for _, _ in zip(range(28), loader, strict=False):
+            loader.became()
+    assert asked == [0, 1]
+
+
 def test_sample_means_count_samples():
     loader = PackedLoader(tiny_run.dataset(), PackedCollator(mean="sample"))
     batch = next(iter(loader))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,34 @@ def test_one_rank_finds_the_same(one, two):
     assert max(one[0]["gradients"].values()) < 2e-6
     assert one[0]["resumed"]["parts"] == one[0]["resumed"]["whole"]
     assert np.allclose(one[0]["curve"], two[0]["curve"], rtol=1e-5)
+
+
+def test_a_pickled_data_module_still_has_no_validation():
+    import pickle
+
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from nopad.trainer.with_lightning import PackedDataModule
+
+    for data, has in ((None, False), (tiny_run.dataset(), True)):
+        module = PackedDataModule(tiny_run.dataset(), data)
+        for made in (module, pickle.loads(pickle.dumps(module))):
+            assert is_overridden("val_dataloader", made, pl.LightningDataModule) is has
+
+
+def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
+    from nopad.trainer.meter import _Away
+    from nopad.trainer.with_lightning import KEY, WINDOW, PackedCallback, PackedDataModule
+
+    nobody: Any = None
+    callback = PackedCallback(PackedDataModule(tiny_run.dataset()))
+    before = _Away.total
+    callback.on_validation_start(nobody, nobody)
+    callback.on_exception(nobody, nobody, ValueError())
+    assert _Away.total > before
+    for name, other in ((KEY, WINDOW), (WINDOW, KEY)):
+        with pytest.raises(ValueError, match=rf"no data position \({name}\)"):
+            callback.on_load_checkpoint(nobody, nobody, {other: {}})
 
 
 def test_unequal_packs_end_cleanly_on_all_ranks(two):
