@@ -23,8 +23,8 @@ def product(x: Tensor, weight: Tensor, tiles: Tiles, late: bool) -> Tensor:
     grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(count, tiles.rows))
     _product[grid](
         x, weight, out, count, columns, width, x.stride(0), width // tiles.splits,
-        tiles.rows, tiles.columns, tiles.depth, tiles.swap, late,
-        num_warps=tiles.warps, num_stages=tiles.stages, **_launch(late),
+        tiles.rows, tiles.columns, tiles.depth, late,
+        num_warps=4, num_stages=tiles.stages, **_launch(late),
     )  # fmt: skip
     return out
 
@@ -36,8 +36,8 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, tiles: Tiles, late: bool) -> Tens
     grid = (triton.cdiv(len(gate), tiles.columns), 1, triton.cdiv(count, tiles.rows))
     _gated[grid](
         x, gate, up, out, count, len(gate), width, x.stride(0),
-        tiles.rows, tiles.columns, tiles.depth, tiles.swap, late,
-        num_warps=tiles.warps, num_stages=tiles.stages, **_launch(late),
+        tiles.rows, tiles.columns, tiles.depth, late,
+        num_warps=4, num_stages=tiles.stages, **_launch(late),
     )  # fmt: skip
     return out
 
@@ -55,7 +55,7 @@ def product_tiles(rows: int, columns: int, width: int) -> Tiles | None:
     splits = 1
     while columns // 64 * splits < 96 and width % (splits * 2 * depth) == 0:
         splits *= 2
-    return Tiles(tile, 64, depth, splits, True, 4, stages)
+    return Tiles(tile, 64, depth, splits, stages)
 
 
 def gated_tiles(rows: int, columns: int, width: int) -> Tiles | None:
@@ -64,4 +64,4 @@ def gated_tiles(rows: int, columns: int, width: int) -> Tiles | None:
     if rows > (256 if few else 128) or width % 128:
         return None
     tile = max(16, min(triton.next_power_of_2(rows), 64 if few and rows <= 128 else 128))
-    return Tiles(tile, 64, 64, 1, True, 4, 4) if tile == 16 else Tiles(tile, 64, 128, 1, True, 4, 3)
+    return Tiles(tile, 64, 64, 1, 4) if tile == 16 else Tiles(tile, 64, 128, 1, 3)
