@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from ..attention import Pages, Varlen, attend_written
 from ..attention.backends import choice
+from ..attention.backends.ask import Ask
 from ..attention.backends.triton_decode import launches_early
 from ..attention.carried import carried
 from ..attention.proof import testify
@@ -184,13 +186,15 @@ def assert_plain(layer: Any) -> None:
     assert getattr(windowed, "sliding_window", None) is None, "a sliding window"
 
 
-def _one_dtype(body: Any) -> bool:
-    """Whether all weights are of one narrow dtype: products of float32 are the library's."""
-    weights = [body.embed_tokens.weight, body.norm.weight]
-    for layer in body.layers:
-        weights += [layer.mlp.gate_proj.weight, layer.input_layernorm.weight]
-    (dtype,) = kinds if len(kinds := {w.dtype for w in weights}) == 1 else (None,)
-    return dtype in (torch.bfloat16, torch.float16) or not weights[0].is_cuda
+def _one_dtype(body: nn.Module) -> bool:
+    """Whether all weights are of one narrow dtype: products of float32 are the library's.
+
+    On a CPU, where nothing is captured but in tests, kernels are interpreted in any dtype.
+    """
+    kinds = {(p.dtype, p.is_cuda) for p in body.parameters()}
+    if not any(cuda for _, cuda in kinds):
+        return True
+    return len(kinds) == 1 and kinds <= {(torch.bfloat16, True), (torch.float16, True)}
 
 
 def _untouched(body: nn.Module) -> bool:
@@ -218,8 +222,11 @@ def _by_own_kernels(keys: Tensor) -> bool:
     if not keys.is_cuda:
         return True
     _, page, kv, dim = keys.shape
-    facts = ("cuda", keys.dtype, kv, kv, dim, dim, False, False, False, False, page, True)
-    return choice.choose(facts) == "triton"
+    ask = Ask(
+        device="cuda", dtype=keys.dtype, heads=kv, kv_heads=kv, key_dim=dim, value_dim=dim,
+        grad=False, window=False, softcap=False, sinks=False, page_size=page, decode=True,
+    )  # fmt: skip
+    return choice.choose(astuple(ask)) == "triton"
 
 
 def _gains(attn: Any) -> tuple[Any, Any, float]:

@@ -15,7 +15,6 @@ splits, and whoever ends last joins their results.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention import Pages
-from ..attention.backends.triton_decode import DecodeTiles, padded, precision
+from ..attention.backends.triton_decode import DecodeTiles, padded, precision, processors
 from ..attention.backends.triton_tile import block_step
 
 
@@ -317,15 +316,8 @@ def attention_tiles(keys: Tensor, rows: int, reach: int) -> DecodeTiles:
     """Four programs per processor where the keys allow it: what an H200 did fastest."""
     wide = padded(keys.shape[3]) * keys.element_size()
     block = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    wanted = min(4 * _processors(keys.device) // (rows * keys.shape[2]), 16, reach // block)
+    wanted = min(4 * processors(keys.device) // (rows * keys.shape[2]), 16, reach // block)
     splits = 1
     while splits * 2 <= wanted:
         splits *= 2
     return DecodeTiles(block, splits, warps=4, stages=4 if wide <= 128 else 3 if wide <= 256 else 2)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count

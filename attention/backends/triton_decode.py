@@ -200,6 +200,14 @@ def launches_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors to keep busy; on a CPU, where kernels are interpreted, a few."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def padded(dim: int) -> int:
     """The size of a tile that holds a head dim."""
     return max(16, triton.next_power_of_2(dim))

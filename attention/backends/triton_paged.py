@@ -9,7 +9,6 @@ queries. Each kernel skips what is another's on the device, so the host needs no
 from __future__ import annotations
 
 import os
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from .ask import Ask, Scores
 try:
     import triton
 
-    from .triton_decode import DecodeTiles, decode, padded
+    from .triton_decode import DecodeTiles, decode, padded, processors
     from .triton_prefill import PrefillTiles, prefill
 except ImportError:  # `why_not` says so
     triton = None
@@ -63,7 +62,7 @@ def decode_tiles(q: Tensor, keys: Tensor, values: Tensor, count: int, reach: int
         block = 128
     if q.shape[1] // keys.shape[2] > 32:  # many rows: leave registers for their scores
         block = min(block, 32)
-    wanted = 8 * _processors(q.device) // (count * keys.shape[2])
+    wanted = 8 * processors(q.device) // (count * keys.shape[2])
     splits = 1
     while splits * 2 <= min(wanted, 64, reach // block):
         splits *= 2
@@ -79,10 +78,3 @@ def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
     if wide <= 256:
         return PrefillTiles(max(128, group), 64, warps=4, stages=3)
     return PrefillTiles(max(64, group), 32, warps=4, stages=2)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +54,36 @@ def test_only_layers_known_to_be_plain_go_the_short_way(family):
         config.sliding_window = 7
     with pytest.raises(AssertionError):
         assert_plain(layer)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "cuda", "fits"),
+    [
+        ([torch.bfloat16] * 3, True, True),
+        ([torch.bfloat16, torch.bfloat16, torch.float32], True, False),
+        ([torch.float32] * 3, True, False),
+        ([torch.float32] * 3, False, True),
+    ],
+)
+def test_on_a_gpu_every_weight_must_be_of_one_narrow_dtype(dtypes, cuda, fits):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.inference.short_way import _one_dtype
+
+    body: Any = SimpleNamespace(
+        parameters=lambda: [SimpleNamespace(dtype=kind, is_cuda=cuda) for kind in dtypes]
+    )
+    assert _one_dtype(body) == fits
+
+
+def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monkeypatch):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.attention.backends.ask import Ask
+    from nopad.inference import short_way
+
+    asked = []
+    monkeypatch.setattr(short_way.choice, "choose", lambda facts: asked.append(Ask(*facts)))
+    keys: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(9, 256, 4, 64))
+    assert not short_way._by_own_kernels(keys)
+    (ask,) = asked
+    assert (ask.device, ask.dtype, ask.page_size) == ("cuda", torch.bfloat16, 256)
+    assert (ask.kv_heads, ask.key_dim, ask.decode, ask.grad) == (4, 64, True, False)
