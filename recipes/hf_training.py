@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from loading import check_vocabulary
+from settings import Training
 
 
 def hf_options(parser: argparse.ArgumentParser, output: str, learning_rate: float) -> None:
@@ -61,6 +62,11 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequenc
     from nopad.trainer.compiling import compile_layers
     from nopad.trainer.fusing import fuse_layers
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
+    from transformers import TrainerCallback
+
+    class Begun(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            Training.begun = True
 
     trainer = PackedTrainer(
         model,
@@ -68,7 +74,7 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequenc
         PackedCollator(fill=args.compile),
         data,
         processing_class=tokenizer,
-        callbacks=[StopCallback()],
+        callbacks=[StopCallback(), Begun()],
     )
     if args.compile:
         compile_layers(model)

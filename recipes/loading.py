@@ -37,7 +37,7 @@ def load_data(args: argparse.Namespace):
         )
         next(iter(dataset))  # bad data speaks up before anything is written
     except ValueError as error:
-        raise ValueError(f"{args.data}: {error}") from error
+        raise ValueError(f"{args.data or 'the standard library'}: {error}") from error
     return tokenizer, dataset
 
 

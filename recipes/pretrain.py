@@ -20,10 +20,13 @@ from pathlib import Path
 
 from loading import data_options, load_data, load_examples, load_model, matched
 from run_folder import RunFolder
-from settings import exit_status, parse
+from settings import Training, exit_status, parse
 
 FREE_TO_CHANGE = {"resume", "output", "config", "workers", "save_every", "eval_every", "prompt",
                   "log_with"}  # fmt: skip
+
+RATES_EVERY = 10
+"""Steps: reading the rates goes over all data so far, and waits for the device."""
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -134,6 +137,7 @@ class Pretraining:
         self.evaluations = self._evaluations()
         self.stopping = False
         self.losses: list[float] = []
+        self.rates: dict[str, float] = {}
         self.step = 0
 
     def _evaluations(self):
@@ -204,6 +208,7 @@ class Pretraining:
         bar.close()
 
     def backward(self, batch: dict):
+        Training.begun = True
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
@@ -222,13 +227,15 @@ class Pretraining:
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} at step {self.step}: lower --learning-rate")
         self.losses.append(loss)
-        rates = self.meter.read()
+        values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
+        if self.step % RATES_EVERY == 0 or len(self.losses) == 1 or self.step == self.args.steps:
+            self.rates = self.meter.read()
+            values |= self.rates
         bar.update()
         bar.set_postfix_str(
-            f"loss {loss:.3f}, {rates['tokens_per_second']:.0f} tok/s, "
-            f"fill {rates['fill']:.2%}, {rates['samples_per_pack']:.1f} samples/pack"
+            f"loss {loss:.3f}, {self.rates['tokens_per_second']:.0f} tok/s, "
+            f"fill {self.rates['fill']:.2%}, {self.rates['samples_per_pack']:.1f} samples/pack"
         )
-        values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0], **rates}
         self.accelerator.log(values, self.step)
         if self.accelerator.is_main_process:
             self.folder.log(self.step, values)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from held_out import continuing
 from loading import data_options, load_data, load_examples, load_model
-from settings import exit_status, parse
+from settings import Training, exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,6 +52,7 @@ def module(args: argparse.Namespace, model):
             self.model = model
 
         def training_step(self, batch, _):
+            Training.begun = True
             loss = self.model(**batch).loss
             self.log("loss", loss, prog_bar=True, batch_size=1)
             return loss

@@ -1,7 +1,7 @@
 """The folder of a run: numbered checkpoints that appear whole or not at all.
 
 runs/pretrain-1/run.json            what the run was started with
-runs/pretrain-1/log.jsonl           loss and rates, one line a step
+runs/pretrain-1/log.jsonl           loss, one line a step; rates every tenth
 runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 
 A checkpoint is sealed and then renamed to its name; a torn or damaged one is passed over.

@@ -36,11 +36,23 @@ def read(path: Path) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
+class Training:
+    """Whether the first step was begun: what goes wrong before it is for the user to mend."""
+
+    begun = False
+
+
 def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any = None) -> int:
-    """Run a recipe; what its user can mend becomes one line and status 2."""
+    """Run a recipe; what its user can mend becomes one line and status 2.
+
+    An error in the middle of training keeps its traceback.
+    """
+    Training.begun = False
     try:
         main(argv)
     except (ValueError, OSError) as error:
+        if Training.begun:
+            raise
         print(f"{recipe}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

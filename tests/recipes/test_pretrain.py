@@ -196,6 +196,22 @@ def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch
     assert snapshot(used) == before, "something was written"
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_error_in_the_middle_of_training_keeps_its_traceback(begun, capsys):
+    from settings import Training, exit_status
+
+    def main(_):
+        Training.begun = begun
+        raise ValueError("no room\nleft")
+
+    if begun:
+        with pytest.raises(ValueError, match="no room"):
+            exit_status("pretrain", main)
+    else:
+        assert exit_status("pretrain", main) == 2
+        assert capsys.readouterr().err == "pretrain: no room left\n"
+
+
 def test_the_process_exits_with_that_status_and_without_a_traceback(used, arguments):
     done = run(*arguments, "--data", "corpus.xyz", cwd=used)
     assert done.returncode == 2 and "Traceback" not in done.stderr
