@@ -23,5 +23,5 @@ def test_docstring_examples_hold(name):
         missing = (error.name or "").split(".")[0]
         if missing == "nopad" or "nopad" in str(error):
             raise
-        pytest.skip(f"{name} needs {missing}, which is not installed")
+        pytest.skip(reason=f"{name} needs {missing}, which is not installed")
     assert doctest.testmod(module).failed == 0

@@ -68,7 +68,8 @@ def check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError) as error:
+    except (zipfile.BadZipFile, OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: a flipped byte in a header asks for a compression or a password of its own
         raise ValueError(f"{path} is no whole checkpoint: {error}") from None
     if damaged is not None:
         raise ValueError(f"{path} is no whole checkpoint: {damaged} is damaged in it")

@@ -17,7 +17,7 @@ def checkpoint() -> str:
     root = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[3] / "shared")
     folder = root / "models" / "stories260k"
     if not folder.is_dir():
-        pytest.skip(f"no model at {folder}; set NOPAD_SHARED")
+        pytest.skip(reason=f"no model at {folder}; set NOPAD_SHARED")
     return str(folder)
 
 

@@ -103,7 +103,7 @@ def test_messages_need_a_template(tokenizer):
 def test_a_real_tokenizer_agrees(tokenizer):
     shared = Path(os.environ.get("NOPAD_SHARED", Path(__file__).parents[3] / "shared"))
     if not (shared / "models" / "stories260k").is_dir():
-        pytest.skip("the stories260k model is not there: set NOPAD_SHARED")
+        pytest.skip(reason="the stories260k model is not there: set NOPAD_SHARED")
     real = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
     real.chat_template = TEMPLATES["chatml"]
     sample = encode_chat(real, CHAT)

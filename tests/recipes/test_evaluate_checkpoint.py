@@ -10,7 +10,7 @@ import pytest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parents[1] / "inference")]
-pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval", reason="the harness is the extra `eval`")
 
 import evaluate_checkpoint  # noqa: E402
 

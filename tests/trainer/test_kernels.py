@@ -123,7 +123,7 @@ print("finished")
 
 @pytest.mark.parametrize("script", [LOSS_AND_STEP, FUSED], ids=["loss and step", "fused layers"])
 def test_kernels_compute_what_pytorch_computes(script):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
     run = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
