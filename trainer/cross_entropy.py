@@ -1,11 +1,13 @@
 """Cross-entropy straight from hidden states: the logits of all tokens never exist at once.
 
-    hidden [T, H] ─┬─ chunk ─▶ logits [C, V] ─▶ losses [C]
-                   │              └─ overwritten by their own gradient ─▶ d hidden, d weight
-                   └─ next chunk reuses the memory
+    hidden [T, H] ─ rows that count ─┬─ chunk ─▶ logits [C, V] ─▶ losses [C]
+                                     │              └─ overwritten by their own gradient
+                                     │                     └─▶ d hidden, d weight
+                                     └─ next chunk reuses the memory
 
 The gradient is computed together with the loss, chunk by chunk, because it needs the very logits
-that are thrown away. The op is opaque to torch.compile, so that it breaks no graph.
+that are thrown away. Prompts, and whatever else carries no label, cost nothing here. The op is
+opaque to torch.compile, so that it breaks no graph.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ CHUNK_BYTES = 1 << 31
 """How large a chunk of logits may be on an accelerator."""
 CHUNK_BYTES_CPU = 1 << 24
 """On a CPU a chunk should stay near the caches."""
+NEARLY_ALL = 31 / 32
+"""The share of rows that count from which on picking them out does not pay."""
 
 
 def linear_cross_entropy(
@@ -83,25 +87,53 @@ def _losses(
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return total, token losses, and the gradients of hidden, weight and bias (or empty)."""
-    step = _rows(hidden, weight)
+    rows, options = _rows_that_count(targets), (smoothing, z_loss, wants_hidden, wants_weight)
+    room = hidden.new_empty(_most_rows(hidden, weight), len(weight))
+    picked, labels, weights = (
+        x if rows is None else x[rows] for x in (hidden, targets, token_weights)
+    )
+    losses, d_hidden, d_weight, d_bias = _by_chunks(
+        room, picked, weight, bias, labels, weights, *options
+    )
+    total = (losses * weights).sum()
+    if rows is not None:
+        losses = _spread(losses, rows, len(hidden))
+        d_hidden = _spread(d_hidden, rows, len(hidden)) if wants_hidden else d_hidden
+    return total, losses, d_hidden, d_weight, d_bias
+
+
+def _by_chunks(
+    room: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    token_weights: Tensor,
+    smoothing: float,
+    z_loss: float,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return token losses and the gradients; `room` holds the logits of a chunk."""
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
     d_weight = _sum_like(weight if wants_weight else weight[:0])
     d_bias = _sum_like(weight[:0, 0] if bias is None or not wants_weight else bias).zero_()
     kernel = _kernel(hidden.device.type)
-    for start in range(0, len(hidden), step):
-        rows = slice(start, start + step)
-        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+    for rows in _chunks(len(hidden), len(room)):
+        logits = room[: rows.stop - rows.start]
+        if bias is None:
+            torch.mm(hidden[rows], weight.T, out=logits)
+        else:
+            torch.addmm(bias, hidden[rows], weight.T, out=logits)
         losses[rows] = kernel(logits, targets[rows], token_weights[rows], smoothing, z_loss)
         if wants_hidden:
             torch.mm(logits, weight, out=d_hidden[rows])
         if wants_weight:
-            _add_product(d_weight, logits.T, hidden[rows], first=start == 0)
+            _add_product(d_weight, logits.T, hidden[rows], first=rows.start == 0)
         if wants_weight and bias is not None:
             d_bias.add_(logits.sum(0, dtype=d_bias.dtype))
-        del logits
-    total = (losses * token_weights).sum()
-    return total, losses, d_hidden, d_weight if len(hidden) else d_weight.zero_(), d_bias
+    return losses, d_hidden, d_weight if len(hidden) else d_weight.zero_(), d_bias
 
 
 @_losses.register_fake
@@ -167,12 +199,41 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.copy_(a @ b) if first else total.add_(a @ b)
 
 
-def _rows(hidden: Tensor, weight: Tensor) -> int:
-    """How many tokens a chunk holds: equal chunks, each within the allowance."""
+def _rows_that_count(targets: Tensor) -> Tensor | None:
+    """Where the labels are; None where nearly everywhere.
+
+    Their number is waited for. The product that follows is long enough for the host to get ahead
+    again; a CUDA graph that is being captured cannot wait, and takes all rows.
+    """
+    if targets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    rows = (targets != IGNORE).nonzero()[:, 0]
+    return rows if len(rows) < NEARLY_ALL * len(targets) else None
+
+
+def _spread(picked: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Put picked rows back to their places, among zeros.
+
+    >>> _spread(torch.tensor([5.0, 6.0]), torch.tensor([0, 2]), 4).tolist()
+    [5.0, 0.0, 6.0, 0.0]
+    """
+    return picked.new_zeros(count, *picked.shape[1:]).index_copy_(0, rows, picked)
+
+
+def _most_rows(hidden: Tensor, weight: Tensor) -> int:
+    """How many tokens a chunk may hold; the same for all batches of one length."""
     room = CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES
-    most = max(1, room // (len(weight) * hidden.element_size()))
-    chunks = -(-len(hidden) // most)
-    return max(1, -(-len(hidden) // max(1, chunks)))
+    return min(len(hidden), max(1, room // (len(weight) * hidden.element_size())))
+
+
+def _chunks(count: int, most: int) -> list[slice]:
+    """Cut rows into equal chunks, none over `most`.
+
+    >>> [(rows.start, rows.stop) for rows in _chunks(10, 4)]
+    [(0, 4), (4, 8), (8, 10)]
+    """
+    step = -(-count // -(-count // most)) if count else 1
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _losses_and_gradient(
