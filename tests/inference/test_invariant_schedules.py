@@ -11,7 +11,8 @@ import random
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.invariant import invariant
+from nopad.inference.invariant import _attend_in_blocks, invariant
+from nopad.inference.stacked import stacked_bytes
 
 LONGEST = 64
 FEW, ALL = 6, pytest.param(200, marks=pytest.mark.slow)
@@ -44,6 +45,8 @@ def check_schedules(model, count: int) -> None:
     whole = Engine(model, max_length=LONGEST, page_size=16)
     answers(whole, [([5], SamplingParams(max_tokens=1))])
     page = whole._machine.runner.cache.page_bytes
+    # On a GPU an engine sets memory aside for copies of weights, wanted here or not.
+    aside = stacked_bytes(model, model.dtype.itemsize) if model.device.type == "cuda" else 0
     with invariant(LONGEST):
         requests = asked(rng)
         alone = [answers(Engine(model, max_length=LONGEST), [r])[0] for r in requests]
@@ -51,7 +54,8 @@ def check_schedules(model, count: int) -> None:
             engine = Engine(
                 model,
                 max_length=LONGEST,
-                memory=page * rng.choice([5, 100]),
+                memory=aside + page * rng.choice([5, 100]),
+                graphs=False,
                 page_size=rng.choice([16, 32]),
                 max_running=rng.randint(1, 6),
                 tokens_per_step=rng.choice([1, 3, 7, 20, 200]),
@@ -79,3 +83,32 @@ def test_without_the_mode_company_shows_in_the_last_bits(tiny):
     model, requests = tiny("llama"), asked(random.Random(0))
     alone = [answers(Engine(model), [r])[0] for r in requests]
     assert answers(Engine(model), requests) != alone
+
+
+def test_a_page_may_be_longer_than_the_longest_sequence(tiny):
+    """As pages are on a GPU, where every engine in this mode was once refused for it."""
+    model, requests = tiny("llama"), asked(random.Random(0))
+    with invariant(LONGEST):
+        want, got = (
+            answers(Engine(model, max_length=LONGEST, page_size=size), requests)
+            for size in (16, 256)
+        )
+    assert got == want
+
+
+def test_what_a_gpu_computes_in_blocks_is_what_it_stands_in_for():
+    torch.manual_seed(0)
+    for queries in (1, 5, 70):
+        q, k, v = (torch.randn(3, 4, n, 8) for n in (queries, 11, 11))
+        bias = torch.randn(3, 1, 1, 11)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.3)
+        torch.testing.assert_close(_attend_in_blocks(q, k, v, bias, 0.3), want)
+
+
+def test_the_mode_leaves_nothing_behind():
+    before = dict(vars(torch.Tensor))
+    with invariant(LONGEST):
+        assert dict(vars(torch.Tensor)) != before
+        x = torch.randn(3, 5)
+        assert x.mean(-1, keepdim=True).shape == (3, 1) and x.mean().ndim == 0
+    assert dict(vars(torch.Tensor)) == before
