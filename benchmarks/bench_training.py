@@ -4,10 +4,12 @@
 
 A Llama-3.2-1B shape in bf16 with random weights, rows of 16384 tokens in natural lengths, AdamW
 (torch's fused one; ours with ours), gradient clipping; every variant trains on the same packs in
-the same process. Useful tokens only: padding counts for nothing. MFU counts matrices and, per
-sample, attention, against the matrix rate measured first. Data wait is the share of time a step
-waits for its batch. Prints a table, and one JSON line last. `--profile` lists the kernels of three
-steps of the first variant; `--tiny` runs the same code with a small shape on a CPU.
+the same process. Variants named sft count the loss of the last 40 % of each document, the answer,
+and no label before it. Useful tokens only: padding counts for nothing. MFU counts matrices, the
+head's where there is a label, and, per sample, attention, against the matrix rate measured first.
+Data wait is the share of time a step waits for its batch. Prints a table, and one JSON line last.
+`--profile` lists the kernels of three steps of the first variant; `--tiny` runs the same code with
+a small shape on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import nopad.attention  # noqa: F401
 import numpy as np
 import torch
 from nopad.collators import PackedCollator, PaddedCollator
-from nopad.packing import PackedDataset
+from nopad.packing import IGNORE, PackedDataset
 from nopad.trainer.adamw import ClippedAdamW
 from nopad.trainer.compiling import compile_layers
 from nopad.trainer.flops import ModelFlops
@@ -41,6 +43,8 @@ from nopad.trainer.loss import attach_loss
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 LONGEST = 4096
+ANSWER = 0.4
+"""The share of a document that counts in the variants named sft."""
 PADDED_BATCH = 8
 WARM, TIMED = 6, 12
 
@@ -70,6 +74,12 @@ def documents(budget: int, packs: int, vocabulary: int, longest: int) -> list[np
         lengths.append(int(np.clip(draw.lognormal(np.log(400), 1.0), 16, longest)))
         total += lengths[-1]
     return [draw.integers(0, vocabulary, n) for n in lengths]
+
+
+def answer(ids: np.ndarray) -> np.ndarray:
+    """Labels of a document's last part only."""
+    asked = len(ids) - round(ANSWER * len(ids))
+    return np.where(np.arange(len(ids)) < asked, IGNORE, ids)
 
 
 class Watch:
@@ -141,10 +151,13 @@ class Bench:
             model = LlamaForCausalLM(shape(self.tiny, attention))
         return model.to(self.dtype).train()
 
-    def packs(self, collator) -> Iterator[tuple[dict, np.ndarray]]:
+    def packs(self, collator, sft: bool = False) -> Iterator[tuple[dict, np.ndarray]]:
         """Batches of the one packed stream, collated by anyone, through a worker."""
         data = PackedDataset(
-            [{"input_ids": ids} for ids in self.documents],
+            [
+                {"input_ids": ids, **({"labels": answer(ids)} if sft else {})}
+                for ids in self.documents
+            ],
             budget=self.budget,
             epochs=None,
             eos=False,
@@ -156,7 +169,7 @@ class Bench:
 
     def run(self, name: str, model: torch.nn.Module, batches, warm=WARM, timed=TIMED) -> dict:
         """Train; report useful tokens per second, MFU, memory, waits and the spread of steps."""
-        flops = ModelFlops.of_model(model)
+        flops, head = ModelFlops.of_model(model), 6 * model.get_output_embeddings().weight.numel()
         optimizer = self.optimizer(model)
         tokens, work, marks, losses, waited = [], [], [], [], 0.0
         with Watch() as watch:
@@ -172,7 +185,8 @@ class Bench:
                 losses.append(self.step(model, optimizer, batch))
                 if number >= warm:
                     tokens.append(int(np.sum(lengths)))
-                    work.append(flops.of(lengths))
+                    idle = tokens[-1] - int((batch["labels"] != IGNORE).sum())
+                    work.append(flops.of(lengths) - head * idle)
             self.sync()
             seconds = time.perf_counter() - marks[warm]
             row = self._report(name, tokens, work, seconds, waited)
@@ -277,16 +291,17 @@ class Flattening:
 
     def __call__(self, pack) -> dict:
         cuts = pack.cu_seqlens[1:-1]
-        rows = [{"input_ids": ids.tolist()} for ids in np.split(pack.tokens, cuts)]
+        pairs = zip(np.split(pack.tokens, cuts), np.split(pack.labels, cuts), strict=True)
+        rows = [{"input_ids": ids.tolist(), "labels": marks.tolist()} for ids, marks in pairs]
         return {**self.collator(rows), "use_cache": False}
 
 
-def flattened(bench: Bench) -> None:
+def flattened(bench: Bench, sft: bool = False) -> None:
     model = bench.model("sdpa" if bench.tiny else "flash_attention_2")
-    bench.run("hf flattening + fa2", model, bench.packs(Flattening()))
+    bench.run(named("hf flattening + fa2", sft), model, bench.packs(Flattening(), sft))
 
 
-def with_liger(bench: Bench) -> None:
+def with_liger(bench: Bench, sft: bool = False) -> None:
     """The same with liger's rotary, norm, gate and fused loss, taken off again afterwards."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
@@ -296,23 +311,29 @@ def with_liger(bench: Bench) -> None:
     model = bench.model("sdpa" if bench.tiny else "flash_attention_2")
     try:
         apply_liger_kernel_to_llama(model=model)
-        bench.run("hf flattening + fa2 + liger", model, bench.packs(Flattening()))
+        packs = bench.packs(Flattening(), sft)
+        bench.run(named("hf flattening + fa2 + liger", sft), model, packs)
     finally:
         for name, original in before.items():
             setattr(modeling_llama, name, original)
 
 
-def ours(bench: Bench, name: str, compiled: str, **collator) -> None:
+def ours(bench: Bench, name: str, compiled: str, sft: bool = False, **collator) -> None:
     model = bench.model("nopad")
     attach_loss(model)
     if compiled:
         compile_layers(model, fullgraph=compiled == "fullgraph")
     fused = None if compiled else fuse_layers(model)
     try:
-        bench.run(f"nopad {name}", model, bench.packs(PackedCollator(**collator)))
+        packs = bench.packs(PackedCollator(**collator), sft)
+        bench.run(named(f"nopad {name}", sft), model, packs)
     finally:
         if fused:
             fused.undo()
+
+
+def named(name: str, sft: bool) -> str:
+    return f"sft: {name}" if sft else name
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], None]]:
@@ -323,6 +344,10 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
         "liger": lambda: with_liger(bench),
         "flattening": lambda: flattened(bench),
         "padded": lambda: padded(bench),
+        "sft-compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", True, fill=True),
+        "sft-eager": lambda: ours(bench, "eager", "", True),
+        "sft-liger": lambda: with_liger(bench, True),
+        "sft-flattening": lambda: flattened(bench, True),
         "fixed": lambda: ours(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
         "broken": lambda: ours(bench, "compiled, with graph breaks", "breaks", fill=True),
     }
@@ -358,7 +383,7 @@ def report(bench: Bench) -> dict:
         "torch": torch.__version__,
         "matmul_TFLOP_s": bench.peak / 1e12,
         "budget": bench.budget,
-        "documents": "log-normal, median 400, 16 to 4096 tokens",
+        "documents": f"log-normal, median 400, 16 to 4096 tokens; sft: {ANSWER:.0%} of each counts",
         "steps": {"warm": WARM, "timed": TIMED},
         "results": bench.results,
     }
