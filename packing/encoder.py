@@ -49,8 +49,7 @@ class Encoder:
         self.column = column
         self.eos = _eos_id(tokenizer, eos)
         self._lacks_eos = eos is True and self.eos is None and hasattr(tokenizer, "get_vocab")
-        known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
-        self.vocab_size = vocab_size if vocab_size is not None else known
+        self.vocab_size = _known_ids(tokenizer) if vocab_size is None else vocab_size
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         """Give the sample of each row, or the reason why there is none."""
@@ -68,10 +67,15 @@ class Encoder:
                     tails[i] = texts[1]
             except Exception as error:  # a tokenizer or its template may raise anything
                 out[i] = _as_value_error(error)
+        if heads:
+            self._check_end()
         found = zip(heads, self._ids_of_all(list(heads.values()), special=True), strict=True)
         ends = dict(zip(tails, self._ids_of_all(list(tails.values()), special=False), strict=True))
         for i, ids in found:
-            out[i] = self._joined(ids, ends.get(i))
+            try:
+                out[i] = self._joined(ids, ends.get(i))
+            except ValueError as error:
+                out[i] = error
         return out
 
     def _texts_of(self, row: Any) -> tuple[str, ...] | None:
@@ -87,46 +91,52 @@ class Encoder:
             return None
         return _text(pair[0], "prompt"), _text(pair[1], "completion")
 
-    def _joined(self, ids: np.ndarray | ValueError, tail: np.ndarray | ValueError | None) -> Any:
+    def _joined(self, ids: np.ndarray | ValueError, tail: np.ndarray | ValueError | None) -> Sample:
         """Build the sample of a text, or of a prompt that does not count and its completion."""
-        if isinstance(ids, ValueError) or isinstance(tail, ValueError):
-            return ids if isinstance(ids, ValueError) else tail
+        for one in (ids, tail):
+            if isinstance(one, ValueError):
+                raise one
         if tail is None:
-            return self._ended(ids)
+            return checked_sample(self._ended(ids), None, self.vocab_size)
         if len(ids) and ids[-1] == self.eos:
             ids = ids[:-1]  # a tokenizer that ends every text must not end the prompt
-        after = self._ended(tail).tokens
+        after = checked_ids(self._ended(tail), "completion")
         labels = np.concatenate([np.full(len(ids), IGNORE), after])
-        return Sample(np.concatenate([ids, after]), labels)
+        return checked_sample(np.concatenate([ids, after]), labels, self.vocab_size)
 
     def _encode_row(self, row: Any) -> Sample:
         if isinstance(row, Sample):
             return checked_sample(row.tokens, row.labels, self.vocab_size)
-        if isinstance(row, list | tuple | np.ndarray):
+        if isinstance(row, list | tuple) or hasattr(row, "__array__"):
             return checked_sample(row, None, self.vocab_size)
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must be a dict, text or token ids, got {type(row).__name__}")
         if "input_ids" in row:
             return checked_sample(row["input_ids"], row.get("labels"), self.vocab_size)
         if "messages" in row:
-            return encode_chat(self._needed_tokenizer(), row["messages"])
+            return self._encode_turns(row["messages"], first=0)
         if "prompt" in row and "completion" in row:
-            turns = [*row["prompt"], *row["completion"]]
-            return encode_chat(self._needed_tokenizer(), turns, first=len(row["prompt"]))
+            return self._encode_turns([*row["prompt"], *row["completion"]], len(row["prompt"]))
         raise ValueError(
             f"a row with the keys {sorted(map(str, row))[:8]} has neither {self.column!r}, "
             "input_ids, messages nor prompt and completion: name the text's column with column="
         )
 
-    def _ended(self, ids: np.ndarray) -> Sample:
+    def _encode_turns(self, turns: Any, first: int) -> Sample:
+        sample = encode_chat(self._needed_tokenizer(), turns, first)
+        return checked_sample(sample.tokens, sample.labels, self.vocab_size)
+
+    def _check_end(self) -> None:
         if self._lacks_eos:
             raise ValueError(
                 "the tokenizer has no eos token to end documents with: set its eos_token, "
                 "or pass eos= an id, or eos=False to train without ends"
             )
+
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
         if self.eos is not None and (not len(ids) or ids[-1] != self.eos):
-            ids = np.append(ids, self.eos)
-        return Sample(ids)
+            return np.append(ids, self.eos)
+        return ids
 
     def _ids_of_all(self, texts: list[str], special: bool) -> list[np.ndarray | ValueError]:
         """Tokenize in one call; if that fails, one by one, to find out which text it was."""
@@ -163,6 +173,12 @@ def _eos_id(tokenizer: Any, eos: bool | int) -> int | None:
     if eos is not True:
         return int(eos)
     return getattr(tokenizer, "eos_token_id", None)
+
+
+def _known_ids(tokenizer: Any) -> int | None:
+    """Count the ids up to the largest: a vocabulary with gaps has fewer entries than that."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
+    return max(vocabulary.values()) + 1 if vocabulary else None
 
 
 def _text(value: Any, name: str) -> str:

@@ -70,8 +70,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
-    probe = tokenizer("The 2 quick\tfoxes — naïve 日本\n\n  x1=3.14 'don't'")
-    ids = probe["input_ids"] if hasattr(probe, "keys") else probe
     names = ("chat_template", "eos_token_id", "bos_token_id")
     special = [str(getattr(tokenizer, name, None)) for name in names]
-    return Fingerprint(vocabulary, [int(i) for i in ids], special).text()
+    return Fingerprint(vocabulary, _probe(tokenizer), special).text()
+
+
+def _probe(tokenizer: Any) -> list[int] | None:
+    """Encode a line with a little of everything; None for a tokenizer of few letters."""
+    try:
+        ids = tokenizer("The 2 quick\tfoxes — naïve 日本\n\n  x1=3.14 'don't'")
+    except Exception:  # a tokenizer may raise anything on what it does not know
+        return None
+    return [int(i) for i in (ids["input_ids"] if hasattr(ids, "keys") else ids)]

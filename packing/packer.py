@@ -59,8 +59,10 @@ class Packer:
 
     def add(self, samples: Iterable[Sample]) -> Iterator[Pack]:
         """Take the next samples; give the packs that are decided now."""
-        samples = list(samples)
-        first = self.counts.items
+        samples, first = list(samples), self.counts.items
+        for number, sample in enumerate(samples, first):
+            if not isinstance(sample, Sample):
+                raise ValueError(f"sample {number} is a {type(sample).__name__}: make it a Sample")
         plan = self.planner.feed(np.array([len(sample) for sample in samples], np.int64))
         for number, sample in enumerate(samples, first):
             self._hold(number, sample)

@@ -26,12 +26,15 @@ class Sample:
     """Which source of a mixture it came from."""
 
     def __post_init__(self):
-        tokens = np.ascontiguousarray(self.tokens, dtype=np.int64)
-        labels = np.array(tokens if self.labels is None else self.labels, dtype=np.int64)
+        tokens = np.asarray(self.tokens)
+        labels = tokens if self.labels is None else np.asarray(self.labels)
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(f"a sample needs at least one token in one row, got {tokens.shape}")
         if labels.shape != tokens.shape:
             raise ValueError(f"{len(tokens)} tokens but {labels.size} labels: one label per token")
+        if tokens.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
+            raise ValueError(f"ids must be integers, got {tokens.dtype} and {labels.dtype} labels")
+        tokens, labels = np.ascontiguousarray(tokens, np.int64), labels.astype(np.int64)
         labels[0] = IGNORE  # nothing of this sample stands before its first token
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "labels", labels)

@@ -21,6 +21,10 @@ from .plan import Plan
 from .sample import IGNORE, Sample
 
 
+NO_LIMIT = np.iinfo(np.int64).max
+"""Of ids, where no vocabulary is known."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shelf:
     """Documents in one flat array; a store has one shelf per file, or per source of a mixture."""
@@ -108,12 +112,12 @@ class TokenStore:
     ) -> Rows:
         """Lay some packs of a plan end to end; its items are documents of this store.
 
-        An id below 0 or beyond the vocabulary is refused, naming its document.
+        An id or label below 0 or beyond the vocabulary is refused, naming its document.
         """
         columns = plan.items, plan.starts, plan.lengths, plan.offsets
         marked = align > 1 or any(shelf.labels is not None for shelf in self.shelves)
         rows, sound = Rows(*_outline(*columns, packs, align, marked)), True
-        limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+        limit = NO_LIMIT if vocab_size is None else vocab_size
         if len(self.shelves) == 1:
             sound = _fill(self.shelves[0], rows, rows.documents, slice(None), pad, limit)
         else:
@@ -123,20 +127,22 @@ class TokenStore:
                 own = rows.documents[some] - self.firsts[number]
                 sound &= _fill(self.shelves[number], rows, own, some, pad, limit)
         if not sound:
-            self._refuse(rows, rows.documents, vocab_size)
+            self._refuse(rows, limit)
         return rows
 
-    def _refuse(self, rows: Rows, documents: np.ndarray, vocab_size: int | None) -> None:
-        bad = rows.tokens < 0
-        if vocab_size is not None:
-            bad |= rows.tokens >= vocab_size
+    def _refuse(self, rows: Rows, limit: int) -> None:
+        what, ids = "id", rows.tokens
+        bad = (ids < 0) | (ids >= limit)
+        if not bad.any():
+            what, ids = "label", rows.labels
+            bad = ((ids < 0) | (ids >= limit)) & (ids != IGNORE)
         place = int(np.argmax(bad))
         segment = int(np.searchsorted(rows.places, place, side="right")) - 1
-        name = self.shelves[int(self.shelf_of(documents[segment]))].name
-        number = int(self.numbers(documents[segment : segment + 1])[0])
+        document = rows.documents[segment : segment + 1]
+        name = self.shelves[int(self.shelf_of(document)[0])].name
         raise ValueError(
-            f"{name}, document {number} holds the id {rows.tokens[place]}: ids go from 0 to "
-            f"{'the vocabulary' if vocab_size is None else vocab_size - 1}"
+            f"{name}, document {self.numbers(document)[0]} holds the {what} {ids[place]}: ids go "
+            f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}"
         )
 
     def shelf_of(self, documents: np.ndarray) -> np.ndarray:
@@ -181,13 +187,15 @@ class Rows(NamedTuple):
 
 def _fill(shelf: Shelf, rows: Rows, documents: np.ndarray, some, pad: int, limit: int) -> bool:
     """Copy the segments of one shelf to their places; say whether all ids are in the vocabulary."""
+    sound = True
     froms = shelf.begins[documents] + rows.starts[some]
     where = froms, rows.lengths[some], rows.places[:-1][some], rows.places[1:][some]
     least, most = _copy(shelf.flat, *where, pad, rows.tokens)
     if len(rows.labels):
         _copy(shelf.flat if shelf.labels is None else shelf.labels, *where, IGNORE, rows.labels)
         rows.labels[where[2]] = IGNORE
-    return least >= 0 and most < limit
+        sound = shelf.labels is None or _within(rows.labels, *where[2:], limit)
+    return sound and least >= 0 and most < limit
 
 
 @compiled
@@ -212,6 +220,18 @@ def _outline(items, starts, lengths, offsets, packs, align, marked):
     tokens = np.empty(places[at], np.int64)
     labels = np.empty(places[at] if marked else 0, np.int64)
     return tokens, labels, bounds, ends, cuts, documents, firsts, sizes, places
+
+
+@compiled
+def _within(labels, begins, ends, limit):
+    """Tell whether the labels of some segments are ids of the vocabulary, or IGNORE."""
+    least = most = np.int64(0)
+    for s in range(len(begins)):
+        for i in range(begins[s], ends[s]):
+            label = labels[i] if labels[i] != IGNORE else np.int64(0)
+            least = min(least, label)
+            most = max(most, label)
+    return least >= 0 and most < limit
 
 
 @compiled

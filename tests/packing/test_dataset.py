@@ -234,3 +234,9 @@ def test_accelerates_stateful_loader_resumes_exactly(tmp_path):
     )
     assert child.returncode == 0, child.stderr[-2000:]
     assert child.stdout.strip().endswith("finished")
+
+
+def test_a_tokenizer_may_know_a_few_letters_only():
+    letters = {letter: number for number, letter in enumerate("abc")}
+    data = PackedDataset(["abc", "cab"], tokenizer=lambda text: [letters[x] for x in text], budget=8)
+    assert sorted(next(iter(data)).tokens.tolist()) == [0, 0, 1, 1, 2, 2]

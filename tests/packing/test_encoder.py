@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from nopad.packing import IGNORE, Sample
 from nopad.packing.encoder import Encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -83,3 +84,32 @@ def test_a_batch_equals_its_rows_one_by_one(tokenizer):
     encoder = Encoder(tokenizer)
     whole = [sample.tokens.tolist() for sample in encoder.encode(rows)]
     assert whole == [one(encoder, row).tokens.tolist() for row in rows]
+
+
+def test_a_text_without_a_token_is_an_error_in_its_place():
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "what": 1, "hello": 2}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    rows = [{"text": "hello"}, {"text": "  "}, {"prompt": "what", "completion": " "}]
+    out = Encoder(tokenizer, eos=False).encode(rows)
+    assert [type(one) for one in out] == [Sample, ValueError, ValueError]
+    assert "input_ids is empty" in str(out[1]) and "completion is empty" in str(out[2])
+
+
+def test_what_a_tokenizer_makes_of_text_is_held_to_the_vocabulary_too(tokenizer):
+    with pytest.raises(ValueError, match="input_ids holds 9, the vocabulary has 9 entries"):
+        one(Encoder(tokenizer, vocab_size=9), {"text": "fine"})
+    with pytest.raises(ValueError, match="input_ids holds -3: ids start at 0"):
+        one(Encoder(lambda text: [5, -3]), {"text": "fine"})
+
+
+def test_a_vocabulary_with_gaps_has_ids_beyond_its_number_of_entries():
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "z": 40}, "<unk>"))
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=inner), eos=False)
+    assert one(encoder, {"text": "z"}).tokens.tolist() == [40]
+
+
+def test_tensors_are_rows_of_ids():
+    assert one(Encoder(), torch.tensor([7, 8])).tokens.tolist() == [7, 8]
+    with pytest.raises(ValueError, match="float32"):
+        one(Encoder(), torch.tensor([7.5]))

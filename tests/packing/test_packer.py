@@ -107,3 +107,17 @@ def test_the_pool_bounds_what_is_held():
     for sample in numbered(np.random.default_rng(0).integers(1, 60, 500)):
         list(packer.add([sample]))
         assert len(packer.held) <= 16
+
+
+def test_what_is_no_sample_is_refused_before_anything_is_taken():
+    packer = Packer(8, pool=4)
+    with pytest.raises(ValueError, match="sample 1 is a list"):
+        packer.add([Sample(np.arange(1, 4)), [1, 2, 3]])
+    assert packer.counts.items == 0 and not packer.held
+
+
+def test_a_sample_rounds_nothing():
+    with pytest.raises(ValueError, match="must be integers, got float64"):
+        Sample(np.array([1.7, 2.2]))
+    with pytest.raises(ValueError, match="float64 labels"):
+        Sample(np.array([1, 2]), np.array([1.0, 2.0]))

@@ -268,7 +268,7 @@ FAULTS = {
     "ids are rounded": (checked_ids.__globals__, "checked_ids", lambda ids, what="": np.asarray(
         ids, np.float64).astype(np.int64)),
     "ids beyond the vocabulary pass": (checked_ids.__globals__, "_within", no_check),
-    "the end mark is forgotten": (Encoder, "_ended", lambda self, ids: Sample(ids)),
+    "the end mark is forgotten": (Encoder, "_ended", lambda self, ids: ids),
     "a key that stands twice passes": (
         jsonl_module, "_DECODER", json.JSONDecoder()),
     "lines at a shard's border are read twice": (

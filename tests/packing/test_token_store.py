@@ -75,3 +75,16 @@ def test_an_empty_document_is_named():
     shelf = Shelf("mine", np.arange(5), np.array([0, 2, 2]), np.array([2, 0, 3]))
     with pytest.raises(ValueError, match="mine, document 1 is empty"):
         TokenStore([shelf]).check()
+
+
+@pytest.mark.parametrize("label", [-5, -101, 10])
+def test_a_label_outside_the_vocabulary_is_refused_with_its_document(label):
+    good = Shelf("good", np.arange(4), np.array([0]), np.array([4]), np.array([-100, 1, -100, 9]))
+    flat, labels = np.arange(5), np.array([0, 1, 2, label, 4])
+    bad = Shelf("bad", flat, np.array([0, 2]), np.array([2, 3]), labels)
+    plan = Plan(*map(np.array, ([0, 1, 2], [0, 0, 0], [4, 2, 3], [0, 3])))
+    store = TokenStore([good, bad])
+    with pytest.raises(ValueError, match=f"bad, document 2 holds the label {label}: ids go"):
+        store.lay(plan, np.array([0]), vocab_size=10)
+    labels[3] = 9
+    assert store.lay(plan, np.array([0]), vocab_size=10).labels.tolist()[-2:] == [9, 4]
