@@ -15,9 +15,9 @@ _capturing: ContextVar[bool] = ContextVar("nopad_capturing", default=False)
 
 
 @contextmanager
-def for_capture() -> Iterator[None]:
+def for_capture(really: bool = True) -> Iterator[None]:
     """Compute steps as they are to be captured."""
-    token = _capturing.set(True)
+    token = _capturing.set(really)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from ..attention import PagedCache, Pages, Varlen, carry
 from .borrow import borrowed
 from .capturing import for_capture, side_by_side
 from .replacing import replace_attribute
+from .sampler import Choice, sample
 from .stacked import Stacked
 
 log = logging.getLogger("nopad.inference")
@@ -41,17 +42,21 @@ class Part(Protocol):
     def __call__(self, modules: Modules, stack: ExitStack, stale: bool, /) -> None: ...
 
 
-def provable_parts(model: Any, like: PagedCache) -> list[Part]:
+def provable_parts(model: Any, like: PagedCache, sizes: Sequence[int] = ()) -> list[Part]:
     """The replacements that, together, leave this model's logits as they are.
 
     Args:
         like: a cache of the kind the steps will use.
+        sizes: numbers of sequences the steps will have; their kernels are compiled here.
     """
     proven: list[Part] = []
     stacked = Stacked()
+    parts = (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked))
     with borrowed(model):
         want = _logits(model, like)
-        for part in (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked)):
+        if next(model.parameters()).is_cuda:
+            _rehearse(model, parts, like, sizes)
+        for part in parts:
             if _agrees(model, [*proven, part], want, like):
                 proven.append(part)
     names = [part.__name__.strip("_") for part in proven]
@@ -74,6 +79,41 @@ def fused(modules: Modules, parts: list[Part], stale: bool = True) -> Iterator[N
         yield
 
 
+def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, sizes: Sequence[int]) -> None:
+    """Have the kernels compiled that steps of these sizes need, as far as the parts can be put in.
+
+    All layers launch the same, so the first one speaks for them.
+    """
+    from .rehearsal import rehearsal  # needs Triton
+
+    modules = list(model.modules())
+    with ExitStack() as stack:
+        for part in parts:
+            with suppress(Exception):  # the proof will tell
+                part(modules, stack, True)
+        with suppress(Exception), rehearsal():
+            _logits(model, like)
+            for size in sizes:
+                _rehearse_step(model, like, size)
+
+
+def _rehearse_step(model: Any, like: PagedCache, size: int) -> None:
+    """One layer of a step that mixes prompts and decodes, and of two decode steps as graphs."""
+    body, cache = model.model, _small(like)
+    ids = torch.zeros(1, size, dtype=torch.int64, device=model.device)
+    bounds = torch.arange(size + 1, dtype=torch.int32, device=model.device)
+    for width, longest in ((4, 2), (4, 1), (16, 1)):
+        table = torch.zeros(size, width, dtype=torch.int32, device=model.device)
+        pages = Pages(cache, table, bounds[:-1] * 0 + 1, ids[0] - 1, width * cache.page_size)
+        varlen = Varlen(bounds, longest, pages)
+        with carry(varlen), for_capture(longest == 1):
+            x = body.embed_tokens(ids)
+            more = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
+            x = body.layers[0](x, attention_mask=None, **more)
+            x = body.norm(x if isinstance(x, Tensor) else x[0])
+            sample(x.new_empty(1, model.config.vocab_size).expand(size, -1), Choice())
+
+
 def _agrees(model: Any, parts: list[Part], want: Tensor, like: PagedCache) -> bool:
     try:
         with fused(list(model.modules()), parts):
@@ -89,11 +129,16 @@ def _agrees(model: Any, parts: list[Part], want: Tensor, like: PagedCache) -> bo
 
 def _logits(model: Any, like: PagedCache) -> Tensor:
     """Logits of two short sequences, then of one token more of each, as graphs compute it."""
-    keys = like.layer(0)[0]
-    cache = PagedCache(2, like.page_size, like.layer_shapes, keys.dtype, keys.device)
+    cache = _small(like)
     prompts = _step(model, cache, [range(5), range(3)])
     with for_capture():
         return torch.cat([prompts, _step(model, cache, [range(5, 6), range(3, 4)])], dim=1)
+
+
+def _small(like: PagedCache) -> PagedCache:
+    """Two pages of the same kind."""
+    keys = like.layer(0)[0]
+    return PagedCache(2, like.page_size, like.layer_shapes, keys.dtype, keys.device)
 
 
 def _step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:

@@ -30,6 +30,8 @@ Forward = Callable[[Tensor, Tensor, Varlen, int], Tensor]
 Key = tuple[str | None, int, int]
 """The attention backend asked for by name, rows, and width of the page table."""
 
+SEGMENTS = 40 << 20
+"""Memory comes in segments of 2 and 20 MiB: graphs take some of each, however little they keep."""
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -44,6 +46,15 @@ def rung(count: int) -> int:
     return LADDER[bisect_left(LADDER, count)]
 
 
+def rungs(most: int) -> list[int]:
+    """All sizes up to the one that holds `most` rows.
+
+    >>> rungs(5)
+    [1, 2, 4, 8]
+    """
+    return sorted({rung(count) for count in range(1, most + 1)})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -55,13 +66,12 @@ class _Captured:
 
 
 def graph_bytes(max_running: int, vocabulary: int, itemsize: int) -> int:
-    """What the graphs of all batch sizes keep, nearly all of it logits.
+    """What the graphs of all batch sizes keep: nearly all of it logits, and half-filled segments.
 
-    >>> graph_bytes(4, 1000, 2)
+    >>> graph_bytes(4, 1000, 2) - SEGMENTS
     17500
     """
-    rows = sum({rung(count) for count in range(1, max_running + 1)})
-    return rows * vocabulary * itemsize * 5 // 4
+    return sum(rungs(max_running)) * vocabulary * itemsize * 5 // 4 + SEGMENTS
 
 
 class DecodeGraphs:
@@ -91,10 +101,7 @@ class DecodeGraphs:
         _, size, width = key
         arrays = _padded(step, size, width, len(self._newest) - 1)
         if key not in self._captured:
-            torch.cuda.empty_cache()  # a capture begins with it: what it gives back is not ours
-            before = torch.cuda.memory_reserved(self._newest.device)
             self._captured[key] = self._capture(arrays, forward)
-            self._taken += torch.cuda.memory_reserved(self._newest.device) - before
         captured = self._captured[key]
         captured.inputs.copy_(pack(arrays)[0], non_blocking=True)
         captured.graph.replay()
@@ -135,10 +142,13 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with for_capture():
             with torch.cuda.stream(stream):
-                body()
+                body()  # what kernels and libraries do once only, they do here
             torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.empty_cache()  # a capture begins with it: what it gives back is not ours
+            before = torch.cuda.memory_reserved(inputs.device)
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 logits, tokens = body()
+            self._taken += torch.cuda.memory_reserved(inputs.device) - before
         return _Captured(graph, inputs, bounds, logits, tokens)
 
 

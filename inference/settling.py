@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _settle(
     x, parts, weight, total, out, eps, rows, width,
     SPLITS: tl.constexpr, WIDTH: tl.constexpr, LATE: tl.constexpr,

@@ -32,7 +32,7 @@ class Tiles:
     stages: int = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _product(
     x, weight, out, count, columns, width, x_stride, share,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LATE: tl.constexpr,
@@ -58,7 +58,7 @@ def _product(
     tl.store(to, acc.T.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gated(
     x, gate, up, out, count, columns, width, x_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LATE: tl.constexpr,

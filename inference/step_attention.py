@@ -82,7 +82,7 @@ def _turned(
     return (own * cos_d[None, :] + other * sin_d[None, :] * sign).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _place(
     parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
     cos_stride, slot_stride_k, slot_stride_v,
@@ -120,7 +120,7 @@ def _place(
         tl.store(values + slot * slot_stride_v + kv * D + d, value.to(kind), mask=near)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_stride"])
 def _attend(
     parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
     cos_stride, slot_stride_k, slot_stride_v,
