@@ -94,7 +94,7 @@ def test_ten_thousand_schedules_in_the_smallest_cache(world, expected):
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_a_million_schedules(world, expected):
-    first, last = os.environ.get("NOPAD_SCHEDULES", f"0:{10**6}").split(":")  # a part, for a core
+    first, last = os.environ.get("NOPAD_SEEDS", f"0:{10**6}").split(":")  # a part, for a core
     for seed in range(int(first), int(last)):
         run_schedule(world, expected, 2 * 10**9 + seed, tight=seed % 3 == 0)
 
