@@ -1,4 +1,4 @@
-"""The command line: `nopad inspect|doctor|generate|eval`, one module of cli/ each."""
+"""The command line: `nopad inspect|doctor|generate|eval|lm_eval`, one module of cli/ each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ COMMANDS = {
     "doctor": ("doctor", "does a model keep packed documents apart, and paged ≡ packed?"),
     "generate": ("generate", "complete prompts with any HF checkpoint through the engine"),
     "eval": ("evaluate", "tasks of lm-evaluation-harness on a checkpoint, through the engine"),
+    "lm_eval": ("harness_command", "lm_eval's own command line, with the engine as --model nopad"),
 }
 
 
@@ -30,9 +31,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return importlib.import_module(f".cli.{COMMANDS[argv[0]][0]}", __package__).main(argv[1:])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever read, as `head` does, has read enough
+            sys.stdout = None
+            return 1
         print(f"nopad {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"nopad {argv[0]}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`nopad generate MODEL`: complete prompts with any Hugging Face checkpoint through the engine.
 
-    nopad generate path/to/checkpoint --prompt "Once upon a time"
+    nopad generate path/to/checkpoint --prompt "Once upon a time" --text
     nopad generate path/to/checkpoint --file prompts.txt --max-tokens 64 --output done.jsonl
     nopad generate path/to/checkpoint --file chats.jsonl --temperature 0.8 --n 4 --stats
+    cat questions.txt | nopad generate path/to/checkpoint --file - --chat
 
 A file holds one prompt a line, or, named .jsonl, objects with "prompt" (text or token ids) or
 "messages". One JSON object a completion comes out, in the prompts' order. Exit status: 0, 1 if
@@ -14,11 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..inference import Completion, Engine, SamplingParams
+from .asking import count, model_options, new_file, parser, write
+from .loading import checkpoint, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from ..inference import Completion, Engine
 
 _KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
 
@@ -26,98 +31,141 @@ _KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(argv)
-    prompts = [*options.prompt, *(_read(options.file) if options.file else ())]
-    if not prompts:
-        raise ValueError("no prompts: give --prompt or --file")
+    prompts = _prompts(options)
+    from ..inference import SamplingParams
+
     params = SamplingParams(
         stop=tuple(options.stop), **{name: getattr(options, name) for name in _KNOBS}
     )
-    engine = _engine(options)
+    if params.n > 1 and params.temperature == 0:
+        raise ValueError(f"--n {params.n} of the same text: raise --temperature above 0")
+    engine = _engine(options, prompts)
     done = engine.generate(prompts, params, deadline=options.deadline, progress=options.progress)
-    lines = "".join(json.dumps(record) + "\n" for record in _records(done))
+    text = "".join(_lines(done, options.text))
     if options.output:
-        Path(options.output).write_text(lines)
+        write(options.output, text)
     else:
-        sys.stdout.write(lines)
+        sys.stdout.write(text)
     if options.stats:
-        print(json.dumps(engine.stats.summary(), indent=1), file=sys.stderr)
+        print(json.dumps(_rounded(engine.stats.summary()), indent=1), file=sys.stderr)
     if options.trace:
         engine.trace.write_chrome(options.trace)
+    if options.plot:
+        engine.stats.plot(options.plot)
     return int(any(completion.error for completion in done))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nopad generate", description=(__doc__ or "").splitlines()[0]
-    )
-    add = parser.add_argument
+    made = parser("generate", __doc__)
+    add = made.add_argument
     add("model", help="a checkpoint: a folder, or a name on the hub")
-    add("--prompt", action="append", default=[], help="a prompt; may be given again")
-    add("--file", type=Path, help="prompts, one a line, or .jsonl")
-    add("--output", help="where to write; default: standard output")
-    add("--temperature", type=float, default=0.0)
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0)
-    add("--min-p", type=float, default=0.0)
-    add("--max-tokens", type=int, default=64)
-    add("--stop", action="append", default=[], help="a string that ends the text")
-    add("--seed", type=int, default=0)
+    add("--prompt", action="append", help="a prompt; may be given again")
+    add("--file", help="prompts, one a line, or .jsonl; - reads lines of standard input")
+    add("--chat", action="store_true", help="put texts into the tokenizer's chat template")
+    add("--output", type=new_file, help="where to write; without it, standard output")
+    add("--text", action="store_true", help="write only the texts, one after the other")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest that sum up to this")
+    add("--top-k", type=int, default=0, help="draw from so many; 0: from all")
+    add("--min-p", type=float, default=0.0, help="leave out what is less likely than this x best")
+    add("--max-tokens", type=int, default=64, help="longest completion")
+    add("--stop", action="append", default=[], help="a string that ends the text; may be repeated")
+    add("--seed", type=int, default=0, help="of the draws")
     add("--n", type=int, default=1, help="completions per prompt")
-    add("--logprobs", type=int, help="report log-probabilities, and this many alternatives")
+    add("--logprobs", type=count, help="report log-probabilities, and this many alternatives")
     add("--deadline", type=float, help="seconds after which unfinished requests return")
-    add("--device", help="cuda, cpu, ...; default: cuda if there is one")
-    add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16, ...")
+    model_options(add)
     add("--memory", type=_memory, help="bytes, or a share of free memory, for the engine")
     add("--max-running", type=int, help="requests in one step")
-    add("--trace", help="write what happened to each request, for Perfetto")
+    add("--trace", type=new_file, help="write what happened to each request, for Perfetto")
+    add("--plot", type=new_file, help="draw running and waiting requests over time, as SVG")
     add("--stats", action="store_true", help="print figures to standard error")
     add("--progress", action="store_true", help="show a progress bar")
-    return parser
+    return made
 
 
-def _engine(options: argparse.Namespace) -> Engine:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _engine(options: argparse.Namespace, prompts: list[Any]) -> Engine:
+    from ..inference import Engine
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = checkpoint(options.model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"cannot load {options.model}: {str(error).splitlines()[0]}") from None
+        tokenizer = load_tokenizer(options.tokenizer or name)
+    except ValueError:
+        if options.tokenizer or options.stop or not all(map(_is_ids, prompts)):
+            raise
+        tokenizer = None
+    model = load_model(name, options.dtype, options.device)
     more = {} if options.memory is None else {"memory": options.memory}
-    return Engine(model.to(device), tokenizer, max_running=options.max_running, **more)
+    return Engine(model, tokenizer, max_running=options.max_running, **more)
 
 
 def _memory(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: bytes, or a share such as 0.5 of what is free"
+        ) from None
 
 
-def _read(path: Path) -> Iterator[Any]:
-    """Prompts of a file."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if path.suffix != ".jsonl":
-                yield line.rstrip("\n")
-                continue
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
-            if not isinstance(record, dict) or not record.keys() & {"prompt", "messages"}:
-                raise ValueError(f'{path}, line {number}: has neither "prompt" nor "messages"')
-            yield record.get("prompt", record.get("messages"))
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    given = [*(options.prompt or ()), *(_read(options.file) if options.file else ())]
+    if not given:
+        raise ValueError("no prompts: give --prompt or --file")
+    if options.chat:
+        return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in given]
+    return given
 
 
-def _records(done: list[Completion]) -> Iterator[dict[str, Any]]:
+def _read(name: str) -> Iterator[Any]:
+    """Prompts of a file, or of standard input."""
+    if name == "-":
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with Path(name).open(encoding="utf-8") as file:
+        if name.endswith(".jsonl"):
+            yield from _objects(name, file)
+        else:
+            yield from (line.rstrip("\n") for line in file)
+
+
+def _objects(name: str, lines: Iterable[str]) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}, line {number}: not JSON ({error.msg})") from None
+        if not isinstance(record, dict) or not record.keys() & {"prompt", "messages"}:
+            raise ValueError(f'{name}, line {number}: has neither "prompt" nor "messages"')
+        yield record.get("prompt", record.get("messages"))
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+
+
+def _lines(done: list[Completion], only_text: bool) -> Iterator[str]:
     for index, completion in enumerate(done):
         for sibling, one in enumerate((completion, *completion.siblings)):
-            record = {"index": index, "sibling": sibling, "text": one.text, "tokens": one.tokens}
-            record["finish_reason"] = one.finish_reason
-            if one.logprobs is not None:
-                record["logprobs"] = [entry.logprob for entry in one.logprobs]
-            if one.error is not None:
-                record["error"] = one.error
-            yield record
+            if only_text:
+                yield f"{one.text if one.error is None else f'[{one.error}]'}\n"
+            else:
+                yield json.dumps(_record(index, sibling, one), ensure_ascii=False) + "\n"
+
+
+def _record(index: int, sibling: int, one: Completion) -> dict[str, Any]:
+    record: dict[str, Any] = {"index": index, "sibling": sibling, "text": one.text}
+    record |= {"tokens": one.tokens, "finish_reason": one.finish_reason}
+    if one.logprobs is not None:
+        record["logprobs"] = [entry.logprob for entry in one.logprobs]
+        if any(entry.top for entry in one.logprobs):
+            record["top_logprobs"] = [entry.top for entry in one.logprobs]
+    if one.error is not None:
+        record["error"] = one.error
+    return record
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in figures.items()}

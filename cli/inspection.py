@@ -13,16 +13,19 @@ import argparse
 import shutil
 import sys
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..packing import IGNORE, Pack, pack_lengths
 from . import pack_map
+from .asking import count, new_file, parser
+from .loading import load_tokenizer
 
 MOST_LENGTHS = 1 << 20
 MOST_PACKS = 256
+MOST_SAMPLES = 16
+"""Of a pack that is shown as text."""
 
 
 def main(argv: list[str]) -> int:
@@ -30,9 +33,10 @@ def main(argv: list[str]) -> int:
     args = _options(argv)
     from ..packing import PackedDataset
 
+    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
     data = PackedDataset(
         args.data,
-        tokenizer=_tokenizer(args.tokenizer),
+        tokenizer=tokenizer,
         column=args.column,
         budget=args.budget,
         overflow=args.overflow,
@@ -53,17 +57,13 @@ def main(argv: list[str]) -> int:
     if args.png:
         pack_map.write_png(args.png, shown, args.budget)
     for pack in packs[: args.decode]:
-        print("\n" + decoded(pack, _tokenizer(args.tokenizer)))
+        print("\n" + decoded(pack, tokenizer))
     return 0
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nopad inspect",
-        description="What packing does to a data set: lengths, fill, waste, a pack map.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
+    made = parser("inspect", __doc__)
+    add = made.add_argument
     add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--column", default="text", help="column that holds the text")
@@ -71,19 +71,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what becomes of samples longer than a pack")  # fmt: skip
     add("--seed", type=int, default=0, help="of the order")
-    add("--packs", type=int, default=12, help="packs on the map")
-    add("--decode", type=int, default=1, help="packs to show as text")
-    add("--html", type=Path, help="write the map there too")
-    add("--png", type=Path, help="write the map there too")
-    return parser.parse_args(argv)
-
-
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
+    add("--packs", type=count, default=12, help="packs on the map")
+    add("--decode", type=count, default=1, help="packs to show as text")
+    add("--html", type=new_file, help="write the map there too")
+    add("--png", type=new_file, help="write the map there too")
+    return made.parse_args(argv)
 
 
 def _store(data: Any) -> Any:
@@ -157,7 +149,7 @@ def padding_waste(lengths: np.ndarray, batch: int = 32) -> float:
 def decoded(pack: Pack, tokenizer: Any) -> str:
     """Show a pack's samples, [[what counts]] in brackets."""
     lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.counted} count"]
-    for a, b in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
+    for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MOST_SAMPLES):
         counts = pack.labels[a:b] != IGNORE
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), int(b - a)]
         text = ""
@@ -165,7 +157,8 @@ def decoded(pack: Pack, tokenizer: Any) -> str:
             part = _shown(pack.tokens[a + start : a + end], tokenizer)
             text += f"[[{part}]]" if counts[start] else part
         lines.append(f"  {b - a:5} tokens  {text}")
-    return "\n".join(lines)
+    more = len(pack.cu_seqlens) - 1 - MOST_SAMPLES
+    return "\n".join([*lines, f"  ... and {more} samples more"] if more > 0 else lines)
 
 
 def _shown(ids: np.ndarray, tokenizer: Any, most: int = 160) -> str:

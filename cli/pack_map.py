@@ -71,12 +71,17 @@ def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--png needs matplotlib: pip install matplotlib, or use --html") from None
-    figure = Figure(figsize=(10, 0.25 * len(packs) + 1), layout="constrained")
+    figure = Figure(figsize=(10, 0.25 * len(packs) + 1.2), layout="constrained")
     axes = figure.subplots()
     for number, lengths in enumerate(packs):
         starts = np.cumsum([0, *lengths])[:-1]
         colours = [HTML_COLOURS[i % len(HTML_COLOURS)] for i in range(len(lengths))]
         axes.barh([number] * len(lengths), lengths, left=starts, color=colours)
-    axes.set(xlim=(0, budget), xlabel="tokens", ylabel="pack")
-    axes.invert_yaxis()
+        label = f" {np.sum(lengths) / budget:.1%}, {len(lengths)}"
+        axes.text(budget, number, label, va="center", fontsize=8)
+    axes.set(
+        xlim=(0, budget), ylim=(len(packs) - 0.4, -0.6), xlabel="tokens", ylabel="pack",
+        title=f"{len(packs)} packs of {budget:,} tokens: fill, samples",
+    )  # fmt: skip
+    axes.yaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path)

@@ -10,8 +10,10 @@ All ranks see all requests and share the work out by themselves.
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval import evaluator
@@ -47,6 +49,8 @@ class EngineLM(TemplateLM):
         super().__init__()
         self.model: Any = unwrap(model)
         self.tokenizer = tokenizer
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length is {max_length}; it must be tokens from 1")
         self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
         # The last token of a text is scored but never run, so one more than the positions fits.
         self.engine = Engine(self.model, tokenizer, max_length=self.max_length + 1, **settings)
@@ -207,6 +211,7 @@ class Harness:
         num_fewshot: int | None = None,
         chat: bool = False,
         include_path: str | None = None,
+        task_manager: TaskManager | None = None,
         **settings: Any,
     ):
         """Load the tasks.
@@ -214,13 +219,19 @@ class Harness:
         limit: documents of each task, or a share of them.
         chat: put prompts into the tokenizer's chat template.
         include_path: folder with task files of your own.
+        task_manager: what knows the tasks already, as `find_tasks` gives it.
         settings: of `EngineLM` and the engine.
         """
+        if limit is not None and limit <= 0:
+            raise ValueError(f"limit is {limit}; give documents from 1, or a share of them")
+        if chat and getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError("chat is on, but the tokenizer has no chat template")
+        manager = task_manager or find_tasks(tasks, include_path)
         self.lm = EngineLM(model, tokenizer, **settings)
         self._limit, self._chat = limit, chat
         self._device = next(self.lm.model.parameters()).device
         with random_states(self._device):
-            self._tasks = _manager(tasks, include_path).load(list(tasks))
+            self._tasks = manager.load(list(tasks))
         for task in self._tasks["tasks"].values():
             own = task.get_config("num_fewshot")
             if own is None or (num_fewshot is not None and own != 0):
@@ -263,13 +274,25 @@ class Harness:
         return dict(found)
 
 
-def _manager(tasks: Sequence[Any], include_path: str | None) -> TaskManager:
-    """Know the tasks of the folder, and lm_eval's thousands only where one of them is wanted."""
+def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskManager:
+    """Know these tasks, or say which one there is not.
+
+    lm_eval's own thousands are looked through only where one of them is wanted.
+    """
+    names = [task for task in tasks if isinstance(task, str)]
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ValueError(f"include_path: there is no folder {include_path}")
     if include_path is not None:
         own = TaskManager(include_path=include_path, include_defaults=False)
-        if all(not isinstance(task, str) or task in own.all_tasks for task in tasks):
+        if all(name in own.task_index for name in names):
             return own
-    return TaskManager(include_path=include_path)
+    manager = TaskManager(include_path=include_path)
+    for name in names:
+        if name not in manager.task_index and not Path(name).is_file():
+            near = difflib.get_close_matches(name, list(manager.task_index), 3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists all"
+            raise ValueError(f"there is no task {name!r}: {hint}")
+    return manager
 
 
 def _plain(name: str) -> str:

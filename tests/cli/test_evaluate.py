@@ -6,23 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    from test_harness import random_model, small_tokenizer
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = small_tokenizer()
-    random_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def nopad(*arguments) -> subprocess.CompletedProcess:
@@ -31,22 +18,13 @@ def nopad(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
 
 
-def test_help_is_quick_and_needs_no_torch():
-    program = (
-        "import sys\nfrom nopad.cli.evaluate import options\ntry:\n    options(['--help'])\n"
-        "except SystemExit:\n    sys.exit('torch' in sys.modules or 'lm_eval' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0 and "--tasks" in done.stdout
-
-
-def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(checkpoint, tmp_path):
+def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(made, tmp_path):
     from lm_tasks import write_tasks
 
     names = write_tasks(tmp_path, 6)
     found = tmp_path / "results" / "all.json"
     done = nopad(
-        "--model", checkpoint, "--tasks", ",".join(names), "--include-path", tmp_path,
+        "--model", made, "--tasks", ",".join(names), "--include-path", tmp_path,
         "--limit", 3, "--device", "cpu", "--output", found,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -56,8 +34,52 @@ def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(checkpoint, tmp_path):
     assert len(json.loads(found.read_text())["samples"]["tiny_write"]) == 3
 
 
-def test_what_a_user_can_mend_is_one_line(checkpoint, tmp_path):
+def test_what_a_user_can_mend_is_one_line(tmp_path):
     missing = nopad("--model", tmp_path / "nothing", "--tasks", "x", "--device", "cpu")
-    assert missing.returncode == 2 and missing.stderr.strip().splitlines()[-1].startswith(
-        "nopad eval: --model"
-    )
+    told = f"nopad eval: there is no folder {tmp_path / 'nothing'}"
+    assert missing.returncode == 2 and missing.stderr.strip().splitlines()[-1] == told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (["--limit", "0"], "limit is 0"),
+        (["--max-length", "0"], "max_length is 0"),
+        (["--device", "frog"], "frog"),
+        (["--include-path", "nowhere"], "nowhere"),
+        (["--tasks", ","], "names no task"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(made, tmp_path, wrong, word):
+    from lm_tasks import write_tasks
+    from nopad.cli.evaluate import main
+
+    given = ["--model", str(made), "--tasks", write_tasks(tmp_path, 4)[0]]
+    with pytest.raises(ValueError, match=word):
+        main([*given, "--include-path", str(tmp_path), *wrong])
+
+
+def test_chat_needs_a_template(tmp_path):
+    from nopad.inference.harness import Harness
+    from test_harness import random_model, small_tokenizer
+
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        Harness(random_model(tokenizer), tokenizer, [], chat=True)
+
+
+def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):
+    from lm_tasks import write_tasks
+    from nopad.inference import harness
+
+    write_tasks(tmp_path, 4)
+    few = harness.TaskManager
+    monkeypatch.setattr(  # lm_eval's own thousands take seconds to look through
+        harness, "TaskManager", lambda include_path, **_: few(
+            include_path=include_path, include_defaults=False
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no task 'tiny_chioce': did you mean tiny_choice"):
+        harness.find_tasks(["tiny_chioce"], str(tmp_path))
+    assert harness.find_tasks(["tiny_choice"], str(tmp_path)).load(["tiny_choice"])["tasks"]

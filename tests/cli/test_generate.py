@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +66,86 @@ def test_mistakes_are_said_in_one_line(checkpoint, tmp_path):
         with pytest.raises(ValueError, match=r"\w") as caught:
             main(wrong)
         assert "\n" not in str(caught.value)
+
+
+def test_lines_of_standard_input_are_prompts(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon\nLily\n"))
+    assert main([checkpoint, "--file", "-", "--max-tokens", "5", "--text"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.strip() == "a time, there was" and second
+
+
+def test_ids_need_no_tokenizer_and_text_says_that_it_does(checkpoint, tmp_path, capsys):
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(Path(checkpoint) / name, tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1, 403, 407]}\n')
+    assert main([str(tmp_path), "--file", str(tmp_path / "in.jsonl"), "--max-tokens", "4"]) == 0
+    (done,) = lines(capsys.readouterr().out)
+    assert done["text"] is None and len(done["tokens"]) == 4
+    with pytest.raises(ValueError, match="no tokenizer that can be read; name one"):
+        main([str(tmp_path), "--prompt", "Once"])
+    named = ["--tokenizer", checkpoint, "--max-tokens", "4"]
+    assert main([str(tmp_path), "--prompt", "Once upon", *named]) == 0
+    assert "a time" in capsys.readouterr().out
+
+
+def test_alternatives_that_were_asked_for_are_written(checkpoint, capsys):
+    assert main([checkpoint, "--prompt", "Once", "--logprobs", "2", "--max-tokens", "3"]) == 0
+    (done,) = lines(capsys.readouterr().out)
+    assert [len(top) for top in done["top_logprobs"]] == [2, 2, 2]
+    best = [max(top.values()) for top in done["top_logprobs"]]
+    assert best == pytest.approx(done["logprobs"]), "greedy takes the likeliest"
+
+
+def test_texts_become_chats(made, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "Lily"}]}\n')
+    given = [str(made), "--prompt", "Lily", "--file", str(tmp_path / "in.jsonl")]
+    assert main([*given, "--chat", "--max-tokens", "4"]) == 0
+    first, second = lines(capsys.readouterr().out)
+    assert first["tokens"] == second["tokens"], "the flag and the file say the same chat"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (["--device", "frog"], "frog"),
+        (["--n", "3"], "temperature"),
+        (["--memory", "10"], "memory"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(checkpoint, wrong, word):
+    with pytest.raises(ValueError, match=word):
+        main([checkpoint, "--prompt", "a", *wrong])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--output", "."], ["--trace", "."], ["--dtype", "float99"], ["--memory", "abc"]],
+)
+def test_what_could_not_be_written_or_read_ends_before_any_work(wrong, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["no-such-model", "--prompt", "a", *wrong])
+    assert ended.value.code == 2 and wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("/no/such/folder", "there is no folder"), ("", "config.json"), ("x.txt", "is a file")],
+)
+def test_what_is_no_checkpoint_is_told_so(tmp_path, name, word):
+    (tmp_path / "x.txt").touch()
+    with pytest.raises(ValueError, match=word):
+        main([str(tmp_path / name), "--prompt", "a"])
+
+
+@pytest.mark.parametrize("command", ["generate", "doctor", "eval", "inspect"])
+def test_help_is_quick_and_needs_no_torch(command):
+    program = (
+        f"import sys\nfrom nopad.__main__ import main\ntry:\n    main(['{command}', '--help'])\n"
+        "except SystemExit:\n    sys.exit('torch' in sys.modules or 'lm_eval' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and f"nopad {command}" in done.stdout, done.stderr
 
 
 def test_the_command_runs_as_a_process(checkpoint):

@@ -1,0 +1,122 @@
+"""Does a model keep packed documents apart? One attention implementation at a time, and a table.
+
+The oracle is the model itself with eager attention, on the documents one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..attention import why_refused
+from ..attention.selfcheck import Packed, check_default_cache, check_packed, check_paged
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one attention implementation did with a pack."""
+
+    name: str
+    verdict: str
+    """apart, LEAK, WRONG, refused, or not run."""
+    packed: Packed | None = None
+    paged: float | None = None
+    note: str = ""
+
+    @property
+    def bad(self) -> bool:
+        return self.verdict in ("LEAK", "WRONG")
+
+
+def examine(oracle: Any, name: str) -> Finding:
+    """Hold one implementation against the documents run one by one with eager attention."""
+    reason = why_refused(oracle) if name == "nopad" else None
+    if reason is not None:
+        return Finding(name, "refused", note=reason)
+    try:
+        model = with_attention(oracle, name)
+        packed = check_packed(model, oracle)
+        paged = check_paged(model) if name == "nopad" else None
+    except Exception as error:  # whatever a model or kernel library raises is the answer
+        return Finding(name, "not run", note=_first_line(error))
+    limit = tolerance(model)
+    verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
+    if paged is not None and paged > limit:
+        verdict = "WRONG"
+    return Finding(name, verdict, packed, paged, _advice(model, oracle, verdict, limit))
+
+
+def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
+    """What mends a leak, or what would open one."""
+    stock = model.config._attn_implementation in ("sdpa", "eager")
+    if verdict != "apart":
+        return _repair(model, oracle, limit) if stock else ""
+    leaks = check_default_cache(model) > limit
+    return "but leaks where the batch does not say use_cache=False" if leaks else ""
+
+
+def with_attention(model: Any, name: str) -> Any:
+    """The same weights under another attention implementation."""
+    if name == model.config._attn_implementation:
+        return model
+    other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name)
+    if other.config._attn_implementation != name:
+        raise ValueError(
+            f"{type(model).__name__} falls back to {other.config._attn_implementation}"
+        )
+    half = "flash" in name
+    other = other.to(device=model.device, dtype=torch.bfloat16 if half else model.dtype)
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def tolerance(model: Any) -> float:
+    return 1e-3 if model.dtype == torch.float32 else 0.25
+
+
+def _repair(model: Any, oracle: Any, limit: float) -> str:
+    """Whether nopad's wrapper of the stock masks mends it."""
+    try:
+        mended = check_packed(model, oracle, repair=True).right(limit)
+    except Exception as error:
+        return f"repair failed: {_first_line(error)}"
+    return "mended by nopad.attention.keep_apart" if mended else "keep_apart does not mend it"
+
+
+def report(name: str, model: Any, findings: list[Finding]) -> str:
+    """The table, and a sentence that says what to do."""
+    count = sum(p.numel() for p in model.parameters())
+    lines = [f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}", ""]
+    head = ("attention", "verdict", "leak", "logits", "loss", "gradients", "paged", "note")
+    rows = [head, *(_row(finding) for finding in findings)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
+    for row in rows:
+        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    bad = [finding.name for finding in findings if finding.bad]
+    fine = [finding.name for finding in findings if finding.verdict == "apart"]
+    lines.append("")
+    if bad:
+        lines.append(f"Do not train packed batches with {', '.join(bad)}.")
+    if fine:
+        lines.append(f"Packed documents stay apart with {', '.join(fine)}.")
+    return "\n".join(lines)
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    packed = finding.packed
+    numbers = (
+        [packed.leak, packed.logits, packed.loss, packed.gradients, finding.paged]
+        if packed is not None
+        else [None] * 5
+    )
+    cells = ["-" if x is None else f"{x:.1e}" if x else "0" for x in numbers]
+    return (finding.name, finding.verdict, *cells, finding.note)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"

@@ -1,0 +1,77 @@
+"""Models and tokenizers that a user named: what is wrong with the name is said in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def checkpoint(name: str) -> str:
+    """The folder of that name, seen to hold a checkpoint; or a name to ask the hub for."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ValueError(f"{name} is a file: give the checkpoint's folder")
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ValueError(f"{name} is no checkpoint: there is no config.json in it")
+        return str(path)
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
+        raise ValueError(f"there is no folder {name}")
+    return name
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:
+    """A causal LM of a folder or of the hub, on its device, ready to evaluate."""
+    from transformers import AutoModelForCausalLM
+
+    place = _device(device)
+    quiet_bars()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"cannot load {name}: {first_line(error)}") from None
+    return model.to(place).eval()
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer of a folder or of the hub."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, KeyError, ValueError) as error:
+        why = "has no tokenizer that can be read" if Path(name).is_dir() else first_line(error)
+        raise ValueError(f"{name}: {why}; name one with --tokenizer") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, without an end that announces more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(":") if lines else type(error).__name__
+
+
+def _device(name: str | None) -> Any:
+    """The device of that name, seen to be there; every process of a launcher gets its own."""
+    import torch
+
+    known = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if known else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device {name}: give cpu, cuda, cuda:1 ...") from None
+    if device.type != "cuda":
+        return device
+    index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+    if index >= known:
+        raise ValueError(f"--device cuda:{index}: there are {known} CUDA devices here")
+    return torch.device("cuda", index)
+
+
+def quiet_bars() -> None:
+    """Show bars of loading to people only."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()

@@ -1,0 +1,22 @@
+"""A checkpoint of our own, with a tokenizer and a chat template."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    from test_harness import random_model, small_tokenizer
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = small_tokenizer()
+    random_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
