@@ -93,9 +93,10 @@ class Encoder:
 
     def _joined(self, ids: np.ndarray | ValueError, tail: np.ndarray | ValueError | None) -> Sample:
         """Build the sample of a text, or of a prompt that does not count and its completion."""
-        for one in (ids, tail):
-            if isinstance(one, ValueError):
-                raise one
+        if isinstance(ids, ValueError):
+            raise ids
+        if isinstance(tail, ValueError):
+            raise tail
         if tail is None:
             return checked_sample(self._ended(ids), None, self.vocab_size)
         if len(ids) and ids[-1] == self.eos:

@@ -14,6 +14,7 @@ When a source runs out:  first  the epoch ends     cycle  it starts again, until
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -67,7 +68,10 @@ class Mixture:
         self.seen[source] = True
         if self.stop == "all":
             self.active[source] = False
-        return self.stop == "first" or bool(self.seen.all())
+            return bool(self.seen.all())
+        # A source whose weight has come down to zero for good is not waited for.
+        gone = (self.shares[-1] == 0) & (self.drawn.sum() >= self.at[-1])
+        return self.stop == "first" or bool((self.seen | gone).all())
 
     def state_dict(self) -> dict:
         """Give what is needed to continue."""
@@ -88,13 +92,14 @@ def as_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
         return None
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in source):
         return None
-    weighty = all(isinstance(w, int | float | list) and not isinstance(w, bool) for _, w in source)
+    kinds = Real | list | tuple
+    weighty = all(isinstance(w, kinds) and not isinstance(w, bool) for _, w in source)
     return source if weighty else None
 
 
 def _knots(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
     """Bring constant and changing weights to shares of SCALE at common token counts."""
-    lines = [[(0, float(w))] if isinstance(w, int | float) else list(w) for w in weights]
+    lines = [list(w) if isinstance(w, list | tuple) else [(0, float(w))] for w in weights]
     for line in lines:
         places = [place for place, _ in line]
         if not line or places != sorted(set(places)) or any(w < 0 for _, w in line):

@@ -32,6 +32,7 @@ from .planner import Planner
 from .report import report
 from .token_store import TokenStore
 
+NOTHING = "there is nothing to pack: the data is empty, or all was left out or dropped"
 TOGETHER = 1 << 17
 """Tokens laid out by one call: enough to hide the call, few enough to stay in the cache."""
 
@@ -138,7 +139,7 @@ class PlannedPacks:
                     following = int(mine[-1]) + share.stride
                 at += len(plan)
             if at == begins[-1][1]:
-                raise ValueError("there is nothing to pack: the data is empty, or all was dropped")
+                raise ValueError(NOTHING)
             begins = [begin for begin in begins if begin[0] > epoch - share.world]
         while following < share.round_end(min(at, last) - 1, base):
             cursor = _cursor(begins, share.round_start(following, base))

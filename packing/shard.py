@@ -82,6 +82,7 @@ class ShardPacks:
         self._looked = False
         self._error: Exception | None = None
         self._behind: dict | None = None
+        self._kept = 0
 
     def next(self) -> Pack | None:
         """Give the next pack, or None once the shard has ended."""
@@ -164,10 +165,22 @@ class ShardPacks:
         self.epoch += 1
         if self.epoch == self.until:
             return
+        if self.until is None:
+            self._check_kept()
         self.mixture.restart()
         for ready, rows in zip(self._ready, self.rows, strict=True):
             ready.clear()
             rows.next_lap()
+
+    def _check_kept(self) -> None:
+        """Refuse a run without end whose shard has nothing to give: it would turn for ever."""
+        kept = self.packer.counts.tokens - self.packer.counts.dropped_tokens
+        if kept == self._kept:
+            raise ValueError(
+                f"shard {self.shard} of {self.settings.shards} has nothing to pack in an epoch: "
+                "its rows were left out or dropped, or there are none; use fewer shards"
+            )
+        self._kept = kept
 
     def _refill(self, source: int) -> bool:
         """Encode the next rows of a source; False when its lap is over."""

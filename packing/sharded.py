@@ -20,7 +20,7 @@ import numpy as np
 from .ahead import Skipped
 from .order import Share
 from .pack import Pack
-from .planned import Position
+from .planned import NOTHING, Position
 from .report import add_counts, report
 from .sample import Sample
 from .shard import ShardPacks, ShardSettings
@@ -41,11 +41,11 @@ class ShardedPacks:
         following = share.next(base, position.index)
         streams = self._streams = self._open(position, share, following, cursors)
         end = None if self.packs is None else share.round_end(self.packs - 1, base)
-        while not all(s.ended for s in streams.values()) if end is None else following < end:
+        while not self._all_ended(share) if end is None else following < end:
             stream = streams[following % self.settings.shards]
             pack = stream.next() if self.packs is None or following < self.packs else None
             if pack is None:
-                if end is None and all(s.ended for s in streams.values()):
+                if self._all_ended(share) and end is None:
                     return
                 pack = Pack.of([], self.settings.packer["budget"], cursor=stream.cursor())
             pack.index = following
@@ -66,6 +66,14 @@ class ShardedPacks:
                     "ranks with merge_states before loading"
                 )
         return streams
+
+    def _all_ended(self, share: Share) -> bool:
+        """Whether nothing comes any more; data that never gave a pack is refused."""
+        streams = self._streams.values()
+        ended = all(stream.ended for stream in streams)
+        if ended and share.stride == 1 and not any(s.packer.counts.packs for s in streams):
+            raise ValueError(NOTHING)
+        return ended
 
     def estimate(self) -> int | None:
         """Guess the packs of an epoch from the first rows of each source and its size."""

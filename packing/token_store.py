@@ -20,7 +20,6 @@ from .fingerprint import Fingerprint
 from .plan import Plan
 from .sample import IGNORE, Sample
 
-
 NO_LIMIT = np.iinfo(np.int64).max
 """Of ids, where no vocabulary is known."""
 

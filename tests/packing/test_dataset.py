@@ -238,5 +238,31 @@ def test_accelerates_stateful_loader_resumes_exactly(tmp_path):
 
 def test_a_tokenizer_may_know_a_few_letters_only():
     letters = {letter: number for number, letter in enumerate("abc")}
-    data = PackedDataset(["abc", "cab"], tokenizer=lambda text: [letters[x] for x in text], budget=8)
+    data = PackedDataset(
+        ["abc", "cab"], tokenizer=lambda text: [letters[x] for x in text], budget=8
+    )
     assert sorted(next(iter(data)).tokens.tolist()) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ([], {}),
+        ([[1, 2, 3] * 9], {"overflow": "drop"}),
+        ([[1.5, 2.0]], {"on_error": "skip"}),
+    ],
+    ids=["no rows", "all dropped", "all left out"],
+)
+@pytest.mark.parametrize("end", [{"epochs": 2}, {"epochs": 2, "packs": 5}, {"epochs": None}])
+def test_a_stream_with_nothing_to_pack_is_refused_whether_or_not_it_has_an_end(rows, options, end):
+    data = PackedDataset(lambda: iter(rows), budget=8, shards=2, **options, **end)
+    with pytest.raises(ValueError, match="nothing to pack"):
+        list(data)
+
+
+def test_a_shard_without_rows_is_refused_where_there_is_no_end():
+    data = PackedDataset(lambda: iter([[1, 2, 3]]), budget=8, shards=2, epochs=None, pool=1)
+    with pytest.raises(ValueError, match="shard 1 of 2 has nothing to pack"):
+        list(data)
+    data = PackedDataset(lambda: iter([[1, 2, 3]]), budget=8, shards=2, pool=1)
+    assert [pack.tokens.tolist() for pack in data] == [[1, 2, 3]]

@@ -103,3 +103,15 @@ def test_a_list_of_pairs_is_a_mixture_and_a_list_of_documents_is_not():
     assert as_mixture([("a", 1), ("b", 0.5)]) is not None
     assert as_mixture([[1, 2], [3, 4]]) is None
     assert as_mixture([]) is None
+    assert as_mixture([("a", np.int64(1)), ("b", np.float32(0.5)), ("c", ((0, 1), (9, 2)))])
+
+
+@pytest.mark.parametrize("weight", [0, [(0, 1), (40, 0)]], ids=["always", "in the end"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_source_without_weight_is_not_waited_for(weight, ahead):
+    many, few = [[1, 1]] * 9, [[2, 2]] * 90
+    data = PackedDataset(
+        [(many, 1), (few, weight)], budget=4, stop="cycle", ahead=ahead, shards=1, pool=2
+    )
+    tokens = np.concatenate([pack.tokens for pack in data])
+    assert (tokens == 1).sum() >= 18 and (tokens == 2).sum() <= (0 if weight == 0 else 40)
