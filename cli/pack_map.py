@@ -69,6 +69,7 @@ def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
     """Write the map as a picture; needs matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ValueError("--png needs matplotlib: pip install matplotlib, or use --html") from None
     figure = Figure(figsize=(10, 0.25 * len(packs) + 1.2), layout="constrained")
@@ -83,5 +84,5 @@ def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
         xlim=(0, budget), ylim=(len(packs) - 0.4, -0.6), xlabel="tokens", ylabel="pack",
         title=f"{len(packs)} packs of {budget:,} tokens: fill, samples",
     )  # fmt: skip
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path)

@@ -94,14 +94,15 @@ class Group:
 
     def _text(self, request: Request) -> Detokenizer:
         if request.id not in self._texts:
-            context = request.prompt[-4:].tolist()
-            self._texts[request.id] = Detokenizer(self._tongue.decode, context)
+            self._texts[request.id] = Detokenizer(self._tongue.decode, _context(request))
         return self._texts[request.id]
 
     def _completion(self, request: Request) -> Completion:
         text = None
         if self._tongue.tokenizer is not None:
-            text = self._tongue.decode(request.output)
+            context = _context(request)  # without it, some tokenizers leave the first space out
+            text = self._tongue.decode([*context, *request.output])
+            text = text[len(self._tongue.decode(context)) :]
             end = find_stop(text, len(text), tuple(request.params.stop))
             text = text if end is None else text[:end]
         return Completion(
@@ -118,6 +119,11 @@ def longest_first(groups: Iterable[Group]) -> deque[Request]:
     """All requests, those that may run longest at the head: short ones fill the gaps at the end."""
     requests = [request for group in groups for request in group.requests]
     return deque(sorted(requests, key=lambda r: -r.limit))
+
+
+def _context(request: Request) -> list[int]:
+    """As much of the prompt as the text of the next token depends on."""
+    return request.prompt[-4:].tolist()
 
 
 def _logprobs(request: Request) -> list[TokenLogprob] | None:

@@ -104,7 +104,10 @@ def test_the_real_small_model_tells_the_story_it_tells_alone(shared):
     for prompt, completion in zip(prompts, out, strict=True):
         ids = tokenizer(prompt)["input_ids"]
         assert completion.tokens == alone(model, ids, 40)
-        assert completion.text == tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        whole = tokenizer.decode([*ids, *completion.tokens], skip_special_tokens=True)
+        assert prompt + completion.text == whole, "the space between them, too"
+    streamed = engine.stream(prompts[1:2], SamplingParams(temperature=0, max_tokens=40))
+    assert "".join(event.text for event in streamed) == out[1].text
 
 
 def test_scores_equal_a_plain_forward(tiny, family):
