@@ -57,7 +57,7 @@ def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", *
     engine = Engine(model, **settings)
     params = params_of(work)
     cold, _ = timed(lambda: engine.generate(work.prompts, params))
-    captured, times = engine.stats.graphs_captured, []
+    first, times = engine.stats.summary(), []
     for _ in range(REPEATS):
         engine._machine.loop.scheduler.pages.forget()
         engine.stats.reset()
@@ -67,10 +67,12 @@ def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", *
     s = engine.stats.summary()
     seconds = statistics.median(times)
     note(
-        name, who, seconds, work.new_tokens, floor, cold=cold, spread=max(times) - min(times),
+        name, who, seconds, work.new_tokens, floor, spread=max(times) - min(times),
         occupancy=s["occupancy"], padding=s["padding"], preemptions=s["preemptions"],
-        graphs=captured, ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
+        graphs=first["graphs_captured"],
+        ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
         itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
+        cold=cold, cold_preparing=first["preparing"], cold_capturing=first["capturing"],
     )  # fmt: skip
     engine.release()
     return seconds
@@ -215,8 +217,18 @@ def beside_continuous(name: str, model, work: Work, floor: float) -> float:
     ours = run_engine(name, model, work, floor)
     theirs = attempt(name, lambda: run_continuous(name, model, work, floor))
     if theirs is not None:
-        print(f"{name:8} {theirs / ours:.2f} times continuous batching kept warm", flush=True)
-        keep({"workload": name, "times_continuous_batching_warm": round(theirs / ours, 3)})
+        plain, warm = (seconds / ours for seconds in theirs)
+        print(
+            f"{name:8} {plain:.2f} times a plain call of continuous batching, {warm:.2f} times it "
+            "kept warm", flush=True,
+        )  # fmt: skip
+        keep(
+            {
+                "workload": name,
+                "times_continuous_batching": round(plain, 3),
+                "times_continuous_batching_warm": round(warm, 3),
+            }
+        )
     return ours
 
 
@@ -247,7 +259,9 @@ def bench_trace(model, floor) -> None:
     if work is None:
         raise ValueError("no trace here; set NOPAD_SHARED")
     work = Work([p[:7000] for p in work.prompts], work.new, work.arrivals)
-    capacity = len(work.new) / beside_continuous("c", model, work, floor(work))
+    capacity = len(work.new) / run_engine("c", model, work, floor(work))
+    some = sample_of(work, 32)
+    beside_continuous("c, 32 of its requests", model, some, floor(some))
     attempt("f", lambda: run_open_loop("f", model, work, capacity))
     assert work.arrivals is not None
     few = Work(work.prompts[:24], work.new[:24], work.arrivals[:24])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 
 import torch
@@ -9,19 +10,33 @@ from generation_report import note, timed
 from generation_workloads import Work
 from transformers import GenerationConfig
 
+PATIENCE = 25.0
+"""Seconds after which requests that continuous batching has not finished are cancelled."""
 
-def run_continuous(name: str, model, work: Work, floor: float) -> float:
-    """Transformers' continuous batching: cold, then kept warm on the same manager."""
-    with continuous(model, max(work.new)) as manager:
+
+def run_continuous(name: str, model, work: Work, floor: float) -> tuple[float, float]:
+    """Transformers' continuous batching: seconds of a plain call, and kept warm.
+
+    A plain call is what `generate_batch` does: make a manager, serve, and stop it.
+    """
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with continuous(model, max(work.new), work) as manager:
+        opened = time.perf_counter() - began
         first, _ = timed(lambda: serve(manager, work.prompts, work.new))
         warm, _ = timed(lambda: serve(manager, work.prompts, work.new))
-    note(name, "transformers continuous batching", warm, work.new_tokens, floor, cold=first)
-    return warm
+    note(
+        name, "transformers continuous batching", warm, work.new_tokens, floor,
+        plain_call=opened + first, making_its_manager=opened, requests=len(work.new),
+    )  # fmt: skip
+    return opened + first, warm
 
 
 @contextmanager
-def continuous(model, most: int):
+def continuous(model, most: int, work: Work | None = None):
     """A manager of continuous batching at its best: flash-attn 2, and 8192 tokens a step.
+
+    It is told how long the requests of `work` are, as `generate_batch` tells it.
 
     The model is afterwards as it was before, whatever happens inside.
     """
@@ -34,7 +49,9 @@ def continuous(model, most: int):
             print(f"continuous batching without flash-attn 2: {type(error).__name__}")
         model.config.dtype = next(model.parameters()).dtype
         model.eval()
-        options = {"generation_config": config, **large_steps()}
+        options = {"generation_config": config, "timeout": 10.0, **large_steps()}
+        if work is not None:
+            options |= hints(work)
         with model.continuous_batching_context_manager(**options) as manager:
             yield manager
     finally:
@@ -54,15 +71,34 @@ def large_steps() -> dict:
         return {}
 
 
+def hints(work: Work) -> dict:
+    """What continuous batching can be told of the requests to come, where it takes such hints."""
+    try:
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        longest = max(map(len, work.prompts))
+        return {"workload_hints": WorkloadHints(longest, max(work.new), len(work.new))}
+    except (ImportError, TypeError) as error:
+        print(f"continuous batching without hints: {error}")
+        return {}
+
+
 def serve(manager, prompts: list, new: list) -> None:
-    """Send all requests; wait for the last."""
-    for ids, count in zip(prompts, new, strict=True):
+    """Send all requests; wait for the last, but not for ever."""
+    until = time.perf_counter() + PATIENCE
+    waiting = {
         manager.add_request(ids, max_new_tokens=count, eos_token_id=-1)
-    done = 0
-    while done < len(prompts):
-        result = manager.get_result(timeout=120)
-        assert result is not None and result.error is None, "continuous batching failed"
-        done += result.is_finished()
+        for ids, count in zip(prompts, new, strict=True)
+    }
+    while waiting and time.perf_counter() < until:
+        result = manager.get_result(timeout=1)
+        if result is not None:
+            assert result.error is None, f"continuous batching failed: {result.error}"
+            waiting -= {result.request_id} if result.is_finished() else set()
+    for request in waiting:
+        manager.cancel_request(request)
+    if waiting:
+        raise TimeoutError(f"{len(waiting)} of {len(new)} requests not done in {PATIENCE:.0f} s")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,12 @@ class DeviceRunner:
             return None
         if (by := reader_of_pages()) in self._refused or not self._graphs.serves(step):
             return None
+        began, captured = perf_counter(), len(self._graphs)
         try:
-            return self._graphs.run(step, self.forward)
+            replayed = self._graphs.run(step, self.forward)
+            if len(self._graphs) > captured:
+                self._stats.capturing += perf_counter() - began
+            return replayed
         except NotInAGraph as reason:
             self._refused.add(by)
             log.warning("decode steps run without graphs: %s", reason)

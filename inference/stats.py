@@ -44,6 +44,10 @@ class Stats:
         self.prompt_tokens = 0
         self.seconds = 0.0
         """Time spent in steps, from planning to reading; what passes between two does not count."""
+        self.preparing = 0.0
+        """Time it took to set up: to lay out the cache, compile kernels and prove that they fit."""
+        self.capturing = 0.0
+        """Time it took to capture graphs, inside the steps that needed them first."""
         self._log = Window(5)
         self._queued_at: dict[int, float] = {}
         self._since = np.empty(0)
@@ -152,6 +156,8 @@ class Stats:
             "page_use": self.page_use,
             "padding": self.padding,
             "prefix_hit_rate": self.prefix_hit_rate,
+            "preparing": self.preparing,
+            "capturing": self.capturing,
             "preemptions": self.preemptions,
         }
         figures |= {f"finished_{reason}": n for reason, n in self.finished.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ class Tenancy:
             torch.cuda.empty_cache()
 
     def _assemble(self, narrow: torch.dtype | None) -> Machine:
+        began = perf_counter()
         machine = assemble(self._model, self.settings, self._stats, self._trace, self._ends, narrow)
+        self._stats.preparing += perf_counter() - began
         self._weights.refresh()
         machine.loop.scheduler.scope = str(self._weights.number)
         return machine

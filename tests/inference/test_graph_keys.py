@@ -51,7 +51,7 @@ def test_without_room_no_backend_replays_the_graph_of_another(graphs):
 def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
     tried = []
 
-    class Graphs:
+    class Graphs(list):
         def serves(self, step):
             return True
 
@@ -72,6 +72,13 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
 
 def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch):
+    class Graphs(list):
+        def serves(self, step):
+            return True
+
+        def run(self, step, forward):
+            return "replayed"
+
     engine = Engine(tiny("llama"))
     captures = []
     for gathering in (False, True, False):
@@ -79,7 +86,7 @@ def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch)
         engine.generate([[5, 6]], SamplingParams(max_tokens=1))
         assert engine._machine is not None
         runner = engine._machine.runner
-        runner._graphs = SimpleNamespace(serves=lambda step: True, run=lambda *_: "replayed")  # pyright: ignore[reportAttributeAccessIssue]
+        runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
         captures.append(runner._replay(step()))
         runner._graphs = None
     assert captures == ["replayed", None, "replayed"]
