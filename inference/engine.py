@@ -78,12 +78,12 @@ class Engine:
         on_gpu = next(self._model.parameters()).device.type == "cuda"
         settings = Settings(
             memory=memory,
-            page_size=_page_size(page_size or (256 if on_gpu else 16)),
-            max_running=_positive("max_running", max_running or (512 if on_gpu else 64)),
+            page_size=_page_size(page_size, 256 if on_gpu else 16),
+            max_running=_positive("max_running", max_running, 512 if on_gpu else 64),
             tokens_per_step=_positive(
-                "tokens_per_step", tokens_per_step or (16384 if on_gpu else 2048)
+                "tokens_per_step", tokens_per_step, 16384 if on_gpu else 2048
             ),
-            max_length=_positive("max_length", max_length or _positions(self._model)),
+            max_length=_positive("max_length", max_length, _positions(self._model)),
             graphs=graphs,
             debug=debug,
         )
@@ -375,16 +375,18 @@ class Engine:
             setattr(self._loop.scheduler, name, value)
 
 
-def _positive(name: str, value: int) -> int:
+def _positive(name: str, value: int | None, default: int | None = None) -> int:
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
     return value
 
 
-def _page_size(value: int) -> int:
-    if _positive("page_size", value) % 16:
-        raise ValueError(f"page_size is {value}; it must be a multiple of 16")
-    return value
+def _page_size(value: int | None, default: int) -> int:
+    size = _positive("page_size", value, default)
+    if size % 16:
+        raise ValueError(f"page_size is {size}; it must be a multiple of 16")
+    return size
 
 
 def _positions(model: Any) -> int:

@@ -296,7 +296,13 @@ def test_keys_of_other_weights_are_seen_by_the_canary(tiny):
 
 def test_settings_that_cannot_be_meant_raise(tiny):
     model = tiny("llama")
-    for bad in ({"memory": -1}, {"memory": "all"}, {"memory": 10}, {"page_size": 20}):
+    for bad in (
+        {"memory": -1},
+        {"memory": "all"},
+        {"memory": 10},
+        {"page_size": 20},
+        {"max_running": 0},
+    ):
         with pytest.raises(ValueError, match=r"memory|page"):
             Engine(model, **bad).generate([[3]], GREEDY)
     for bad in ({"max_running": -2}, {"tokens_per_step": 1.5}):
