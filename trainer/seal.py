@@ -60,7 +60,9 @@ def last_whole_checkpoint(folder: Path) -> Path:
         if wrong is None:
             return path
         flaws.append(f"; {path.name}: {wrong}")
-    raise ValueError(f"{folder} has no whole checkpoint" + "".join(flaws))
+    raise ValueError(
+        f"{folder} has no whole checkpoint{''.join(flaws)}; without resuming, it starts anew"
+    )
 
 
 def check_archive(path: Path) -> None:

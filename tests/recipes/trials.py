@@ -119,7 +119,9 @@ class Recipe:
 
     def go_on(self, at: Path, world: int) -> None:
         """Resume, or start anew where nothing was saved, and arrive where the whole run did."""
-        saved = any((at / "out").glob("checkpoint-*")) or (at / "out" / "last.ckpt").exists()
+        found = (at / "out").glob("checkpoint-*")
+        saved = any(seal.flaw(path) is None for path in found)
+        saved = saved or (at / "out" / "last.ckpt").exists()
         if not saved:
             fresh(at)
         run = self.start(at, world, resume=saved)
