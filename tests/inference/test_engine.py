@@ -296,16 +296,10 @@ def test_keys_of_other_weights_are_seen_by_the_canary(tiny):
 
 def test_settings_that_cannot_be_meant_raise(tiny):
     model = tiny("llama")
-    for bad in (
-        {"memory": -1},
-        {"memory": "all"},
-        {"memory": 10},
-        {"page_size": 20},
-        {"max_running": 0},
-    ):
+    for bad in ({"memory": -1}, {"memory": "all"}, {"memory": 10}, {"page_size": 20}):
         with pytest.raises(ValueError, match=r"memory|page"):
             Engine(model, **bad).generate([[3]], GREEDY)
-    for bad in ({"max_running": -2}, {"tokens_per_step": 1.5}):
+    for bad in ({"max_running": -2}, {"max_running": 0}, {"tokens_per_step": 1.5}):
         with pytest.raises(ValueError, match="whole number"):
             Engine(model, **bad)
     with pytest.raises(ValueError, match="list of prompts"):
