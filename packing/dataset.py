@@ -81,7 +81,9 @@ class PackedDataset(IterableDataset):
         ahead: encode everything at once, so that lengths are known; default for what is small.
         stop: what ends an epoch of a mixture; see `mixture`.
         """
-        _check(budget, on_error, epochs, packs)
+        _check(budget, on_error, epochs, packs, shards)
+        if (rank is None) != (world is None):
+            raise ValueError(f"rank {rank} and world {world} go together: give both, or neither")
         pairs = as_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
@@ -232,9 +234,13 @@ class PackedDataset(IterableDataset):
         return Share(rank or 0, world, worker, workers)
 
 
-def _check(budget: int, on_error: str, epochs: int | None, packs: int | None) -> None:
+def _check(
+    budget: int, on_error: str, epochs: int | None, packs: int | None, shards: int | None
+) -> None:
     if budget < 2:
         raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
+    if shards is not None and shards < 1:
+        raise ValueError(f"shards {shards}: at least 1, or None")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
     if epochs is not None and epochs < 1:

@@ -28,6 +28,7 @@ def pack_lengths(
     """
     lengths = np.asarray(lengths)
     if pool is None:
-        pool = int((lengths // (budget // align * align) + 1).sum()) + 1
+        room = max(1, budget // max(1, align) * align)
+        pool = int((lengths // room + 1).sum()) + 1
     planner = Planner(budget, pool=pool, strategy=strategy, overflow=overflow, align=align)
     return Plan.join([planner.feed(lengths), planner.finish()])

@@ -14,7 +14,6 @@ When a source runs out:  first  the epoch ends     cycle  it starts again, until
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -92,14 +91,15 @@ def as_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
         return None
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in source):
         return None
-    kinds = Real | list | tuple
-    weighty = all(isinstance(w, kinds) and not isinstance(w, bool) for _, w in source)
-    return source if weighty else None
+    pairs = [(one, w.item() if isinstance(w, np.generic) else w) for one, w in source]
+    kinds = int | float | list | tuple
+    weighty = all(isinstance(w, kinds) and not isinstance(w, bool) for _, w in pairs)
+    return pairs if weighty else None
 
 
 def _knots(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
     """Bring constant and changing weights to shares of SCALE at common token counts."""
-    lines = [list(w) if isinstance(w, list | tuple) else [(0, float(w))] for w in weights]
+    lines = [[(0, float(w))] if isinstance(w, int | float) else list(w) for w in weights]
     for line in lines:
         places = [place for place, _ in line]
         if not line or places != sorted(set(places)) or any(w < 0 for _, w in line):

@@ -60,6 +60,9 @@ class Planner:
             raise ValueError(f"overflow {overflow!r}: choose split, truncate, drop or error")
         if strategy == "concat" and overflow != "split":
             raise ValueError(f'concat splits by nature: overflow {overflow!r} must be "split"')
+        for name, value in (("budget", budget), ("pool", pool), ("align", align)):
+            if not isinstance(value, int | np.integer):
+                raise ValueError(f"{name} {value!r} must be a whole number")
         if align < 1 or budget < align:
             raise ValueError(f"align {align} must be at least 1 and at most the budget {budget}")
         if pool < 1:
@@ -72,7 +75,7 @@ class Planner:
             "align": int(align),
         }
         self.counts = Counts()
-        self._room = budget // align * align
+        self._room = int(budget) // int(align) * int(align)
         self._held = Segments.none()
         self._waits, self._since = np.zeros(0, np.int64), 0
 

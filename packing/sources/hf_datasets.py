@@ -58,13 +58,17 @@ def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:
 
 def _flat(array: Any, name: str, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give the values, begins and lengths of a list column, as views of its memory."""
-    if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+    fixed = pa.types.is_fixed_size_list(array.type)
+    if not (fixed or pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
         raise ValueError(f"{name}: input_ids and labels must be lists, got {array.type}")
     if not pa.types.is_integer(array.type.value_type):
-        raise ValueError(f"{name}: input_ids must be integers, got {array.type.value_type}")
+        raise ValueError(f"{name}: ids and labels must be integers, got {array.type.value_type}")
     if array.null_count or array.values.null_count:
         raise ValueError(f"{name}: rows {row} to {row + len(array) - 1} hold nulls")
-    offsets = array.offsets.to_numpy().astype(np.int64)
+    if fixed:
+        offsets = (array.offset + np.arange(len(array) + 1)) * array.type.list_size
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
     return array.values.to_numpy(), offsets[:-1], np.diff(offsets)
 
 

@@ -29,7 +29,13 @@ class Listed(Indexed):
         return len(self.list)
 
     def rows(self, numbers):
-        return [self.list[number] for number in numbers.tolist()]
+        return [self._row(number) for number in numbers.tolist()]
+
+    def _row(self, number: int) -> Any:
+        try:
+            return self.list[number]
+        except Exception as error:  # whatever the user's code raises, in its place
+            return ValueError(f"{type(error).__name__}: {error}")
 
     def fingerprint(self):
         mark = Fingerprint("list", len(self.list))

@@ -9,8 +9,9 @@ A path that does not exist and reads `owner/name` is a dataset on the hub, which
 from __future__ import annotations
 
 import mimetypes
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def open_source(
     """Open a source; `number` is its place in a mixture."""
     if isinstance(source, str | Path):
         return _open_path(Path(source), column, glob, dtype, eos, number)
+    if isinstance(source, list | tuple) and _names_files(source):
+        raise ValueError(
+            f"{source[0]} is a file, the list would be read as {len(source)} documents: pass a "
+            "folder and glob=, or [(file, weight), ...]"
+        )
     if isinstance(source, RowSource):
         return source
     if isinstance(source, Shelf):
@@ -48,9 +54,10 @@ def open_source(
         return source.shelves
     if type(source).__module__.split(".")[0] == "datasets":
         return _open_dataset(source, "dataset", number)
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    rows = not isinstance(source, Mapping)
+    if rows and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return Listed(source)
-    if callable(source) or isinstance(source, Iterable):
+    if rows and (callable(source) or isinstance(source, Iterable)):
         return Iterated(source, getattr(source, "__name__", type(source).__name__))
     raise ValueError(
         f"{type(source).__name__} is no source: pass a path, a list, an iterable, a function that "
@@ -67,6 +74,9 @@ def _open_path(path: Path, column: str, glob, dtype, eos, number: int) -> Opened
         from .hf_datasets import open_saved
 
         return _open_dataset(open_saved(path), path.name, number)
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(one.parent.name for one in path.glob("*/dataset_info.json"))
+        raise ValueError(f"{path} has the splits {splits}: pass the folder of one of them")
     name = path.as_posix()
     if not path.exists() and HUB_NAME.fullmatch(name) and not FILE_NAME.fullmatch(name):
         from .hf_datasets import open_hub
@@ -122,6 +132,11 @@ def _kind(file: Path, any_text: bool) -> str:
         f"{file}: unknown file type {last}: there are .jsonl, .parquet, .bin and text (.txt ...); "
         f"to read it as text, pass its folder and glob='*{last}'"
     )
+
+
+def _names_files(rows: Sequence[Any]) -> bool:
+    """Whether the first of a list is no document but the name of a file."""
+    return bool(rows) and isinstance(rows[0], str | Path) and os.path.isfile(rows[0])
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -26,7 +26,10 @@ def contained(folder: Path, name: str) -> Path:
         raise ValueError(f"the name {shown!r} has a part longer than {NAME_LIMIT} bytes")
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"the name {shown!r} leads out of its folder through a link")
+        raise ValueError(
+            f"the name {shown!r} leads out of its folder through a link: pass a folder that holds "
+            "the files themselves"
+        )
     return path
 
 
@@ -39,7 +42,7 @@ def files_of(path: Path, glob: str | None = None) -> list[Path]:
     names = sorted(
         found.relative_to(path).as_posix()
         for found in path.rglob(glob or "*")
-        if found.is_file() and not any(part.startswith(".") for part in found.parts[-1:])
+        if found.is_file() and not any(p.startswith(".") for p in found.relative_to(path).parts)
     )
     if not names:
         raise ValueError(f"{path} holds no file that matches {glob or '*'!r}")

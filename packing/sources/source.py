@@ -36,8 +36,12 @@ class RowError(ValueError):
     """A row that cannot be used, with its source, place and reason."""
 
     def __init__(self, where: object, reason: object):
-        self.where, self.reason = str(where), " ".join(str(reason).split())[:300]
-        super().__init__(f'{where}: {self.reason} (on_error="skip" leaves such rows out, counted)')
+        super().__init__(where, reason)
+        self.where, self.reason = where, " ".join(str(reason).split())[:300]
+
+    def __str__(self) -> str:
+        # Not before somebody asks: to name a line, the file before it is read.
+        return f'{self.where}: {self.reason} (on_error="skip" leaves such rows out, counted)'
 
 
 class RowSource(ABC):

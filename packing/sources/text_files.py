@@ -27,10 +27,10 @@ class TextFiles(Indexed):
         return [self._row(self.paths[number]) for number in numbers.tolist()]
 
     def _row(self, path: Path) -> dict | ValueError:
-        if path.stat().st_size > FILE_LIMIT:
-            size = path.stat().st_size
-            return ValueError(f"{path.name} has {size} bytes, the limit is {FILE_LIMIT}")
         try:
+            size = path.stat().st_size
+            if size > FILE_LIMIT:
+                return ValueError(f"{path.name} has {size} bytes, the limit is {FILE_LIMIT}")
             return {self.column: path.read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             return ValueError(f"{path.name} cannot be read as UTF-8 text: {error}")

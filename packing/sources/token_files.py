@@ -45,7 +45,8 @@ def megatron_shelf(prefix: Path, source: int = 0) -> Shelf:
 def _documents(flat, kind, lengths, pointers, bounds, name: str, source: int) -> Shelf:
     """Join the sequences of each document; they must lie one behind the other."""
     total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if len(bounds) and (bounds[-1] != len(lengths) or (np.diff(bounds) < 0).any()):
+    covered = not len(bounds) or (bounds[0] == 0 and bounds[-1] == len(lengths))
+    if not covered or (np.diff(bounds) < 0).any() or (len(lengths) and lengths.min() < 0):
         raise ValueError(f"{name}.idx: its documents do not cover its {len(lengths)} sequences")
     begins = pointers // kind.itemsize
     if (len(lengths) and (pointers % kind.itemsize).any()) or not np.array_equal(

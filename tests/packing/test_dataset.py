@@ -266,3 +266,18 @@ def test_a_shard_without_rows_is_refused_where_there_is_no_end():
         list(data)
     data = PackedDataset(lambda: iter([[1, 2, 3]]), budget=8, shards=2, pool=1)
     assert [pack.tokens.tolist() for pack in data] == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rank": 1}, "rank 1 and world None go together"),
+        ({"world": 2}, "rank None and world 2 go together"),
+        ({"shards": 0}, "shards 0: at least 1"),
+        ({"budget": 8.0}, "budget 8.0 must be a whole number"),
+        ({"pool": 1.5}, "pool 1.5 must be a whole number"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(options, told):
+    with pytest.raises(ValueError, match=told):
+        list(PackedDataset([[1, 2, 3]], **{"budget": 8, **options}))

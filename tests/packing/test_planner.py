@@ -310,3 +310,9 @@ def test_packs_do_not_depend_on_the_calls_at_length(lengths, chosen, data):
     cuts = data.draw(st.lists(st.integers(0, len(lengths)), max_size=8))
     whole, _ = plan_in_calls(lengths, chosen)
     assert_same(plan_in_calls(lengths, chosen, cuts, restore=True)[0], whole)
+
+
+@pytest.mark.parametrize("settings", [{"budget": 0}, {"budget": 8, "align": 0}])
+def test_a_whole_set_is_planned_with_possible_settings_only(settings):
+    with pytest.raises(ValueError, match="align"):
+        pack_lengths([3], pool=None, **settings)

@@ -152,3 +152,19 @@ def test_a_name_on_the_hub_is_streamed_and_a_missing_one_is_told(monkeypatch, tm
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         PackedDataset("data/corpus.jsonl", tokenizer=letters, budget=8)
     assert len(asked) == 2
+
+
+def test_lists_of_one_length_are_read_from_arrow_memory_too(tmp_path):
+    kind = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"), length=3)})
+    data = datasets.Dataset.from_dict({"input_ids": [[i, i, i] for i in range(9)]}, kind)
+    chosen = data.select(range(2, 6))
+    packs = PackedDataset(chosen, budget=12, shuffle=False, strategy="sequential")
+    assert next(iter(packs)).tokens.tolist() == [2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+
+
+def test_a_saved_folder_of_splits_asks_for_one(tmp_path, rows):
+    data = datasets.Dataset.from_dict({"input_ids": rows})
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"splits \['test', 'train'\]: pass the folder of one"):
+        PackedDataset(tmp_path / "both", budget=64)
+    assert PackedDataset(tmp_path / "both" / "train", budget=64).count()

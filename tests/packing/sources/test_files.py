@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import struct
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from nopad.packing import PackedDataset
 from nopad.packing.order import key
-from nopad.packing.sources import open_source
+from nopad.packing.sources import jsonl, open_source
 from nopad.packing.sources.jsonl import JsonLines
 from nopad.packing.sources.token_files import flat_shelf, megatron_shelf
 
@@ -171,3 +172,47 @@ def test_what_is_no_source_is_refused():
         open_source(3)
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         open_source("no/such/file")
+
+
+def test_hidden_files_and_folders_are_no_documents(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "object.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / ".draft.txt").write_text("no")
+    (tmp_path / "a.txt").write_text("yes")
+    assert [row.value for row in open_source(tmp_path).read(0, 1)] == [{"text": "yes"}]
+
+
+def test_a_file_that_went_away_is_an_error_in_its_place(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    source = open_source(tmp_path)
+    (tmp_path / "b.txt").unlink()
+    values = [row.value for row in source.read(0, 1)]
+    assert values[::2] == [{"text": "a"}, {"text": "c"}] and "b.txt" in str(values[1])
+
+
+def test_lines_left_out_are_not_looked_up_in_their_file(tmp_path, monkeypatch):
+    path, asked = tmp_path / "bad.jsonl", []
+    path.write_text("{}\n" * 500 + '{"input_ids": [1, 2]}\n')
+    name = jsonl._Place.__str__
+    monkeypatch.setattr(jsonl._Place, "__str__", lambda at: asked.append(at) or name(at))
+    data = PackedDataset(path, budget=8, on_error="skip")
+    assert data.count() == 1 and len(asked) == 20
+    assert data.report()["skipped"]["rows"] == 500
+    assert data.report()["skipped"]["reasons"][19].startswith("bad.jsonl, line 20: ")
+
+
+def test_a_megatron_index_whose_documents_begin_late_is_refused(tmp_path):
+    write_megatron(tmp_path / "x", documents=[1, 2])
+    with pytest.raises(ValueError, match="do not cover"):
+        megatron_shelf(tmp_path / "x")
+    write_megatron(tmp_path / "x", documents=[0, 1, 2])
+    assert megatron_shelf(tmp_path / "x").lengths.tolist() == [3, 3]
+
+
+def write_megatron(prefix: Path, documents: list[int]) -> None:
+    """Two sequences of three uint16 tokens."""
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, len(documents))
+    body = [np.array([3, 3], "<i4"), np.array([0, 6], "<i8"), np.array(documents, "<i8")]
+    prefix.with_suffix(".idx").write_bytes(head + b"".join(part.tobytes() for part in body))
+    prefix.with_suffix(".bin").write_bytes(np.arange(6, dtype="<u2").tobytes())

@@ -55,3 +55,36 @@ def test_a_list_is_shuffled_wholly_and_every_epoch_anew(ahead):
 def test_an_empty_source_is_said_to_be_empty():
     with pytest.raises(ValueError, match="nothing to pack"):
         list(PackedDataset([], budget=8))
+
+
+class Breaking:
+    """A map-style dataset whose fourth row cannot be read."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        if number == 3:
+            raise KeyError("boom")
+        return [1, 2, number]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_row_that_cannot_be_read_by_number_is_named_or_left_out(ahead):
+    with pytest.raises(ValueError, match="list, row 3: KeyError: 'boom'"):
+        list(PackedDataset(Breaking(), budget=8, ahead=ahead))
+    data = PackedDataset(Breaking(), budget=16, ahead=ahead, shards=1, on_error="skip")
+    assert sum(len(pack.tokens) for pack in data) == 12
+    assert data.report()["skipped"] == {"rows": 1, "reasons": ["list, row 3: KeyError: 'boom'"]}
+
+
+def test_a_dict_is_no_list_of_rows():
+    with pytest.raises(ValueError, match="dict is no source"):
+        PackedDataset({"input_ids": [[1, 2]]}, budget=8)
+
+
+def test_names_of_files_are_not_taken_for_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    for name in (tmp_path / "a.txt", str(tmp_path / "a.txt")):
+        with pytest.raises(ValueError, match="is a file, the list would be read as 2 documents"):
+            PackedDataset([name, name], tokenizer=lambda text: [1], budget=8)
