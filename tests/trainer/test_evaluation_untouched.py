@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,3 +118,17 @@ def test_an_engine_that_forgets_to_restore_is_noticed(fault, seen, plain, tmp_pa
         untouched.TRAINERS["accelerate"](diary, steps, tmp_path)
     note, other = diary.notes[0], without.notes[0]
     assert seen in {k for k in other if note[k] != other[k]}
+
+
+def test_ctrl_c_inside_an_evaluation_stops_the_run_with_its_state_as_it_was(tmp_path):
+    """Sent to real processes from outside; an engine that forgets to restore is noticed."""
+    asked = [*untouched.TRAINERS, "accelerate:forgets"]
+    command = [sys.executable, str(Path(__file__).parent / "interrupted.py"), str(tmp_path), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == asked
+    for name, told in found.items():
+        assert told.pop("seconds") < 30
+        changed = ["flags"] if name.endswith("forgets") else []
+        assert told == {"ended": "interrupted", "changed": changed, "code": 0, "left": False}, name
