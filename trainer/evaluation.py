@@ -64,6 +64,8 @@ class Report:
     """Why less than everything was evaluated."""
     error: str | None = None
     """What went wrong, in which example."""
+    name: str = ""
+    """Which evaluation this was, where there are several."""
 
 
 class GenerationEval:
@@ -110,7 +112,7 @@ class GenerationEval:
         self._source, self._params = source, params
         self._examples = None if examples is None else list(examples)
         self._metrics = dict(metrics or {})
-        self._prefix = f"eval/{name}/" if name else "eval/"
+        self.name = name
         self._sign = -1.0 if lower_is_better else 1.0
         self._on_error = on_error
 
@@ -129,7 +131,7 @@ class GenerationEval:
         if plan.note:
             _say("evaluation after step %d %s", step, plan.note)
         if not plan.examples:
-            return Report(step, note=plan.note)
+            return Report(step, note=plan.note, name=self.name)
         with undisturbed(), away():
             found, rows, error = self._on_all_ranks(plan, model)
         seconds = time.monotonic() - began
@@ -219,8 +221,26 @@ class GenerationEval:
             best = self.best is None or self._sign * value > self._sign * self.best
             self.best = value if best else self.best
         found = {**found, "seconds": seconds, "share_of_time": self.budget.share}
-        named = {f"{self._prefix}{name}": float(value) for name, value in found.items()}
-        return Report(step, named, rows, seconds, best, note, error)
+        named = {path(self.name, key): float(value) for key, value in found.items()}
+        return Report(step, named, rows, seconds, best, note, error, self.name)
+
+
+def distinct(evaluations: Sequence[GenerationEval]) -> tuple[GenerationEval, ...]:
+    """Refuse evaluations whose metrics would be logged under the same names."""
+    names = [evaluation.name for evaluation in evaluations]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{len(twice)} evaluations are named {twice[0]!r}: give each its name=")
+    return tuple(evaluations)
+
+
+def path(evaluation: str, name: str) -> str:
+    """Where a metric or a table of an evaluation is logged.
+
+    >>> path("", "exact"), path("gsm8k", "exact")
+    ('eval/exact', 'eval/gsm8k/exact')
+    """
+    return f"eval/{evaluation}/{name}" if evaluation else f"eval/{name}"
 
 
 @contextmanager

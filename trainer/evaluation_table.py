@@ -5,31 +5,56 @@ Loggers are told by what they can do, so that none has to be installed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from tqdm import tqdm
 
-from .evaluation import Report, Row
+from .evaluation import Report, Row, path
+
+log = logging.getLogger(__name__)
 
 WIDTH = 400
 """Characters of a text that are shown; of a prompt the last ones, of the others the first."""
 
 
 def show(report: Report, loggers: Iterable[Any], console: bool = False) -> None:
-    """Send a report's rows to whatever takes text or tables."""
-    if not report.rows:
-        return
+    """Send a report's rows to whatever takes text or tables; on a console, its metrics too."""
+    taken = console
     columns, data = table(report.rows)
-    for logger in loggers:
+    tag = path(report.name, "samples")
+    for logger in loggers if report.rows else ():
         if hasattr(logger, "log_table"):
-            logger.log_table("eval/samples", columns=columns, data=data, step=report.step)
+            logger.log_table(tag, columns=columns, data=data, step=report.step)
+            taken = True
         elif hasattr(logger, "add_text"):
-            logger.add_text("eval/samples", markdown(report.rows), report.step)
-    if console:
-        tqdm.write(f"after {report.step} steps:")
-        for row in report.rows:
-            tqdm.write(f"  {_tail(row.prompt, 60)!r} -> {row.completion[:WIDTH]!r}")
+            logger.add_text(tag, markdown(report.rows), report.step)
+            taken = True
+    if console and (report.metrics or report.rows):
+        tqdm.write("\n".join(lines(report)))
+    if report.rows and not taken:
+        _say_once()
+
+
+def lines(report: Report) -> list[str]:
+    """What the console shows.
+
+    >>> row = Row("2+2=", "4", "4")
+    >>> print(*lines(Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])), sep="\\n")
+    after 5 steps: exact 0.5, seconds 0.123
+      '2+2=' -> '4'
+    """
+    start = path(report.name, "")
+    named = ", ".join(f"{k.removeprefix(start)} {v:.4g}" for k, v in report.metrics.items())
+    title = f"after {report.step} steps{report.name and f', {report.name}'}: {named}"
+    return [title, *(f"  {_tail(r.prompt, 60)!r} -> {r.completion[:WIDTH]!r}" for r in report.rows)]
+
+
+@cache
+def _say_once() -> None:
+    log.warning("samples of evaluations are shown nowhere: no logger takes text; console=True does")
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
@@ -39,12 +64,12 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     (['prompt', 'completion', 'reference', 'exact'], [['2+2=', '4', '4', 1.0]])
     """
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
-    lines = [
+    data = [
         [_tail(row.prompt, WIDTH), row.completion[:WIDTH], row.reference[:WIDTH]]
         + [row.scores.get(name) for name in names]
         for row in rows
     ]
-    return ["prompt", "completion", "reference", *names], lines
+    return ["prompt", "completion", "reference", *names], data
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -55,9 +80,9 @@ def markdown(rows: Sequence[Row]) -> str:
     |---|---|---|
     | a\\|b | c<br>d |  |
     """
-    columns, lines = table(rows)
+    columns, data = table(rows)
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
-    body = [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+    body = [f"| {' | '.join(map(_cell, line))} |" for line in data]
     return "\n".join([head, *body])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .evaluation import GenerationEval, Report
+from .evaluation import GenerationEval, Report, distinct
 from .evaluation_table import show
 
 
@@ -33,7 +33,7 @@ class AccelerateEval:
     ):
         """console: print samples, too."""
         self.accelerator, self.model = accelerator, model
-        self.evaluations, self.console = evaluations, console
+        self.evaluations, self.console = distinct(evaluations), console
 
     def after_step(self, step: int, last: bool = False) -> list[Report]:
         """Evaluate what is due after this optimizer step; the same reports on every rank.

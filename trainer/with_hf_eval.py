@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from .evaluation import GenerationEval, Report
+from .evaluation import GenerationEval, Report, distinct
 from .evaluation_table import show
 
 
@@ -24,7 +24,8 @@ class EvalCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, *evaluations: GenerationEval, console: bool = False):
         """console: print samples, too."""
-        self.trainer, self.evaluations, self.console = trainer, evaluations, console
+        self.trainer, self.console = trainer, console
+        self.evaluations = distinct(evaluations)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for evaluation in self.evaluations:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .evaluation import GenerationEval
+from .evaluation import GenerationEval, distinct
 from .evaluation_table import show
 from .with_lightning import AfterStep, pl
 
@@ -22,7 +22,7 @@ class EvalCallback(AfterStep):
 
     def __init__(self, *evaluations: GenerationEval, console: bool = False):
         """console: print samples, too."""
-        self.evaluations, self.console = evaluations, console
+        self.evaluations, self.console = distinct(evaluations), console
 
     def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.global_step

@@ -160,10 +160,30 @@ def test_tables_go_to_whatever_takes_text_or_tables(capsys):
             told.append((name, columns, data, step))
 
     row = Row("2+2=", "4", "4", {"exact": 1.0})
-    show(Report(3, rows=[row]), [Board(), Tables(), None], console=True)
-    assert told[0] == ("eval/samples", "| 2+2= | 4 | 4 | 1.0 |", 3)
-    assert told[1][2:] == ([["2+2=", "4", "4", 1.0]], 3)
-    assert "'2+2=' -> '4'" in capsys.readouterr().out
+    report = Report(3, {"eval/sums/exact": 1.0}, [row], name="sums")
+    show(report, [Board(), Tables(), None], console=True)
+    assert told[0] == ("eval/sums/samples", "| 2+2= | 4 | 4 | 1.0 |", 3)
+    assert told[1][0] == "eval/sums/samples" and told[1][2:] == ([["2+2=", "4", "4", 1.0]], 3)
+    said = capsys.readouterr().out
+    assert said == "after 3 steps, sums: exact 1\n  '2+2=' -> '4'\n"
+
+
+def test_samples_that_nobody_takes_are_told_of_once(caplog):
+    from nopad.trainer import evaluation_table
+
+    evaluation_table._say_once.cache_clear()
+    for _ in range(2):
+        show(Report(3, rows=[Row("a", "b", "c")]), [None, object()])
+    assert caplog.text.count("shown nowhere") == 1
+
+
+def test_two_evaluations_of_one_name_would_overwrite_each_other_and_are_refused():
+    from nopad.trainer.with_lightning_eval import EvalCallback
+
+    one, other = GenerationEval(echo, EXAMPLES), GenerationEval(echo, EXAMPLES)
+    with pytest.raises(ValueError, match="2 evaluations are named ''"):
+        EvalCallback(one, other)
+    assert EvalCallback(one, GenerationEval(echo, EXAMPLES, name="other")).evaluations[0] is one
 
 
 def test_random_states_are_put_back_whatever_a_metric_draws(monkeypatch):
@@ -259,7 +279,7 @@ def test_accelerate_hears_of_a_new_best(tmp_path):
     accelerator.init_trackers("run")
     model = tiny_run.model()
     source = GenerationEval(scores(0.1, 0.5, 0.2), every=2, watch="acc")
-    told = GenerationEval(echo, EXAMPLES, {"exact": equal}, every=4)
+    told = GenerationEval(echo, EXAMPLES, {"exact": equal}, every=4, name="echo")
     evaluations = AccelerateEval(accelerator, model, source, told)
     found = {step: evaluations.after_step(step, last=step == 5) for step in range(1, 6)}
     assert {step: [r.is_best for r in reports] for step, reports in found.items()} == {
