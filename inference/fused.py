@@ -42,20 +42,20 @@ class Part(Protocol):
     def __call__(self, modules: Modules, stack: ExitStack, stale: bool, /) -> None: ...
 
 
-def provable_parts(model: Any, like: PagedCache, sizes: Sequence[int] = ()) -> list[Part]:
+def provable_parts(model: Any, like: PagedCache, most: int = 0) -> list[Part]:
     """The replacements that, together, leave this model's logits as they are.
 
     Args:
         like: a cache of the kind the steps will use.
-        sizes: numbers of sequences the steps will have; their kernels are compiled here.
+        most: sequences a step will have at most; the kernels for as many are compiled here.
     """
     proven: list[Part] = []
     stacked = Stacked()
     parts = (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked))
     with borrowed(model):
-        want = _logits(model, like)
         if next(model.parameters()).is_cuda:
-            _rehearse(model, parts, like, sizes)
+            _rehearse(model, parts, like, most)
+        want = _logits(model, like)
         for part in parts:
             if _agrees(model, [*proven, part], want, like):
                 proven.append(part)
@@ -79,10 +79,10 @@ def fused(modules: Modules, parts: list[Part], stale: bool = True) -> Iterator[N
         yield
 
 
-def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, sizes: Sequence[int]) -> None:
-    """Have the kernels compiled that steps of these sizes need, as far as the parts can be put in.
+def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, most: int) -> None:
+    """Have the kernels compiled that steps up to a size need, as far as the parts can be put in.
 
-    All layers launch the same, so the first one speaks for them.
+    How a launch is cut changes at powers of two only.
     """
     from .rehearsal import rehearsal  # needs Triton
 
@@ -91,14 +91,17 @@ def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, sizes: Sequen
         for part in parts:
             with suppress(Exception):  # the proof will tell
                 part(modules, stack, True)
-        with suppress(Exception), rehearsal():
+        with suppress(Exception), rehearsal(next(model.parameters()).device):
             _logits(model, like)
-            for size in sizes:
-                _rehearse_step(model, like, size)
+            for power in range(most.bit_length()):
+                _rehearse_step(model, like, 1 << power)
 
 
 def _rehearse_step(model: Any, like: PagedCache, size: int) -> None:
-    """One layer of a step that mixes prompts and decodes, and of two decode steps as graphs."""
+    """Go through a step that mixes prompts and decodes, and through decode steps as in graphs.
+
+    All layers launch the same, so the first one speaks for them.
+    """
     body, cache = model.model, _small(like)
     ids = torch.zeros(1, size, dtype=torch.int64, device=model.device)
     bounds = torch.arange(size + 1, dtype=torch.int32, device=model.device)
@@ -240,14 +243,13 @@ def _residuals(modules: Modules, stack: ExitStack, stale: bool) -> None:
 def _rotaries(modules: Modules, stack: ExitStack, stale: bool) -> None:
     from .fused_kernels import rotary
 
-    device = next(modules[0].parameters()).device
     files = {type(module).__module__ for module in modules}
     for source in [sys.modules[name] for name in files]:
         own = getattr(source, "apply_rotary_pos_emb", None)
         if own is None:
             continue
         if not hasattr(own, "ours"):
-            assert _turn_alike(own, rotary, device), "another way to turn"
+            assert _turns_halves(own), "another way to turn"
 
         def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1):
             assert unsqueeze_dim == 1 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
@@ -257,10 +259,13 @@ def _rotaries(modules: Modules, stack: ExitStack, stale: bool) -> None:
 
 
 @lru_cache(maxsize=64)
-def _turn_alike(own: Any, ours: Any, device: torch.device) -> bool:
-    """Whether two functions turn by the same rule: in a model's logits it may hardly show."""
-    numbers = torch.arange(1, 145, dtype=torch.float32, device=device).sin()
+def _turns_halves(own: Any) -> bool:
+    """Whether a function turns by our kernel's rule: in a model's logits it may hardly show."""
+    numbers = torch.arange(1, 145, dtype=torch.float32).sin()
     q, k = numbers[:96].view(1, 4, 3, 8), numbers[48:].view(1, 4, 3, 8)
     cos, sin = numbers[7:31].view(1, 3, 8), numbers[60:84].view(1, 3, 8)
-    pairs = zip(own(q, k, cos, sin), ours(q, k, cos, sin), strict=True)
-    return all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+    for x, turned in zip((q, k), own(q, k, cos, sin), strict=True):
+        left, right = x.chunk(2, dim=-1)
+        if not torch.allclose(turned, x * cos + torch.cat([-right, left], dim=-1) * sin, atol=1e-5):
+            return False
+    return True

@@ -144,10 +144,15 @@ class DecodeGraphs:
             with torch.cuda.stream(stream):
                 body()  # what kernels and libraries do once only, they do here
             torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.empty_cache()  # a capture begins with it: what it gives back is not ours
+            torch.cuda.empty_cache()  # graphs take memory of their own: leave them as much as we can
             before = torch.cuda.memory_reserved(inputs.device)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                logits, tokens = body()
+            # Not `torch.cuda.graph`: it waits for the device and gives back pinned memory as well.
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    logits, tokens = body()
+                finally:
+                    graph.capture_end()
             self._taken += torch.cuda.memory_reserved(inputs.device) - before
         return _Captured(graph, inputs, bounds, logits, tokens)
 

@@ -11,7 +11,7 @@ import torch
 from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
 from .fused import Part, provable_parts
-from .graphs import graph_bytes, rungs
+from .graphs import graph_bytes
 from .lock_step import gathers
 from .loop import Loop
 from .memory import Memory, allowance, note_taken
@@ -100,8 +100,8 @@ def assemble(
     runner = DeviceRunner(model, cache, columns, stats, device, graphs)
     canary = Canary(count, settings.page_size) if settings.debug else None
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
-    sizes = rungs(settings.max_running) if graphs else []
-    fused = provable_parts(model, cache, sizes) if device.type == "cuda" else []
+    most = settings.max_running if graphs else 0
+    fused = provable_parts(model, cache, most) if device.type == "cuda" else []
     return Machine(loop, runner, shadow, fused, narrow)
 
 

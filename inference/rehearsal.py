@@ -16,15 +16,20 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
+
+from ..attention.backends import choice
+from ..attention.backends.ask import Ask
 
 log = logging.getLogger("nopad.inference")
 
@@ -32,38 +37,50 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
-    """Leave out kernels of ours that this thread would have to compile; afterwards, they are."""
+def rehearsal(device: torch.device) -> Iterator[None]:
+    """Leave out kernels of ours that this thread would have to compile; afterwards, they are.
+
+    Attention is taken from the backend that leads; which one really serves is found out later.
+    """
     missing: dict[Any, tuple[Any, str]] = {}
-    thread, runtime = get_ident(), knobs.runtime
-    before = runtime.jit_cache_hook
+    thread, before = get_ident(), knobs.runtime.jit_cache_hook
 
     def note(*args: Any, **launch: Any) -> bool | None:
-        function = launch["fn"]
+        function, kernel = launch["fn"], launch["compile"]
         if get_ident() != thread or not function.module.startswith(_OURS):
             return before(*args, **launch) if before is not None else None
-        kernel = launch["compile"]
-        missing[function.module, function.name, str(launch["key"])] = (
-            function.jit_function,
-            kernel["specialization_data"],
-        )
+        name = function.module, function.name, str(launch["key"])
+        missing[name] = function.jit_function, kernel["specialization_data"]
         return True
 
-    runtime.jit_cache_hook = note
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
+        knobs.runtime.jit_cache_hook = note
+        stack.callback(setattr, choice, "choose", choice.choose)
+        choice.choose = _leading
         yield
-    finally:
-        runtime.jit_cache_hook = before
-    _compile(list(missing.values()))
+    _compile(list(missing.values()), device)
 
 
-def _compile(missing: list[tuple[Any, str]]) -> None:
-    if not missing:
-        return
+def _leading(facts: tuple, forced: str | None = None) -> str:
+    """The first backend whose declared limits allow a call: a trial here would prove nothing."""
+    ask = Ask(*facts)
+    kind = "paged" if ask.paged else "packed"
+    able = (n for n in choice.order(ask) if hasattr(choice.module(n), kind))
+    free = (n for n in able if choice.module(n).why_not(ask) is None)
+    return forced or choice.reader_of_pages() or next(free)
+
+
+def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:
+    """Compile kernels and make them ready to launch, as many at once as there are processors."""
     began = perf_counter()
-    threads = min(len(missing), len(os.sched_getaffinity(0)))
-    # A kernel that cannot be compiled says so when it is launched.
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for function, specialization in missing:
-            function.preload(specialization)
-    log.info("compiled %d kernels in %.1f s", len(missing), perf_counter() - began)
+    threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        # A kernel that cannot be compiled says so when it is launched.
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            kernels = [function.preload(specialization) for function, specialization in missing]
+        loaded = pool.map(lambda kernel: kernel.result().run, kernels)
+        with suppress(Exception):
+            deque(loaded, maxlen=0)
+    if missing:
+        log.info("compiled %d kernels in %.1f s", len(missing), perf_counter() - began)

@@ -124,7 +124,7 @@ class ShortWay:
         kv, dim = keys.shape[2:]
         testify(layer, "call", (kv, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
-        if rows > _FEW or not _by_own_kernels(keys):
+        if rows > _FEW or not _by_own_kernels(keys, heads):
             q = place(parts, turn, pages, layer, heads, late)
             return attend_written(q, varlen, layer=layer, scale=attn.scaling)
         if self._ended is None:
@@ -217,13 +217,13 @@ def _proven(body: Any) -> bool:
     return all(hasattr(part, "ours") for part in parts)
 
 
-def _by_own_kernels(keys: Tensor) -> bool:
+def _by_own_kernels(keys: Tensor, heads: int) -> bool:
     """Whether our own attention kernels serve such pages; another may be asked for by name."""
     if not keys.is_cuda:
         return True
     _, page, kv, dim = keys.shape
     ask = Ask(
-        device="cuda", dtype=keys.dtype, heads=kv, kv_heads=kv, key_dim=dim, value_dim=dim,
+        device="cuda", dtype=keys.dtype, heads=heads, kv_heads=kv, key_dim=dim, value_dim=dim,
         grad=False, window=False, softcap=False, sinks=False, page_size=page, decode=True,
     )  # fmt: skip
     return choice.choose(astuple(ask)) == "triton"

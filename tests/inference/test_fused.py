@@ -83,7 +83,7 @@ def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monke
     asked = []
     monkeypatch.setattr(short_way.choice, "choose", lambda facts: asked.append(Ask(*facts)))
     keys: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(9, 256, 4, 64))
-    assert not short_way._by_own_kernels(keys)
+    assert not short_way._by_own_kernels(keys, 12)
     (ask,) = asked
     assert (ask.device, ask.dtype, ask.page_size) == ("cuda", torch.bfloat16, 256)
-    assert (ask.kv_heads, ask.key_dim, ask.decode, ask.grad) == (4, 64, True, False)
+    assert (ask.heads, ask.kv_heads, ask.key_dim, ask.decode, ask.grad) == (12, 4, 64, True, False)
