@@ -26,7 +26,7 @@ from .ask import Scores
 from .triton_tile import block_step, finish
 
 
-@triton.jit(do_not_specialize=["window", "scale", "softcap"])
+@triton.jit(do_not_specialize=["window", "scale", "softcap", "table_stride"])
 def _decode_kernel(
     q, keys, values, table, lengths, cu_seqlens, sinks, out, parts, part_lse,
     scale, softcap, window,

@@ -34,7 +34,7 @@ def _find_sequence(cu_seqlens, tile, count, TILE: tl.constexpr):
     return low - 1
 
 
-@triton.jit(do_not_specialize=["window", "scale", "softcap", "count"])
+@triton.jit(do_not_specialize=["window", "scale", "softcap", "table_stride", "count"])
 def _prefill_kernel(
     q, keys, values, table, lengths, cu_seqlens, sinks, out,
     scale, softcap, window, count,
