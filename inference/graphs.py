@@ -144,7 +144,7 @@ class DecodeGraphs:
             with torch.cuda.stream(stream):
                 body()  # what kernels and libraries do once only, they do here
             torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.empty_cache()  # graphs take memory of their own: leave them as much as we can
+            torch.cuda.empty_cache()  # a graph takes memory of its own, not what is cached
             before = torch.cuda.memory_reserved(inputs.device)
             # Not `torch.cuda.graph`: it waits for the device and gives back pinned memory as well.
             with torch.cuda.stream(stream):
