@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval import evaluator
+try:
+    from lm_eval import evaluator
+except ImportError:
+    raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
