@@ -26,7 +26,10 @@ class Tongue:
         if isinstance(prompt, str):
             ids = self._require("text")(prompt, add_special_tokens=special)["input_ids"]
         elif _is_messages(prompt):
-            ids = self._require("messages").apply_chat_template(
+            tokenizer = self._require("messages")
+            if getattr(tokenizer, "chat_template", "") is None:
+                raise ValueError("messages need a chat template, and the tokenizer has none")
+            ids = tokenizer.apply_chat_template(
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
         else:

@@ -14,6 +14,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nopad.cli.asking import model_options
+from nopad.cli.loading import checkpoint, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from nopad.trainer.evaluation import Report
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,7 +42,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--seed", type=int, default=0, help="of the draws")
     add("--deadline", type=float, help="seconds after which the rest does not count")
-    add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
+    model_options(add)
     add("--show", type=int, default=3, help="completions to print")
     return parser.parse_args(argv)
 
@@ -69,17 +76,7 @@ def _unescape(template: str) -> str:
     return template.replace("\\n", "\n")
 
 
-def load(args: argparse.Namespace):
-    """The model on its device, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(args.model)
-
-
-def main(argv: list[str] | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None) -> Report:
     """Evaluate as the options say; print samples, a line for each metric, and JSON last."""
     args = options(argv)
     given = examples(args)
@@ -87,13 +84,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     from nopad.inference.all_ranks import AllRanks
     from nopad.trainer.evaluation import GenerationEval
     from nopad.trainer.evaluation_metrics import exact_match, extracted
-    from nopad.trainer.evaluation_table import show
+    from nopad.trainer.evaluation_table import lines
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-    model, tokenizer = load(args)
+    name = checkpoint(args.model)
+    tokenizer = load_tokenizer(args.tokenizer or name)
+    model = load_model(name, args.dtype, args.device)
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
     )
@@ -111,21 +110,20 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     )
     report = evaluation.run(0)
     if int(os.environ.get("RANK", "0")) == 0:
-        show(report, [], console=True)
+        print(*lines(report)[1:], sep="\n")
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))
-    return report.metrics
+    return report
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run the recipe; give the exit status."""
+    """Run the recipe; give the exit status: 1 where an example failed, 2 where none could run."""
     try:
-        main(argv)
+        return int(main(argv).error is not None)
     except (ValueError, OSError) as error:
         print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

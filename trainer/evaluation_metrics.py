@@ -39,7 +39,10 @@ def extracted(pattern: str, *, last: bool = True) -> Metric:
     >>> metric("so 6 * 200 = 1200\\n#### 1,200", "#### 1200"), metric("1200", "#### 1200")
     (1.0, 0.0)
     """
-    compiled = re.compile(pattern)
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
 
     def metric(text: str, reference: Any) -> float:
         wanted = find(str(reference))

@@ -105,6 +105,12 @@ def test_texts_become_chats(made, tmp_path, capsys):
     assert first["tokens"] == second["tokens"], "the flag and the file say the same chat"
 
 
+def test_a_tokenizer_without_a_chat_template_is_told_of(checkpoint, capsys):
+    assert main([checkpoint, "--prompt", "Lily", "--chat"]) == 1
+    (done,) = lines(capsys.readouterr().out)
+    assert done["error"] == "messages need a chat template, and the tokenizer has none"
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [

@@ -42,10 +42,28 @@ def test_it_evaluates_and_prints_metrics(checkpoint, data, capsys):
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     assert status == 0 and found["eval/examples"] == 4 and found["eval/exact"] == 0
-    assert "eval/extracted" in found and lines[0] == "after 0 steps:"
+    assert "eval/extracted" in found and " -> " in lines[0]
 
 
 def test_a_missing_column_is_named_with_file_and_line(checkpoint, data, capsys):
     status = evaluate_checkpoint.run(["--model", str(checkpoint), "--data", str(data)])
     told = capsys.readouterr().err
     assert status == 2 and "test.jsonl:1 has no 'prompt'" in told and "--prompt" in told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(["--regex", "("], "no regular expression"), (["--model", "/no/such"], "no folder /no/such")],
+)
+def test_what_a_user_can_mend_is_one_line(checkpoint, data, capsys, wrong, word):
+    given = ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}"]
+    assert evaluate_checkpoint.run([*given, "--reference", "{answer}", *wrong]) == 2
+    told = capsys.readouterr().err
+    assert word in told and len(told.splitlines()) == 1
+
+
+def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
+    given = ["--model", str(checkpoint), "--data", str(data), "--reference", "{answer}"]
+    long = "Lily " * 900
+    status = evaluate_checkpoint.run([*given, "--prompt", long, "--max-tokens", "2"])
+    assert status == 1 and json.loads(capsys.readouterr().out.splitlines()[-1])["eval/failed"] == 5
