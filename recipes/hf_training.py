@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Sequence
 
 from loading import check_vocabulary
-from settings import Training
+from settings import Training, count
 
 
 def hf_options(parser: argparse.ArgumentParser, output: str, learning_rate: float) -> None:
     """Add what every recipe on the HF Trainer takes."""
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=float, default=1.0, help="passes over the data")
-    add("--steps", type=int, default=-1, help="optimizer steps; overrides --epochs")
-    add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
+    add("--steps", type=count, help="optimizer steps; without it, those of --epochs")
+    add("--accumulation", type=count, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=learning_rate, help="at its peak")
     add("--warmup", type=int, default=10, help="steps until the peak")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
@@ -23,8 +23,8 @@ def hf_options(parser: argparse.ArgumentParser, output: str, learning_rate: floa
     add = parser.add_argument_group("run").add_argument
     add("--output", default=output, help="folder of checkpoints and of the model")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint there")
-    add("--save-every", type=int, default=100, help="steps between checkpoints")
-    add("--log-every", type=int, default=10, help="steps between lines of the log")
+    add("--save-every", type=count, default=100, help="steps between checkpoints")
+    add("--log-every", type=count, default=10, help="steps between lines of the log")
     add("--log-with", default="none", help="tensorboard, wandb, ...")
 
 
@@ -34,7 +34,7 @@ def hf_arguments(args: argparse.Namespace):
 
     return TrainingArguments(
         args.output,
-        max_steps=args.steps,
+        max_steps=args.steps or -1,
         num_train_epochs=args.epochs,
         gradient_accumulation_steps=args.accumulation,
         learning_rate=args.learning_rate,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def load_data(args: argparse.Namespace):
     tokenizer, source = _tokenizer_and_source(args)
     from nopad.packing import PackedDataset
 
-    try:
+    with naming(args.data or "the standard library"):
         dataset = PackedDataset(
             source,
             tokenizer=tokenizer,
@@ -36,18 +38,34 @@ def load_data(args: argparse.Namespace):
             epochs=None,
         )
         next(iter(dataset))  # bad data speaks up before anything is written
-    except ValueError as error:
-        raise ValueError(f"{args.data or 'the standard library'}: {error}") from error
     return tokenizer, dataset
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let errors inside name what they are about."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if what in str(error):
+            raise
+        raise ValueError(f"{what}: {error}") from error
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a folder or of the hub."""
+    from transformers import AutoTokenizer
+
+    with naming(name):
+        return AutoTokenizer.from_pretrained(name)
 
 
 def _tokenizer_and_source(args: argparse.Namespace):
     import stdlib_corpus
-    from transformers import AutoTokenizer
 
     tokenizer, texts = None, []
     if args.tokenizer or args.model:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or Path(args.model))
+        tokenizer = load_tokenizer(args.tokenizer or args.model)
     if tokenizer is None or args.data is None:
         texts, _ = stdlib_corpus.held_out(stdlib_corpus.documents())
     if tokenizer is None and args.data is None:
@@ -83,12 +101,14 @@ def load_model(args: argparse.Namespace, tokenizer):
     if args.model is None:
         model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
     elif Path(args.model).suffix == ".json" or not _has_weights(Path(args.model)):
-        config = AutoConfig.from_pretrained(args.model)
+        with naming(args.model):
+            config = AutoConfig.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_config(config, **settings)
     else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, **settings)
+        with naming(args.model):
+            model = AutoModelForCausalLM.from_pretrained(args.model, **settings)
     check_vocabulary(model, tokenizer)
-    return model
+    return model.train()  # what was loaded comes in evaluation
 
 
 def check_vocabulary(model, tokenizer) -> None:

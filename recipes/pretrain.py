@@ -20,7 +20,7 @@ from pathlib import Path
 
 from loading import data_options, load_data, load_examples, load_model, matched
 from run_folder import RunFolder
-from settings import Training, exit_status, parse
+from settings import Help, Training, count, exit_status, parse
 
 FREE_TO_CHANGE = {"resume", "output", "config", "workers", "save_every", "eval_every", "prompt",
                   "log_with"}  # fmt: skip
@@ -33,12 +33,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description="Pretrain a causal LM on packs, generating from the live model on the way.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     data_options(parser, budget=512)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=800, help="optimizer steps")
-    add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
+    add("--steps", type=count, default=800, help="optimizer steps")
+    add("--accumulation", type=count, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=6e-3, help="at its peak")
     add("--warmup", type=int, default=40, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
@@ -47,10 +47,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
     add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
-    add("--eval-every", type=int, default=400, help="steps between generations")
+    add("--save-every", type=count, default=200, help="steps between checkpoints")
+    add("--eval-every", type=count, default=400, help="steps between generations")
     add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
-        "beginnings of held-out documents")  # fmt: skip
+        "beginnings of held-out files of Python's standard library")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
     return parse(parser, argv)
 
@@ -109,6 +109,11 @@ def start(args: argparse.Namespace):
     return accelerator
 
 
+def optimizer_clips(accelerator) -> bool:
+    """FSDP1 leaves each rank a piece of the gradient; only Accelerate knows the norm of all."""
+    return accelerator.distributed_type != "FSDP" or accelerator.is_fsdp2
+
+
 class Pretraining:
     """One run: the parts, the loop over optimizer steps, and its checkpoints."""
 
@@ -126,8 +131,7 @@ class Pretraining:
         model = load_model(args, self.tokenizer)
         fuse_layers(model, accelerator.device)
         self.loss = attach_loss(model)
-        # FSDP1 leaves each rank a piece of the gradient; only Accelerate knows the norm of all.
-        self.clips = accelerator.distributed_type != "FSDP" or accelerator.is_fsdp2
+        self.clips = optimizer_clips(accelerator)
         optimizer, scheduler = optimize(args, model, self.clips)
         self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(

@@ -13,19 +13,19 @@ from pathlib import Path
 
 from held_out import continuing
 from loading import data_options, load_data, load_examples, load_model
-from settings import Training, exit_status, parse
+from settings import Help, Training, count, exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     data_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=150, help="optimizer steps")
-    add("--accumulation", type=int, default=1, help="packs per rank and optimizer step")
+    add("--steps", type=count, default=150, help="optimizer steps")
+    add("--accumulation", type=count, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=4e-3, help="at its peak")
     add("--warmup", type=int, default=10, help="steps until the peak")
     add("--precision", default="32-true", help="as Lightning names it")
@@ -35,8 +35,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/lightning"), help="folder of this run")
     add("--resume", nargs="?", const="last", metavar="FILE", help="go on from this, or the last")
-    add("--save-every", type=int, default=50, help="steps between checkpoints")
-    add("--eval-every", type=int, default=50, help="steps between generations")
+    add("--save-every", type=count, default=50, help="steps between checkpoints")
+    add("--eval-every", type=count, default=50, help="steps between generations")
     return parse(parser, argv)
 
 
@@ -53,9 +53,7 @@ def module(args: argparse.Namespace, model):
 
         def training_step(self, batch, _):
             Training.begun = True
-            loss = self.model(**batch).loss
-            self.log("loss", loss, prog_bar=True, batch_size=1)
-            return loss
+            return self.model(**batch).loss
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), args.learning_rate, (0.9, 0.95))
@@ -72,6 +70,8 @@ def checkpoint(args: argparse.Namespace) -> Path | None:
     if args.resume is None:
         return None
     path = args.output / "last.ckpt" if args.resume == "last" else Path(args.resume)
+    if not path.is_file():
+        raise ValueError(f"there is no {path} to go on from: start without --resume")
     check_archive(path)
     return path
 
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer.fit(module(args, model), data, ckpt_path=resumed, weights_only=True)
     whole = trainer.global_step == args.steps
     if whole:
-        trainer.save_checkpoint(args.output / "last.ckpt")
+        trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
     if trainer.is_global_zero:
         say = "done" if whole else "stopped, go on with --resume"
         print(f"{say}: {args.output}, step {trainer.global_step}")

@@ -12,18 +12,48 @@ from pathlib import Path
 from typing import Any
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Tell defaults, but not that something is off or absent without its option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def count(text: str) -> int:
+    """Read a number of things, of which there is at least one."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse `argv`; what `--config FILE` names becomes the defaults."""
+    """Parse `argv`, behind what `--config FILE` says."""
     parser.add_argument("--config", type=Path, help="YAML file of these settings")
-    known = {action.dest for action in parser._actions}
+    argv = sys.argv[1:] if argv is None else argv
     first, _ = parser.parse_known_args(argv)
-    if first.config is not None:
-        given = read(first.config)
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise ValueError(f"{first.config}: no settings {', '.join(unknown)}; see --help")
-        parser.set_defaults(**given)
-    return parser.parse_args(argv)
+    if first.config is None:
+        return parser.parse_args(argv)
+    known, words = {action.dest: action for action in parser._actions}, []
+    for name, value in read(first.config).items():
+        if name not in known:
+            raise ValueError(f"{first.config}: no setting {name}; see --help")
+        words += _words(known[name].option_strings[-1], value)
+    return parser.parse_args([*words, *argv])
+
+
+def _words(option: str, value: Any) -> list[str]:
+    """Say a setting as one would on the command line.
+
+    >>> _words("--budget", 512), _words("--compile", True), _words("--prompt", ["a", "b"])
+    (['--budget=512'], ['--compile'], ['--prompt=a', '--prompt=b'])
+    """
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [option]
+    return [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -13,14 +13,15 @@ import argparse
 import sys
 
 from hf_training import hf_options, hf_train
-from settings import exit_status, parse
+from loading import load_tokenizer, naming
+from settings import Help, count, exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help="checkpoint folder or hub name of a causal LM")
@@ -34,7 +35,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=int, default=2048, help="tokens a pack may hold")
     add("--workers", type=int, default=0, help="data loading processes per rank")
     add("--seed", type=int, default=0, help="of the order of packs, and of new adapters")
-    add("--eval-every", type=int, default=100, help="steps between generations")
+    add("--eval-every", type=count, default=100, help="steps between generations")
     add("--eval-examples", type=int, default=32, help="conversations not trained on but continued "
         "and held against their answers, one in 50 at most; 0: none")  # fmt: skip
     hf_options(parser, "runs/sft", learning_rate=2e-5)
@@ -49,9 +50,8 @@ def load_data(args: argparse.Namespace):
     """The tokenizer, packs of conversations, and some that are held out."""
     from held_out import split
     from nopad.packing import PackedDataset
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
     if args.chat_template:
         with open(args.chat_template) as file:
             tokenizer.chat_template = file.read()
@@ -71,7 +71,8 @@ def load_model(args: argparse.Namespace):
     import nopad.attention  # noqa: F401  registers the attention implementation
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attention)
+    with naming(args.model):
+        model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attention)
     if not args.lora:
         return model
     from peft import LoraConfig, get_peft_model

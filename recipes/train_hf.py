@@ -12,19 +12,19 @@ import sys
 
 from hf_training import hf_options, hf_train
 from loading import data_options, load_data, load_model
-from settings import exit_status, parse
+from settings import Help, exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     data_options(parser, budget=2048)
     hf_options(parser, "runs/train_hf", learning_rate=1e-3)
     args = parse(parser, argv)
-    if args.data is None and args.steps < 0:
+    if args.data is None and args.steps is None:
         args.steps = 150  # a look at Python's sources, not a pass over them
     return args
 

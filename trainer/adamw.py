@@ -18,9 +18,8 @@ from torch import Tensor
 class ClippedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with `max_norm`, the largest norm that a gradient may keep.
 
-    For DDP and FSDP2, and one process. FSDP1 and DeepSpeed give each rank a plain piece of the
-    gradient, whose norm would be taken for that of the whole: use torch's AdamW and their clipping.
-    Leave out the trainer's own clipping (`clip_grad_norm_`, or `max_grad_norm=0`).
+    For one process, DDP and FSDP2. Leave out the trainer's own clipping (`clip_grad_norm_`, or
+    `max_grad_norm=0`).
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = ClippedAdamW([weight], lr=0.1, max_norm=1.0)
@@ -52,6 +51,11 @@ class ClippedAdamW(torch.optim.AdamW):
         given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not given:
             return loss
+        if any(map(_a_piece, given)):
+            raise ValueError(
+                "under FSDP1 and DeepSpeed a rank has a piece of the gradient, whose norm is not "
+                "that of the whole: use torch.optim.AdamW and their own clipping, or FSDP2"
+            )
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in given])
         if not all(_fusible(p) for p in given) or any(map(_special, self.param_groups)):
             torch.nn.utils.clip_grads_with_norm_(given, self.max_norm, self.norm)
@@ -73,6 +77,11 @@ class ClippedAdamW(torch.optim.AdamW):
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                 state["step"] = state["step"].cpu() + 1  # torch's fused one keeps it on the device
                 update(parameter, state, norm, self.max_norm, group)
+
+
+def _a_piece(p: Tensor) -> bool:
+    """Whether FSDP1 or DeepSpeed's ZeRO 3 has marked a parameter as theirs."""
+    return hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id")
 
 
 def _fusible(p: Tensor) -> bool:

@@ -98,6 +98,8 @@ class PackedLoader:
         """
         if last_window not in ("pad", "drop"):
             raise ValueError(f"last_window={last_window!r}: 'pad' or 'drop'")
+        if accumulation < 1:
+            raise ValueError(f"accumulation={accumulation}: a step needs at least one pack")
         self.dataset = dataset
         self.collator = collator or PackedCollator()
         self.accumulation = accumulation
@@ -116,6 +118,7 @@ class PackedLoader:
         self._state: dict | None = None
         self._came: PackInfo | None = None
         self._became: tuple[Any, dict[str, int]] = None, {}
+        self._packs: tuple[Any, int] = None, 1
         self._loader = DataLoader(
             dataset,
             batch_size=None,
@@ -138,6 +141,16 @@ class PackedLoader:
     def state(self) -> dict:
         """Return this rank's view of the data state after the last step handed out."""
         return self._state or self.dataset.state_dict()
+
+    def epochs(self) -> float | None:
+        """Return how often the data was gone over so far; None for a stream: who knows its end."""
+        if not isinstance(self.dataset.packs, PlannedPacks):
+            return None
+        position = self.state()["position"]
+        epoch, done = position["epoch"], position["index"] - position["start"]
+        if self._packs[0] != epoch:
+            self._packs = epoch, max(1, self.dataset.count(epoch))
+        return epoch + done / self._packs[1]
 
     def became(self) -> dict[str, int]:
         """Count the samples split, truncated and dropped: of the epoch, or of a stream so far."""

@@ -137,9 +137,15 @@ class Packed(_Base):
         return sum_over_ranks(weight).clamp(min=1).float().to(device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and self._meter is not None:
-            logs = {**logs, **{f"pack/{k}": v for k, v in self._meter.read().items()}}
-            self._meter.reset()
+        if self._meter is not None and self._loader is not None:
+            # The trainer takes packs for samples, and the whole run for one epoch.
+            self.state.epoch = self._loader.epochs() or self.state.epoch
+            if "train_runtime" in logs:
+                samples = self._meter.read()["samples_seen"]
+                logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
+            if "loss" in logs:
+                logs = {**logs, **{f"pack/{k}": v for k, v in self._meter.read().items()}}
+                self._meter.reset()
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -193,12 +199,15 @@ def _settle(args: TrainingArguments, data: PackedDataset) -> float:
     args.ignore_data_skip = True  # the data state does it, without replaying
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
-        data.epochs = max(1, math.ceil(args.num_train_epochs))
+        if args.num_train_epochs <= 0:
+            raise ValueError(f"num_train_epochs={args.num_train_epochs} and no max_steps: no step")
+        data.epochs = math.ceil(args.num_train_epochs)
         beginning = {"epoch": 0, "start": 0, "index": 0, "until": data.epochs}
         state = {name: value for name, value in data.state_dict().items() if name != "shards"}
         data.load_state_dict({**state, "position": beginning})
-        packs = sum(data.count(epoch) for epoch in range(data.epochs))
-        per_rank = math.ceil(packs / args.world_size)
+        *whole, last = (data.count(epoch) for epoch in range(data.epochs))
+        part = args.num_train_epochs - len(whole)  # of the last epoch
+        per_rank = math.ceil((sum(whole) + part * last) / args.world_size)
         args.max_steps = math.ceil(per_rank / args.gradient_accumulation_steps)
     return smoothing
 

@@ -6,8 +6,9 @@
     def training_step(self, batch, _):
         return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
 
-Lightning keeps the state of rank 0's loader, one batch ahead. Here the callback keeps the state of
-the last batch that was stepped, joined over ranks, in the checkpoint itself.
+A batch's loss is its share of the step's; the mean of a step, over ranks too, is in the log and in
+the bar as `pack/loss`. Lightning keeps the state of rank 0's loader, one batch ahead. Here the
+callback keeps the state of the last batch that was stepped, joined over ranks, in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..packing import Pack, PackedDataset
 from .data_state import gathered_state
@@ -90,6 +92,8 @@ class PackedCallback(pl.Callback):
         self.meter = Meter()
         self._loss: Any = None
         self._state: dict | None = None
+        self._losses: list[Tensor] = []
+        """Of the micro-batches since the last step: each its share, their mean the step's loss."""
         self._validating = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -129,13 +133,16 @@ class PackedCallback(pl.Callback):
         assert self.data.loader is not None
         info, state = self.data.loader.handed_out.popleft()
         self.meter.add(info, batch["labels"], self._loss.token_losses)
+        self._losses.append(outputs["loss"].detach())
         if state is None:
             return
-        self._state = state
+        self._state, losses, self._losses = state, self._losses, []
         if trainer.global_step % trainer.log_every_n_steps == 0:
             rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
             pl_module.log_dict(rates, batch_size=1)
-            pl_module.log("tok/s", rates["pack/tokens_per_second"], prog_bar=True, batch_size=1)
+            shown = {"prog_bar": True, "batch_size": 1}
+            pl_module.log("tok/s", rates["pack/tokens_per_second"], **shown)
+            pl_module.log("pack/loss", torch.stack(losses).mean(), sync_dist=True, **shown)
             self.meter.reset()
 
     def on_save_checkpoint(
@@ -208,7 +215,7 @@ class StopCallback(AfterStep):
 
     def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.request.agreed() and not trainer.should_stop:
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path, weights_only=False)
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
@@ -257,3 +259,61 @@ def test_a_pack_trains_like_its_samples_one_by_one():
     assert packed == pytest.approx(alone, rel=1e-6)
     for name, grad in packed_grads.items():
         torch.testing.assert_close(grad, alone_grads[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+class Launched:
+    """What Accelerate is under one kind of parallel training, without its processes."""
+
+    num_processes, sync_gradients = 1, True
+
+    def __init__(self, kind: str, is_fsdp2: bool = False):
+        from accelerate.utils import DistributedType
+
+        self.distributed_type, self.is_fsdp2 = DistributedType(kind), is_fsdp2
+        self.called: list[str] = []
+
+    def accumulate(self, model):
+        return nullcontext()
+
+    def backward(self, loss) -> None:
+        self.called.append("backward")
+
+    def clip_grad_norm_(self, parameters, norm: float) -> None:
+        self.called.append(f"clip at {norm}")
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
+def test_who_clips_by_settings_of_its_own_is_refused(kind, monkeypatch):
+    import accelerate
+    import pretrain
+
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: Launched(kind))
+    with pytest.raises(ValueError, match=rf"{kind} clips by its own settings.*train_hf\.py"):
+        pretrain.start(pretrain.options([]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fsdp2", "clipped"),
+    [
+        ("NO", False, False),
+        ("MULTI_GPU", False, False),
+        ("FSDP", True, False),
+        ("FSDP", False, True),
+    ],
+)
+def test_under_fsdp1_accelerate_clips_before_the_step(kind, is_fsdp2, clipped):
+    import pretrain
+    import torch
+
+    run = pretrain.Pretraining.__new__(pretrain.Pretraining)
+    run.accelerator = Launched(kind, is_fsdp2)
+    run.args = pretrain.options(["--clip", "0.5"])
+    run.model = torch.nn.Linear(1, 1)
+    run.model.forward = lambda: SimpleNamespace(loss=torch.zeros(()))
+    run.optimizer = run.scheduler = SimpleNamespace(
+        step=lambda: run.accelerator.called.append("step"), zero_grad=lambda: None
+    )
+    run.clips = pretrain.optimizer_clips(run.accelerator)
+    run.backward({})
+    clip = ["clip at 0.5"] if clipped else []
+    assert run.accelerator.called == ["backward", *clip, "step", "step"]

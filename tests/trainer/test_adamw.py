@@ -57,3 +57,33 @@ def test_without_gradients_nothing_moves():
     ours = weights()
     ClippedAdamW(ours).step()
     assert all(torch.equal(a, b) for a, b in zip(ours, weights(), strict=True))
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_piece_of_the_gradient_under_fsdp1_is_refused(process_group, flat):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(4, 3), use_orig_params=not flat, device_id=torch.device("cpu")
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"FSDP1 and DeepSpeed.*their own clipping"):
+        ClippedAdamW(model.parameters()).step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_piece_of_the_gradient_under_zero_3_is_refused():
+    ours = weights()
+    ours[0].grad, ours[0].ds_id = torch.ones(5, 3), 0  # as DeepSpeed marks what it has sharded
+    with pytest.raises(ValueError, match="FSDP1 and DeepSpeed"):
+        ClippedAdamW(ours).step()

@@ -78,6 +78,28 @@ def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_
     assert with_hf.last_whole_checkpoint(tmp_path).name == "checkpoint-2"
 
 
+def test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data(tmp_path):
+    from hf_child import trainer
+
+    data = tiny_run.dataset()
+    first, second = data.count(0), data.count(1)
+    run, _ = trainer(tmp_path, data, 1, num_train_epochs=1.5)
+    metrics = run.train().metrics
+    assert run.state.global_step == -(-(first + second / 2) // 1)
+    *steps, end = run.state.log_history
+    epochs = [
+        (n + 1) / first if n < first else 1 + (n + 1 - first) / second for n in range(len(steps))
+    ]
+    assert [round(line["epoch"], 6) for line in steps] == [round(epoch, 6) for epoch in epochs]
+    assert end["epoch"] == steps[-1]["epoch"]
+    seen = steps[-1]["pack/samples_seen"]
+    assert metrics["train_samples_per_second"] == pytest.approx(
+        seen / end["train_runtime"], rel=0.01
+    )
+    with pytest.raises(ValueError, match="num_train_epochs=0"):
+        trainer(tmp_path, tiny_run.dataset(), 1, num_train_epochs=0)
+
+
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
     from hf_child import Watch
