@@ -51,6 +51,8 @@ def attend(
         if chosen == "sdpa" and torch.compiler.is_compiling():
             return opaque.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
         return choice.module(chosen).packed(q, k, v, varlen, scores)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("pages keep no gradients: call the model inside torch.no_grad()")
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
     facts = _facts(q, keys, values, rule, varlen)
@@ -79,7 +81,9 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, varlen: Varlen) -> tupl
     """The fields of an `Ask`, in order."""
     page_size = 0 if varlen.pages is None else k.shape[1]
     _, window, softcap, sinks = rule
-    grad = torch.is_grad_enabled() and not page_size and q.requires_grad
+    # Any of the three: an adapter on the values alone leaves queries without a gradient.
+    needed = q.requires_grad or k.requires_grad or v.requires_grad
+    grad = torch.is_grad_enabled() and not page_size and needed
     many, tokens, places = False, q.shape[0], len(varlen.cu_seqlens) * varlen.max_length
     # An `if`: torch.compile guards on it, once.
     if not page_size and tokens >= _MANY and places <= _ROOM * tokens:

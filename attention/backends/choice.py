@@ -4,7 +4,7 @@ A backend names its declared limits (`why_not`); whatever passes them must also 
 tiny call of the same kind held against the reference, because builds differ in what they left out.
 The answer is remembered per kind of call and said once in the log. `backend=`, `reading_pages_by`
 or the environment variable NOPAD_ATTENTION forces one by name; one that cannot serve the call then
-raises.
+raises. The environment speaks of calls a backend offers: `triton` reads pages only, `cudnn` none.
 """
 
 from __future__ import annotations
@@ -65,9 +65,15 @@ def order(ask: Ask) -> tuple[str, ...]:
 def choose(facts: tuple, forced: str | None = None) -> str:
     """Name the backend that serves a call of these facts, the fields of an `Ask` in order."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if _reader.get() is not None and Ask(*facts).paged:
-        forced = forced or _reader.get()
-    return _choose(facts, forced or os.environ.get("NOPAD_ATTENTION") or None, deterministic)
+    paged = Ask(*facts).paged
+    forced = forced or (_reader.get() if paged else None) or _by_environment(paged)
+    return _choose(facts, forced, deterministic)
+
+
+def _by_environment(paged: bool) -> str | None:
+    name = os.environ.get("NOPAD_ATTENTION") or None
+    known = name in NAMES
+    return None if known and not hasattr(module(name), "paged" if paged else "packed") else name
 
 
 _reader: ContextVar[str | None] = ContextVar("nopad_reader_of_pages", default=None)
@@ -85,7 +91,7 @@ def reading_pages_by(name: str | None) -> Iterator[None]:
 
 def reader_of_pages() -> str | None:
     """The backend that calls with pages are to use, where one is asked for by name."""
-    return _reader.get() or os.environ.get("NOPAD_ATTENTION") or None
+    return _reader.get() or _by_environment(paged=True)
 
 
 @lru_cache(maxsize=4096)

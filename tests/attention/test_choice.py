@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import torch._dynamo.testing
-from nopad.attention import Varlen, attend
+from nopad.attention import PagedCache, Pages, Varlen, attend
 from nopad.attention.attend import _facts
 from nopad.attention.backends import choice
 from nopad.attention.backends.ask import Ask
@@ -140,3 +140,41 @@ def test_a_right_backend_passes_its_trial_whatever_the_size(heads, kv_heads, dim
         shape = {"heads": heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim}
         asked = facts(**shape, dtype=dtype, grad=grad, page_size=page_size)
         assert choice.why_not("sdpa", Ask(*asked)) is None
+
+
+@pytest.mark.parametrize("which", range(3), ids=["queries", "keys", "values"])
+def test_a_gradient_is_asked_for_where_any_input_needs_one(which):
+    """LoRA on the values alone: in the first layer, nothing else needs a gradient."""
+    inputs = qkv()
+    assert not Ask(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+    inputs[which].requires_grad_()
+    assert Ask(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+    with torch.no_grad():
+        assert not Ask(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+
+
+def test_pages_refuse_gradients_instead_of_keeping_the_graph_alive():
+    cache = PagedCache(2, 16, [(2, 16, 16)], torch.float32, "cpu")
+    ints = {"dtype": torch.int32}
+    where = torch.tensor([[0]], **ints), torch.tensor([3], **ints), torch.arange(3)
+    varlen = Varlen(VARLEN.cu_seqlens, 3, Pages(cache, *where, 3))
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="pages keep no gradients"):
+        attend(q, k.requires_grad_(), v, varlen)
+    with torch.no_grad():
+        attend(q, k, v, varlen)
+    assert not cache.layer(0)[0].requires_grad
+
+
+def test_the_environment_speaks_only_of_calls_that_the_backend_offers(monkeypatch):
+    """A run that trains and generates makes both kinds; no one name serves them all."""
+    monkeypatch.setenv("NOPAD_ATTENTION", "cudnn")
+    assert choice.choose(facts(page_size=16)) == "sdpa" and choice.reader_of_pages() is None
+    with pytest.raises(ValueError, match="'cudnn' cannot serve"):
+        choice.choose(facts())
+    monkeypatch.setenv("NOPAD_ATTENTION", "triton")
+    assert choice.choose(facts()) == "sdpa" and choice.reader_of_pages() == "triton"
+    assert choice.choose(facts(page_size=16)) == "triton"  # interpreted
+    monkeypatch.setenv("NOPAD_ATTENTION", "flsh")
+    with pytest.raises(ValueError, match="no attention backend is called 'flsh'"):
+        choice.choose(facts())
