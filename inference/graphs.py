@@ -11,8 +11,10 @@ the memory set aside for them, a step uses the next larger graph there is, or no
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +31,8 @@ from .staging import pack, views
 Forward = Callable[[Tensor, Tensor, Varlen, int], Tensor]
 Key = tuple[str | None, int, int]
 """The attention backend asked for by name, rows, and width of the page table."""
+
+log = logging.getLogger("nopad.inference")
 
 SEGMENTS = 40 << 20
 """Memory comes in segments of 2 and 20 MiB: graphs take some of each, however little they keep."""
@@ -94,14 +98,22 @@ class DecodeGraphs:
         alike = len(step.yielding) == len(step.requests) == len(step.rows)
         return step.max_tokens == 1 and alike and self._key(step) is not None
 
-    def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int]:
-        """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows."""
+    def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int] | None:
+        """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows.
+
+        None where its graph did not fit the memory: no more are captured then.
+        """
         count, key = len(step.requests), self._key(step)
         assert key is not None
         _, size, width = key
         arrays = _padded(step, size, width, len(self._newest) - 1)
         if key not in self._captured:
-            self._captured[key] = self._capture(arrays, forward)
+            try:
+                self._captured[key] = self._capture(arrays, forward)
+            except torch.OutOfMemoryError:
+                self._taken = self._room
+                log.warning("decode steps run without more graphs: no memory for %d rows", size)
+                return None
         captured = self._captured[key]
         captured.inputs.copy_(pack(arrays)[0], non_blocking=True)
         captured.graph.replay()
@@ -147,14 +159,23 @@ class DecodeGraphs:
             torch.cuda.empty_cache()  # a graph takes memory of its own, not what is cached
             before = torch.cuda.memory_reserved(inputs.device)
             # Not `torch.cuda.graph`: it waits for the device and gives back pinned memory as well.
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool)
-                try:
-                    logits, tokens = body()
-                finally:
-                    graph.capture_end()
+            with torch.cuda.stream(stream), _recording(graph, self._pool):
+                logits, tokens = body()
             self._taken += torch.cuda.memory_reserved(inputs.device) - before
         return _Captured(graph, inputs, bounds, logits, tokens)
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[None]:
+    """Capture what runs inside; where that fails, the reason is told, not the broken capture."""
+    graph.capture_begin(pool=pool)
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
 
 
 _SLOTS, _LENGTHS, _OWNERS, _TABLE = 2, 3, 4, 5
