@@ -92,6 +92,8 @@ def start(args: argparse.Namespace):
         project_dir=args.output,
         step_scheduler_with_optimizer=False,
     )
+    if args.log_with and not accelerator.log_with:  # Accelerate would go on without a word
+        raise ValueError(f"--log-with {args.log_with}: pip install {args.log_with}")
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != launched:
         raise ValueError(

@@ -167,6 +167,7 @@ BAD = {
     "a resume folder of nothing": (["--resume", "nowhere"], "nowhere"),
     "a resume folder of another run": (["--resume", "other"], "seed"),
     "an output folder in use": (["--output", "other"], "other"),
+    "a logger that is not installed": (["--log-with", "wandb"], "pip install wandb"),
 }
 
 
@@ -186,6 +187,7 @@ def used(tmp_path_factory, model) -> Path:
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch, capsys):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
     import pretrain
     from settings import exit_status
 
