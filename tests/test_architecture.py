@@ -145,6 +145,22 @@ def test_no_code_is_loaded_from_data():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["eval('1')", "yaml.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)",
+     "AutoModel.from_pretrained(name, trust_remote_code=True)"],
+)  # fmt: skip
+def test_the_reader_of_calls_sees_unsafe_ones(call):
+    assert _unsafe_call("x.py", ast.parse(call, mode="eval").body)
+    assert not _unsafe_call("x.py", ast.parse("torch.load(f, weights_only=True)", mode="eval").body)
+
+
+def test_nothing_listens_on_a_network():
+    servers = {"http", "socket", "socketserver", "asyncio", "fastapi", "flask", "aiohttp"}
+    found = [(path.name, name) for path in sources(*ROOMS) for _, name in imports(path)]
+    assert [(where, name) for where, name in found if name in servers] == []
+
+
 def _unsafe_call(where: str, node: ast.Call) -> list[str]:
     name = ast.unparse(node.func)
     words = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

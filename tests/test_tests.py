@@ -1,0 +1,142 @@
+"""Tests of the tests: nothing is retried, order is compared, exit codes are read.
+
+And `README.md` names for every promise a test that shows it, and a fault it was seen to fail on.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+LINES = [f"{letter}{n}" for letter, last in zip("ABCDE", (12, 10, 4, 7, 5), strict=True)
+         for n in range(1, last + 1)]  # fmt: skip
+UNORDERED = {"set", "sorted", "len", "sum", "Counter", "frozenset", "any", "all"}
+RESUMES = re.compile(r"resum|restor|continu|kill|goes_on|go_on")
+
+
+def files() -> list[Path]:
+    return sorted(TESTS.rglob("*.py"))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def calls(tree: ast.AST) -> set[str]:
+    """Everything that is called, as it is written."""
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def unread_exits(source: str) -> list[str]:
+    """Functions that start a process and do not look at how it ended.
+
+    One that hands the finished process on leaves that to whoever calls it.
+    """
+    tree = ast.parse(source)
+    handing, wrong = set(), []
+    for function in functions(tree):
+        text = ast.unparse(function)
+        if not calls(function) & {"subprocess.run", "subprocess.Popen"}:
+            continue
+        if "returncode" in text or "check=True" in text or ".wait(" in text:
+            continue
+        if re.search(
+            r"-> .*subprocess\.|return subprocess\.run|append\(\s*subprocess\.Popen", text
+        ):
+            handing.add(function.name)
+        else:
+            wrong.append(function.name)
+    for function in functions(tree):
+        text = ast.unparse(function)
+        if calls(function) & handing and not re.search(r"returncode|_result\(|\.wait\(", text):
+            wrong.append(function.name)
+    return wrong
+
+
+def unordered_resumes(source: str) -> list[str]:
+    """Tests of a resume in which no assertion compares content in its order."""
+    wrong = []
+    for function in functions(ast.parse(source)):
+        if not function.name.startswith("test_") or not RESUMES.search(function.name):
+            continue
+        asserts = [node for node in ast.walk(function) if isinstance(node, ast.Assert)]
+        if asserts and not any(_ordered(node.test) for node in asserts):
+            wrong.append(function.name)
+    return wrong
+
+
+def _ordered(test: ast.expr) -> bool:
+    compares = [node for node in ast.walk(test) if isinstance(node, ast.Compare)]
+    return any(not calls(compare) & UNORDERED for compare in compares)
+
+
+def promises(text: str) -> dict[str, list[str]]:
+    """The cells of the table, by the promise's number."""
+    rows = [line.strip("| ").split("|") for line in text.splitlines()]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {row[0]: row[1:] for row in cells if re.fullmatch(r"[A-E]\d+", row[0])}
+
+
+def missing(cell: str) -> list[str]:
+    """What a cell names that is not there: `file`, `file::test`, or `file` *text in it*."""
+    named = re.findall(r"(?:`([^`]+)`)? ?(?:\*([^*]+)\*)?", cell)
+    wrong = []
+    for place, text in named:
+        file, _, test = (place or "test_seen_to_fail.py").partition("::")
+        source = (TESTS / file).read_text() if (TESTS / file).is_file() else ""
+        lacks = test and f"def {test}(" not in source
+        if (place or text) and (not source or lacks or text not in source):
+            wrong.append(f"{place} {text}".strip())
+    return wrong
+
+
+def test_every_promise_names_tests_and_faults_that_are_there():
+    table = promises((TESTS / "README.md").read_text())
+    assert list(table) == LINES
+    for number, (promise, shown, longer, fault) in table.items():
+        assert promise and shown and fault, f"{number} is not shown, or was never seen to fail"
+        assert missing(shown) + missing(longer) + missing(fault) == [], number
+
+
+def test_what_is_longer_is_marked_so():
+    table = promises((TESTS / "README.md").read_text())
+    for place in re.findall(r"`([^`]+)::", " ".join(row[2] for row in table.values())):
+        assert re.search(r"mark\.(slow|gpu)", (TESTS / place).read_text()), place
+
+
+def test_nothing_is_tried_again():
+    words = re.compile(r"mark\.flaky|reruns|rerunfailures|@retry|flaky\(")
+    others = [path for path in files() if path != Path(__file__)]
+    assert [path.name for path in others if words.search(path.read_text())] == []
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
+    assert not words.search(str(project))
+
+
+def test_every_started_process_has_its_exit_code_read():
+    found = {p.name: bad for p in files() if (bad := unread_exits(p.read_text()))}
+    assert found == {}
+
+
+def test_resumed_content_is_compared_in_its_order():
+    found = {p.name: bad for p in files() if (bad := unordered_resumes(p.read_text()))}
+    assert found == {}
+
+
+def test_these_readers_see_what_they_are_for():
+    silent = "def test_x():\n    subprocess.run(['false'])\n"
+    assert unread_exits(silent) == ["test_x"]
+    handed = "def go():\n    return subprocess.run(['x'])\ndef test_y():\n    assert go().stdout\n"
+    assert unread_exits(handed) == ["test_y"]
+    table = "| | promise |\n|---|---|\n| A1 | it holds | `x.py::test_y` | | *a fault* |\n"
+    assert promises(table) == {"A1": ["it holds", "`x.py::test_y`", "", "*a fault*"]}
+    here = "`test_tests.py::test_nothing_is_tried_again`"
+    assert missing(f"{here}, `test_tests.py` *mark*, *prompts are logged*") == []
+    wrong = ["test_tests.py::test_z", "x.py", "no such fault"]
+    assert missing("`test_tests.py::test_z`, `x.py`, *no such fault*") == wrong
+    counted = "def test_a_resumed_run():\n    assert len(a) == len(b) and set(a) == set(b)\n"
+    assert unordered_resumes(counted) == ["test_a_resumed_run"]
+    assert unordered_resumes(counted.replace("len(a) == len(b)", "a == b")) == []
