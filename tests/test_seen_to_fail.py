@@ -1,0 +1,100 @@
+"""Each of these tests fails when the package has the fault it is there for.
+
+Faults are put into the modules of the test's process and of every process it starts (`seeded/`).
+Those of the planner, the packer, the allocator and the scheduler are seeded beside their tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+FAULTS = {
+    "a place in a shard is one pack behind": (
+        "packing/test_source_raises.py", "nopad.packing.shard",
+        "place = ShardPacks._place\n"
+        "ShardPacks._place = lambda self: {**place(self), 'made': max(0, self._count - 1)}",
+    ),
+    "nobody watches the workers": (
+        "trainer/test_data_workers.py::test_whoever_dies_it_is_told_and_nothing_is_left",
+        "nopad.trainer.data_workers", "WorkerWatch._raise_if_dead = lambda self, within=0: None",
+    ),
+    "a round ends with its first pack": (
+        "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
+        "nopad.packing.order", "Share.round_end = lambda self, index, base: index + 1",
+    ),
+    "each rank stops on its own": (
+        "trainer/test_stop.py", "nopad.trainer.stop",
+        "StopRequest.agreed = lambda self: False",
+    ),
+    "something is kept of every pack": (
+        "packing/test_bounds.py::"
+        "test_a_hundred_thousand_streamed_documents_do_not_grow_the_process",
+        "nopad.packing.pack",
+        "kept, check = [], Pack.__post_init__\n"
+        "Pack.__post_init__ = lambda self: kept.append(b'x' * 200_000 + bytes(1)) or check(self)",
+    ),
+    "ids of a prompt are not checked": (
+        "inference/test_engine.py::"
+        "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
+        "nopad.inference.prompts",
+        "Tongue._checked = lambda self, ids: np.asarray(ids, dtype=np.int64)",
+    ),
+    "requests that failed are left out": (
+        "inference/test_engine.py::"
+        "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
+        "nopad.inference.engine",
+        "whole = Engine.generate\n"
+        "Engine.generate = lambda *a, **k: [c for c in whole(*a, **k) if c.error is None]",
+    ),
+    "an update of the weights is overlooked": (
+        "inference/test_no_trace.py::test_cycles_of_update_and_evaluation_equal_a_fresh_engine",
+        "nopad.inference.weights",
+        "look = WeightsVersion.refresh\n"
+        "WeightsVersion.refresh = lambda self: bool(not self._seen and look(self))",
+    ),
+    "a context loses its first token": (
+        "inference/test_harness.py::test_scores_equal_those_of_lm_evals_own_model",
+        "nopad.inference.harness",
+        "EngineLM._cut = lambda self, before, after: (tuple(before[1:] or before), tuple(after))",
+    ),
+    "every rank forgets its last prompt": (
+        "trainer/test_evaluation_ranks.py::test_uneven_ranks_never_hang",
+        "nopad.inference.all_ranks",
+        "fair = deal\n"
+        "deal = lambda costs, ranks, names=None: "
+        "[hand[: len(hand) - (ranks > 1)] for hand in fair(costs, ranks, names)]",
+    ),
+    "lines have no limit": (
+        "packing/test_hostile_names.py::"
+        "test_a_decompression_bomb_is_bounded_by_the_limit_of_a_line",
+        "nopad.packing.sources.jsonl",
+        "_bounded_line = lambda file: ((line := file.readline(1 << 40)), len(line))",
+    ),
+    "prompts are logged": (
+        "inference/test_engine.py::test_logs_hold_no_prompt_and_no_text",
+        "nopad.inference.engine",
+        "import logging\nquiet = Engine.generate\n"
+        "Engine.generate = lambda self, prompts, *a, **k: "
+        "logging.getLogger(__name__).error('%s', prompts) or quiet(self, prompts, *a, **k)",
+    ),
+}  # fmt: skip
+"""What is wrong, the test that must see it, the module it is in, and how it gets there."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_this_fault_the_test_fails(fault):
+    node, module, code = FAULTS[fault]
+    env = {**os.environ, "NOPAD_FAULT_IN": module, "NOPAD_FAULT": code}
+    env["PYTHONPATH"] = os.pathsep.join([str(TESTS / "seeded"), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(TESTS / node)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 1, f"it passes, or did not run:\n{done.stdout[-3000:]}{done.stderr}"
+    assert re.search(r"^1 (failed|error)|\b1 failed|\b1 error", done.stdout.splitlines()[-1])
