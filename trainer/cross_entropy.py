@@ -38,11 +38,13 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     divisor: Tensor | float = 1.0,
+    counted: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of token losses over `divisor`, and each loss (detached, fp32).
 
     hidden [T, H], weight [V, H], targets [T] with IGNORE where nothing counts. `z_loss` adds
-    that multiple of the squared log-normalizer to every counted token.
+    that multiple of the squared log-normalizer to every counted token. `counted` is the number of
+    targets that count; left out, the device is asked, and waited for.
 
     >>> hidden, weight = torch.eye(2), torch.zeros(4, 2)
     >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE]))
@@ -70,6 +72,8 @@ def linear_cross_entropy(
         z_loss,
         wants and hidden.requires_grad,
         wants and weight.requires_grad,
+        wants and bias is not None and bias.requires_grad,
+        -1 if counted is None else counted,
     )
     return total / divisor if after else total, losses.detach()
 
@@ -85,9 +89,12 @@ def _losses(
     z_loss: float,
     wants_hidden: bool,
     wants_weight: bool,
+    wants_bias: bool,
+    counted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return total, token losses, and the gradients of hidden, weight and bias (or empty)."""
-    rows, options = _rows_that_count(targets), (smoothing, z_loss, wants_hidden, wants_weight)
+    rows = _rows_that_count(targets, counted)
+    options = smoothing, z_loss, wants_hidden, wants_weight, wants_bias
     room = hidden.new_empty(_most_rows(hidden, weight), len(weight))
     picked, labels, weights = (
         x if rows is None else x[rows] for x in (hidden, targets, token_weights)
@@ -113,12 +120,13 @@ def _by_chunks(
     z_loss: float,
     wants_hidden: bool,
     wants_weight: bool,
+    wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return token losses and the gradients; `room` holds the logits of a chunk."""
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
     d_weight = _sum_like(weight if wants_weight else weight[:0])
-    d_bias = _sum_like(weight[:0, 0] if bias is None or not wants_weight else bias).zero_()
+    d_bias = _sum_like(weight[: len(weight) * wants_bias, 0]).zero_()
     kernel = _kernel(hidden.device.type)
     for rows in _chunks(len(hidden), len(room)):
         logits = room[: rows.stop - rows.start]
@@ -131,38 +139,34 @@ def _by_chunks(
             torch.mm(logits, weight, out=d_hidden[rows])
         if wants_weight:
             _add_product(d_weight, logits.T, hidden[rows], first=rows.start == 0)
-        if wants_weight and bias is not None:
+        if wants_bias:
             d_bias.add_(logits.sum(0, dtype=d_bias.dtype))
     return losses, d_hidden, d_weight if len(hidden) else d_weight.zero_(), d_bias
 
 
 @_losses.register_fake
-def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, wants_hidden, wants_weight):
-    has_bias = bias is not None and wants_weight
+def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, *settings):
+    wants_hidden, wants_weight, wants_bias, _ = settings
     return (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:1], dtype=torch.float32),
         torch.empty_like(hidden if wants_hidden else hidden[:0]),
         _sum_like(weight if wants_weight else weight[:0]),
-        _sum_like(weight[:, 0] if has_bias else weight[:0, 0]),
+        _sum_like(weight[:, 0] if wants_bias else weight[:0, 0]),
     )
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.has_bias = inputs[2] is not None
     ctx.save_for_backward(*output[2:])
-    ctx.wants, ctx.dtype = (inputs[7], inputs[8]), inputs[1].dtype
+    ctx.wants, ctx.dtype = inputs[7:10], inputs[1].dtype
 
 
 def _backward(ctx, d_total, *_):
-    d_hidden, d_weight, d_bias = (_scaled(grad, d_total, ctx.dtype) for grad in ctx.saved_tensors)
-    wants_hidden, wants_weight = ctx.wants
-    return (
-        d_hidden if wants_hidden else None,
-        d_weight if wants_weight else None,
-        d_bias if ctx.has_bias and wants_weight else None,
-        *[None] * 6,
+    gradients = (
+        _scaled(gradient, d_total, ctx.dtype) if wanted else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.wants, strict=True)
     )
+    return *gradients, *[None] * 8
 
 
 _losses.register_autograd(_backward, setup_context=_keep)
@@ -199,16 +203,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.copy_(a @ b) if first else total.add_(a @ b)
 
 
-def _rows_that_count(targets: Tensor) -> Tensor | None:
-    """Where the labels are; None where nearly everywhere.
-
-    Their number is waited for. The product that follows is long enough for the host to get ahead
-    again; a CUDA graph that is being captured cannot wait, and takes all rows.
-    """
-    if targets.is_cuda and torch.cuda.is_current_stream_capturing():
+def _rows_that_count(targets: Tensor, counted: int) -> Tensor | None:
+    """Where the labels are; None where nearly everywhere, or where a CUDA graph is captured."""
+    if counted < 0:
+        if targets.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # cannot wait for a number
+        counted = int((targets != IGNORE).sum())
+    if counted >= NEARLY_ALL * len(targets):
         return None
-    rows = (targets != IGNORE).nonzero()[:, 0]
-    return rows if len(rows) < NEARLY_ALL * len(targets) else None
+    # Unlike `nonzero`, sorting does not wait for the device.
+    return torch.argsort((targets == IGNORE).byte(), stable=True)[:counted]
 
 
 def _spread(picked: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -65,15 +65,23 @@ def test_chunks_of_the_rows_that_count_give_the_loss_and_gradients_of_the_whole(
         assert torch.allclose(a.double(), b, atol=2e-5)
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(chunks_of_four_rows, frozen):
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(chunks_of_four_rows, frozen):
     torch.manual_seed(0)
-    inputs = [torch.randn(11, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)]
+    inputs = [torch.randn(s, requires_grad=True) for s in ((11, 8), (37, 8), (37,))]
     targets = counting(0.4)
-    gold = torch.autograd.grad(linear_cross_entropy(*inputs, targets)[0], inputs)[1 - frozen]
-    inputs[frozen].requires_grad_(False)
-    (ours,) = torch.autograd.grad(linear_cross_entropy(*inputs, targets)[0], inputs[1 - frozen])
-    assert torch.equal(ours, gold)
+
+    def loss() -> torch.Tensor:
+        hidden, weight, bias = inputs
+        return linear_cross_entropy(hidden, weight, targets, bias=bias)[0]
+
+    gold = torch.autograd.grad(loss(), inputs)
+    for place in frozen:
+        inputs[place].requires_grad_(False)
+    loss().backward()
+    for place, (tensor, gradient) in enumerate(zip(inputs, gold, strict=True)):
+        ours = tensor.grad
+        assert ours is None if place in frozen else torch.equal(ours, gradient)
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -114,9 +122,10 @@ def test_rows_without_a_label_are_not_computed(monkeypatch):
     monkeypatch.setattr(cross_entropy, "_kernel", lambda device: kernel)
     hidden, weight = torch.randn(100, 8), torch.randn(37, 8)
     for counted, computed in ((40, 40), (96, 96), (97, 100), (0, 0)):
-        linear_cross_entropy(hidden, weight, counting(counted / 100, 100))
-        assert sum(seen) == computed
-        seen.clear()
+        for told in (None, counted):
+            linear_cross_entropy(hidden, weight, counting(counted / 100, 100), counted=told)
+            assert sum(seen) == computed
+            seen.clear()
 
 
 def test_the_op_breaks_no_graph():
