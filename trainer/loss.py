@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..attention import keep_apart
 from ..packing import IGNORE
+from .counting import LabelCount, ask
 from .cross_entropy import linear_cross_entropy
 
 
@@ -37,6 +38,7 @@ class ModelLoss:
         self.apart = False
         """Whether stock masks are told the boundaries, for models that do not pass positions on."""
         self._request: tuple[Tensor, Any, Tensor | None] | None = None
+        self._count: LabelCount | None = None
         self._forward, self._head_forward = model.forward, self.head.forward
         model.forward = self._wrap(model.forward)
         if self.fused:
@@ -72,6 +74,7 @@ class ModelLoss:
                 targets = _shift(labels, IGNORE)
             weights = None if loss_weights is None else _shift(loss_weights, 0.0)
             self._request = targets, num_items_in_batch, weights
+            self._count = ask(targets) if self.fused else None
             try:
                 with self._boundaries(kwargs, targets):
                     if not self.fused:
@@ -103,6 +106,7 @@ class ModelLoss:
             bias=bias,
             token_weights=None if weights is None else weights.flatten(),
             divisor=_divisor(items, targets, weights),
+            counted=None if self._count is None else self._count.read(),
             **self.options,
         )
         self.token_losses = losses.view_as(targets).roll(1, -1)

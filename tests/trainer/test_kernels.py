@@ -12,6 +12,7 @@ import torch
 from nopad.collators import PackedCollator
 from nopad.trainer.adamw import ClippedAdamW
 from nopad.trainer.compiling import compile_layers
+from nopad.trainer.counting import ask
 from nopad.trainer.cross_entropy import linear_cross_entropy
 from nopad.trainer.fusing import fuse_layers
 from nopad.trainer.loss import attach_loss
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSS_AND_STEP = """
 import torch
+from nopad.trainer.counting import ask
 from nopad.trainer.cross_entropy import _losses_and_gradient
 from nopad.trainer.triton_loss import losses_and_gradient, scaled
 
@@ -184,22 +186,30 @@ def test_a_step_on_the_gpu_is_that_of_torch_after_clipping():
 
 
 @pytest.mark.gpu
-def test_rows_that_count_are_picked_on_the_gpu_and_all_taken_inside_a_cuda_graph():
+def test_rows_that_count_are_picked_without_a_wait_and_all_taken_inside_a_cuda_graph():
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 64), torch.randn(500, 64)
     targets = torch.randint(0, 500, (300,)).where(torch.rand(300) < 0.4, -100)
 
-    def gradients(hidden, weight, targets) -> tuple[torch.Tensor, ...]:
+    def gradients(hidden, weight, targets, told) -> tuple[torch.Tensor, ...]:
+        count = ask(targets) if told else None
         inputs = hidden.requires_grad_(), weight.requires_grad_()
-        total, losses = linear_cross_entropy(*inputs, targets)
+        counted = None if count is None else count.read()
+        total, losses = linear_cross_entropy(*inputs, targets, counted=counted)
         return losses, *torch.autograd.grad(total, inputs)
 
-    gold, given = gradients(hidden, weight, targets), [x.cuda() for x in (hidden, weight, targets)]
-    given = [x.detach() for x in given]
-    plain, graph = gradients(*given), torch.cuda.CUDAGraph()
+    gold = gradients(hidden, weight, targets, True)
+    given = [x.detach().cuda() for x in (hidden, weight, targets)]
+    found = [gradients(*given, told=False)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found.append(gradients(*given, told=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = gradients(*given)
+        found.append(gradients(*given, told=True))
     graph.replay()
-    for found in (plain, captured):
-        for a, b in zip(found, gold, strict=True):
+    for ours in found:
+        for a, b in zip(ours, gold, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-4)
