@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner", "outer_stride"])
 def _rms_norm(x, weight, out, eps, width, inner, outer_stride, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)

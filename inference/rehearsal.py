@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -74,13 +73,25 @@ def _leading(facts: tuple, forced: str | None = None) -> str:
 def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:
     """Compile kernels and make them ready to launch, as many at once as there are processors."""
     began = perf_counter()
-    threads = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        # A kernel that cannot be compiled says so when it is launched.
-        with triton.AsyncCompileMode(pool, ignore_errors=True):
-            kernels = [function.preload(specialization) for function, specialization in missing]
-        loaded = pool.map(lambda kernel: kernel.result().run, kernels)
-        with suppress(Exception):
-            deque(loaded, maxlen=0)
+    # A kernel that cannot be compiled says so when it is launched.
+    with _Compilers(device) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for function, specialization in missing:
+            function.preload(specialization)
     if missing:
         log.info("compiled %d kernels in %.1f s", len(missing), perf_counter() - began)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile a kernel and load it, launcher and all."""
+
+    def __init__(self, device: torch.device):
+        threads = len(os.sched_getaffinity(0))
+        super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        def compile_and_load() -> Any:
+            kernel = fn(*args, **options)
+            assert kernel.run is not None  # asking for it loads the kernel
+            return kernel
+
+        return super().submit(compile_and_load)

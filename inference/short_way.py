@@ -41,7 +41,7 @@ _NORMS = {"q_norm", "k_norm"}
 _FAMILIES = {"Llama", "Mistral", "Qwen2", "Qwen3"}
 """Others share the names of their modules but not what they compute: layers without rotation,
 scaled residuals, scores that change far into a text. A few logits compared would not show it."""
-_FEW = 64
+_FEW = 16
 """Sequences up to which attention in one kernel is the faster one, as an H200 has it."""
 _FIXED_ANGLES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone."""

@@ -23,7 +23,7 @@ def product(x: Tensor, weight: Tensor, tiles: Tiles, late: bool) -> Tensor:
     grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(count, tiles.rows))
     _product[grid](
         x, weight, out, count, columns, width, x.stride(0), width // tiles.splits,
-        tiles.rows, tiles.columns, tiles.depth, late, tiles.ahead,
+        tiles.rows, tiles.columns, tiles.depth, late,
         num_warps=4, num_stages=tiles.stages, **_launch(late),
     )  # fmt: skip
     return out
@@ -36,7 +36,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, tiles: Tiles, late: bool) -> Tens
     grid = (triton.cdiv(len(gate), tiles.columns), 1, triton.cdiv(count, tiles.rows))
     _gated[grid](
         x, gate, up, out, count, len(gate), width, x.stride(0),
-        tiles.rows, tiles.columns, tiles.depth, late, tiles.ahead,
+        tiles.rows, tiles.columns, tiles.depth, late,
         num_warps=4, num_stages=tiles.stages, **_launch(late),
     )  # fmt: skip
     return out

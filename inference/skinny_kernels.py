@@ -4,8 +4,8 @@
     x [M, K] ─▶ gated   ─▶ silu(x Wg) * (x Wu)
 
 A product of few rows has few tiles; sharing out K as well fills the device, and the parts are added
-up in a fixed order. A kernel is launched while the one before it still runs, sends for weights, and
-waits only then for what it multiplies them with (programmatic dependent launch).
+up in a fixed order. A kernel is launched while the one before it still runs, and waits for it only
+when it is ready to read (programmatic dependent launch).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -30,25 +30,12 @@ class Tiles:
     depth: int
     splits: int
     stages: int = 4
-    ahead: int = 0
-    """Columns of weights sent for before the rows to multiply are there."""
-
-
-@triton.jit
-def _send_for(weight, row, width, first, AHEAD: tl.constexpr):
-    """Have AHEAD columns of some rows of 16-bit weights brought near, from the first on."""
-    half = first + tl.arange(0, 2) * (AHEAD // 2)
-    at = (weight + row[:, None] * width + half[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [at, tl.full([1, 1], AHEAD, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _product(
     x, weight, out, count, columns, width, x_stride, share,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(2) * M + tl.arange(0, M)
     n = tl.program_id(0) * N + tl.arange(0, N)
@@ -61,8 +48,6 @@ def _product(
     acc = tl.zeros([N, M], tl.float32)
     if LATE:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD:
-            _send_for(weight, row, width, split * share, AHEAD)
         tl.extra.cuda.gdc_wait()
     for start in range(split * share, split * share + share, K):
         w = tl.load(from_w + start)
@@ -76,7 +61,7 @@ def _product(
 @triton.jit(do_not_specialize=["count"])
 def _gated(
     x, gate, up, out, count, columns, width, x_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(2) * M + tl.arange(0, M)
     n = tl.program_id(0) * N + tl.arange(0, N)
@@ -90,9 +75,6 @@ def _gated(
     from_up = up + row[:, None] * width + k[None, :]
     if LATE:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD:
-            _send_for(gate, row, width, 0, AHEAD)
-            _send_for(up, row, width, 0, AHEAD)
         tl.extra.cuda.gdc_wait()
     for start in range(0, width, K):
         a = tl.load(from_x + start, mask=inside, other=0.0)

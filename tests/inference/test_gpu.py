@@ -110,7 +110,7 @@ def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
             if parameter.ndim > 1:
                 parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
     shapes = probe_layers(model)
-    parts = provable_parts(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"))
+    parts = provable_parts(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), most=256)
     assert len(parts) == 6
     for rows in (1, 16, 30, 64, 100, 200):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
