@@ -22,7 +22,8 @@ def _update(
     """`keep`: what weight decay leaves; `rate` and `root` carry the bias corrections."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    clip = tl.minimum(max_norm / (tl.load(norm) + 1e-6), 1.0)
+    share = max_norm / (tl.load(norm) + 1e-6)
+    clip = tl.where(share > 1.0, 1.0, share)  # where the norm is no number, all become none
     g = tl.load(gradient + place, mask=inside).to(tl.float32) * clip
     p = tl.load(param + place, mask=inside).to(tl.float32) * keep
     m = tl.load(mean + place, mask=inside).to(tl.float32)

@@ -63,6 +63,15 @@ for p, q in zip(ours, gold):
     assert a.state[p].keys() == b.state[q].keys()
     for name in a.state[p]:
         torch.testing.assert_close(a.state[p][name], b.state[q][name], rtol=1e-6, atol=1e-7)
+for p, q in zip(ours, gold):
+    p.grad = torch.randn_like(p)
+    q.grad = p.grad.clone()
+ours[1].grad[0] = gold[1].grad[0] = float("nan")
+a.step()
+torch.nn.utils.clip_grad_norm_(gold, 1.0)
+b.step()
+for p, q in zip(ours, gold):
+    assert p.isnan().all() and q.isnan().all(), "a norm that is no number leaves nothing half alive"
 print("finished")
 """
 
