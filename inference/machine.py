@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -61,7 +62,7 @@ def assemble(
 ) -> Machine:
     """Build everything; `narrow` is the dtype of autocast, if the weights are wider."""
     refuse(model)
-    device = next(model.parameters()).device
+    device = _only_device(model)
     shapes = probe_layers(model)
     shadow = Shadow(model, narrow) if narrow is not None else None
     dtype = narrow or _compute_dtype(model)
@@ -103,6 +104,16 @@ def assemble(
     most = settings.max_running if graphs else 0
     fused = provable_parts(model, cache, most) if device.type == "cuda" else []
     return Machine(loop, runner, shadow, fused, narrow)
+
+
+def _only_device(model: Any) -> torch.device:
+    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}: the engine runs models that "
+            "lie on one device; load it without device_map, or move it with model.to(device)"
+        )
+    return devices.pop()
 
 
 def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:

@@ -23,7 +23,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 takes the likeliest token and needs no random numbers."""
+    """0 takes the likeliest token and needs no random numbers; so does less than 1e-5."""
     top_p: float = 1.0
     """Draw only from the likeliest tokens that together have this probability."""
     top_k: int = 0
@@ -81,7 +81,8 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature == 0
+        # Divided by less, logits would pass what floats can hold.
+        return self.temperature < 1e-5
 
     @property
     def filters(self) -> bool:

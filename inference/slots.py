@@ -35,7 +35,7 @@ class Slots:
         """Write the settings of a request into its slot."""
         slot, p = request.slot, request.params
         self.seed[slot] = request.seed
-        self.temperature[slot] = p.temperature
+        self.temperature[slot] = 0 if p.greedy else p.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = p.top_k, p.top_p, p.min_p
         self.filters[slot] = p.filters
         self.repetition[slot] = p.repetition_penalty

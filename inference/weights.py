@@ -69,7 +69,9 @@ class WeightsVersion:
         for tensor in self._tensors():
             flat = tensor.detach().reshape(-1)
             if len(flat):
-                parts.append(flat[:: max(1, len(flat) // _SAMPLES)][: _SAMPLES + 1])
+                part = flat[:: max(1, len(flat) // _SAMPLES)][: _SAMPLES + 1]
+                # Floats of one byte mix with no others; their bits do.
+                parts.append(part.view(torch.uint8) if part.itemsize == 1 else part)
         if not parts:
             return 0.0
         sample = torch.cat(parts).double()

@@ -207,3 +207,11 @@ def test_min_tokens_holds_the_end_back_and_stop_ids_end(tiny):
     )
     later = Engine(model).generate([[3, 4, 5]], held)[0]
     assert len(later.tokens) >= 10 and end not in later.tokens[:10]
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy(tiny):
+    engine = Engine(tiny("llama"))
+    greedy, faint = (
+        SamplingParams(temperature=heat, max_tokens=6, ignore_eos=True) for heat in (0, 1e-42)
+    )
+    assert engine.generate([[3, 4, 5]], faint) == engine.generate([[3, 4, 5]], greedy)
