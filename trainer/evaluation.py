@@ -29,6 +29,9 @@ from .unshard import unsharded
 
 log = logging.getLogger(__name__)
 
+COUNTS = ("examples", "failed", "unfinished", "new_tokens")
+"""What is found out beside the metrics."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -102,8 +105,12 @@ class GenerationEval:
         """
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; it must be steps from 1, or None")
-        if examples is not None and not examples:
-            raise ValueError("examples is empty; give at least one")
+        if not callable(source):
+            raise ValueError(
+                f"source is a {type(source).__name__}; give what generates: x.generate"
+            )
+        if examples is not None:
+            _check(examples, metrics or {}, watch)
         if on_error not in ("report", "raise"):
             raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
         self.every, self.watch, self.samples = every, watch, samples
@@ -200,8 +207,8 @@ class GenerationEval:
                     scores[name].append(value)
                 rows.append(_row(example, completion, own))
         found = {name: sum(values) / len(values) for name, values in scores.items() if values}
-        found |= {"examples": len(rows), "failed": failed, "unfinished": late}
-        found["new_tokens"] = sum(len(completion.tokens) for completion in completions)
+        new = sum(len(completion.tokens) for completion in completions)
+        found |= dict(zip(COUNTS, (len(rows), failed, late, new), strict=True))
         return found, rows[: self.samples], error
 
     def _report(
@@ -223,6 +230,21 @@ class GenerationEval:
         found = {**found, "seconds": seconds, "share_of_time": self.budget.share}
         named = {path(self.name, key): float(value) for key, value in found.items()}
         return Report(step, named, rows, seconds, best, note, error, self.name)
+
+
+def _check(examples: Sequence[Example], metrics: Mapping[str, Metric], watch: str | None) -> None:
+    """Refuse now what every evaluation would only report."""
+    if not examples:
+        raise ValueError("examples is empty; give at least one")
+    for number, example in enumerate(examples):
+        if not isinstance(example, Example):
+            kind = type(example).__name__
+            raise ValueError(f"example {number} is a {kind}; give Example(prompt, reference)")
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise ValueError(f"metric {name!r} is a {type(metric).__name__}; give a function")
+    if watch is not None and watch not in {*metrics, *COUNTS}:
+        raise ValueError(f"watch={watch!r}: there are {sorted(metrics)}")
 
 
 def distinct(evaluations: Sequence[GenerationEval]) -> tuple[GenerationEval, ...]:

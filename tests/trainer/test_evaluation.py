@@ -112,6 +112,21 @@ def test_settings_that_cannot_be_meant_are_refused(wrong):
         GenerationEval(echo, EXAMPLES, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("source", "settings", "word"),
+    [
+        (object(), {}, "source is a object"),
+        (echo, {"examples": [("2+2=", "4")]}, "example 0 is a tuple"),
+        (echo, {"examples": []}, "empty"),
+        (echo, {"metrics": {"exact": 0.5}}, "metric 'exact' is a float"),
+        (echo, {"metrics": {"exact": equal}, "watch": "exat"}, r"watch='exat': there are \['exact"),
+    ],
+)
+def test_what_every_evaluation_would_only_report_is_refused_at_once(source, settings, word):
+    with pytest.raises(ValueError, match=word):
+        GenerationEval(source, **{"examples": EXAMPLES, **settings})
+
+
 class Clock:
     now = 0.0
 
