@@ -6,12 +6,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
 from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+class Module(pl.LightningModule):
+    def __init__(self, model: LlamaForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, _):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def what_a_reader_has(folder: Path) -> dict:
@@ -30,6 +43,7 @@ def what_a_reader_has(folder: Path) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     dataset = [{"input_ids": tokenizer(row["text"])["input_ids"]} for row in rows]
     given = {"tokenizer": tokenizer, "model": model, "optimizer": optimizer, "dataset": dataset}
+    given |= {"module": Module(model), "pl": pl, "TrainingArguments": TrainingArguments}
     return {**given, "DataLoader": DataLoader}
 
 

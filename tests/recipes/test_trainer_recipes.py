@@ -83,5 +83,41 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, monkey
 
 def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
     (tmp_path / "sft.yaml").write_text("learning_rat: 1\n")
-    with pytest.raises(ValueError, match="no settings learning_rat"):
+    with pytest.raises(ValueError, match=r"sft\.yaml: no setting learning_rat"):
         in_process("sft", ["--config", tmp_path / "sft.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("precision: bf17", "invalid choice: 'bf17'"),
+        ("accumulation: 0", "--accumulation: 0 is less than 1"),
+        ("budget: many", "--budget: invalid int value: 'many'"),
+    ],
+)
+def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
+    tmp_path, capsys, line, complaint
+):
+    (tmp_path / "sft.yaml").write_text(line + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        in_process("sft", ["--config", tmp_path / "sft.yaml"])
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_command_line_overrides_the_yaml(tmp_path):
+    from hf_training import hf_arguments
+    from train_hf import options
+
+    lines = "learning-rate: 1e-4\naccumulation: 4\ncheckpointing: true\nsteps: null\n"
+    (tmp_path / "run.yaml").write_text(lines)
+    args = options(["--config", str(tmp_path / "run.yaml"), "--accumulation", "2", "--data", "d"])
+    settings = (args.learning_rate, args.accumulation, args.checkpointing, args.compile)
+    assert settings == (1e-4, 2, True, False)
+    assert hf_arguments(args).max_steps == -1
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((ValueError, OSError), match="no/where"):
+        in_process("train_hf", ["--model", "no/where", "--steps", "1"])
