@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,7 +167,7 @@ class DecodeGraphs:
 
 
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[None]:
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what runs inside; where that fails, the reason is told, not the broken capture."""
     graph.capture_begin(pool=pool)
     try:
