@@ -22,10 +22,10 @@ class LabelCount:
         self._number = (targets != IGNORE).sum()
         self._arrived: torch.cuda.Event | None = None
         if targets.is_cuda:
-            here = torch.empty((), dtype=self._number.dtype, pin_memory=True)
+            here = torch.empty((), dtype=self._number.dtype, device="cpu", pin_memory=True)
             self._number = here.copy_(self._number, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(targets.device))
 
     def read(self) -> int:
         """Return the number, once the device has begun with the batch.
