@@ -93,8 +93,9 @@ def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, most: int) ->
                 part(modules, stack, True)
         with suppress(Exception), rehearsal(next(model.parameters()).device):
             _logits(model, like)
-            for power in range(most.bit_length()):
-                _rehearse_step(model, like, 1 << power)
+            with suppress(Exception):  # a model built otherwise: its kernels wait for their steps
+                for power in range(most.bit_length()):
+                    _rehearse_step(model, like, 1 << power)
 
 
 def _rehearse_step(model: Any, like: PagedCache, size: int) -> None:
