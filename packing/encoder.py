@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .chat import encode_chat
-from .ids import checked_ids, checked_sample
+from .ids import check_masks, checked_ids, checked_sample
 from .sample import IGNORE, Sample
 
 
@@ -113,6 +113,7 @@ class Encoder:
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must be a dict, text or token ids, got {type(row).__name__}")
         if "input_ids" in row:
+            check_masks(row, row.get("attention_mask"))
             return checked_sample(row["input_ids"], row.get("labels"), self.vocab_size)
         if "messages" in row:
             return self._encode_turns(row["messages"], first=0)

@@ -6,6 +6,7 @@ vocabulary is refused with its value and place.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,22 @@ def checked_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) 
         raise ValueError(f"{len(ids)} input_ids but {len(marks)} labels: one label per token")
     _within(marks[marks != IGNORE], vocab_size, "labels")
     return Sample(ids, marks)
+
+
+def check_masks(columns: Collection[str], attention_mask: Any = None) -> None:
+    """Refuse ready ids beside masks that nobody would look at: padding, or what counts.
+
+    >>> check_masks({"input_ids", "completion_mask"})
+    Traceback (most recent call last):
+    ValueError: completion_mask without labels: give labels, -100 where a token does not count
+    """
+    for mask in ("completion_mask", "assistant_masks"):
+        if mask in columns and "labels" not in columns:
+            raise ValueError(
+                f"{mask} without labels: give labels, {IGNORE} where a token does not count"
+            )
+    if attention_mask is not None and not np.all(attention_mask):
+        raise ValueError("attention_mask holds 0, so there is padding: tokenize without it")
 
 
 def _within(ids: np.ndarray, vocab_size: int | None, what: str) -> None:

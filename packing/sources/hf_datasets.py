@@ -16,10 +16,14 @@ import numpy as np
 import pyarrow as pa
 
 from ..fingerprint import Fingerprint
+from ..ids import check_masks
 from ..state import is_count
 from ..token_store import Shelf
 from .paths import contained
 from .source import Indexed, Row, RowSource
+
+FIRST = 1024
+"""Rows looked at for padding."""
 
 
 def token_shelves(data: Any, name: str, source: int = 0) -> list[Shelf] | None:
@@ -28,6 +32,7 @@ def token_shelves(data: Any, name: str, source: int = 0) -> list[Shelf] | None:
         return None
     if data._indices is not None:
         data = data.flatten_indices()
+    _check_masks(data, name)
     columns = ["input_ids", "labels"] if "labels" in data.column_names else ["input_ids"]
     chunks = zip(*(data.data.table.column(column).chunks for column in columns), strict=True)
     shelves, row = [], 0
@@ -35,6 +40,18 @@ def token_shelves(data: Any, name: str, source: int = 0) -> list[Shelf] | None:
         shelves.append(_shelf(arrays, name, row, source))
         row += len(arrays[0])
     return shelves
+
+
+def _check_masks(data: Any, name: str) -> None:
+    """Refuse masks as `check_masks` does; of a table's padding, the first rows tell."""
+    first = None
+    if "attention_mask" in data.column_names:
+        masks = data.data.table.column("attention_mask").slice(0, FIRST)
+        first = masks.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    try:
+        check_masks(data.column_names, first)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:

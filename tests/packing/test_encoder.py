@@ -113,3 +113,18 @@ def test_tensors_are_rows_of_ids():
     assert one(Encoder(), torch.tensor([7, 8])).tokens.tolist() == [7, 8]
     with pytest.raises(ValueError, match="float32"):
         one(Encoder(), torch.tensor([7.5]))
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_a_mask_that_would_be_passed_over_is_refused(mask):
+    row = {"input_ids": [1, 2, 3], mask: [0, 1, 1]}
+    with pytest.raises(ValueError, match=f"{mask} without labels"):
+        one(Encoder(), row)
+    assert one(Encoder(), {**row, "labels": [-100, 2, 3]}).labels.tolist() == [-100, 2, 3]
+
+
+def test_padding_is_not_taken_for_text():
+    whole = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}
+    assert one(Encoder(), whole).tokens.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="attention_mask holds 0"):
+        one(Encoder(), {**whole, "attention_mask": [1, 1, 0]})

@@ -168,3 +168,17 @@ def test_a_saved_folder_of_splits_asks_for_one(tmp_path, rows):
     with pytest.raises(ValueError, match=r"splits \['test', 'train'\]: pass the folder of one"):
         PackedDataset(tmp_path / "both", budget=64)
     assert PackedDataset(tmp_path / "both" / "train", budget=64).count()
+
+
+def test_masks_that_would_be_passed_over_are_refused(rows):
+    ones = [[1] * len(row) for row in rows]
+    data = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": ones})
+    assert PackedDataset(data, budget=256).count()
+    padded = datasets.Dataset.from_dict(
+        {"input_ids": [[*row, 0] for row in rows], "attention_mask": [[*one, 0] for one in ones]}
+    )
+    with pytest.raises(ValueError, match="dataset: attention_mask holds 0"):
+        PackedDataset(padded, budget=256)
+    answers = datasets.Dataset.from_dict({"input_ids": rows, "completion_mask": ones})
+    with pytest.raises(ValueError, match="dataset: completion_mask without labels"):
+        PackedDataset(answers, budget=256)
