@@ -1,8 +1,10 @@
 """Stopping when asked: a signal on any rank stops all ranks after the same step.
 
     SIGTERM, SIGINT, SIGUSR1 ─▶ a flag ─▶ agreed by all ranks at the end of a step ─▶ save, leave
+                 └─ a second one ─▶ a thread of its own ─▶ leave at once
 
-A second signal leaves at once.
+Python hears a signal between two of its own instructions only, so a process that waits inside a
+collective would be deaf to the second; the thread is told of it by the system itself.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +23,8 @@ from .ranks import sum_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAID = b"\nstopping after this step, with a checkpoint; a second signal leaves at once\n"
+RELAYED = 0.2
+"""Seconds in which a launcher passes on what the terminal has sent to its ranks as well."""
 
 
 class StopRequest:
@@ -26,8 +32,10 @@ class StopRequest:
 
     def __init__(self):
         self.asked: signal.Signals | None = None
+        self._asked_at = 0.0
         self._pending: torch.Tensor | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._second = _SecondSignal()
         self.listen()
 
     def listen(self) -> None:
@@ -36,12 +44,14 @@ class StopRequest:
             for number in SIGNALS:
                 self._before.setdefault(number, signal.getsignal(number))
                 signal.signal(number, self._hear)
+            self._second.listen()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None:
+        if self.asked is None:
+            self.asked, self._asked_at = signal.Signals(number), time.monotonic()
+            os.write(2, SAID)  # print may be under way in what was interrupted
+        elif time.monotonic() - self._asked_at > RELAYED:
             os._exit(128 + number)
-        self.asked = signal.Signals(number)
-        os.write(2, SAID)  # print may be under way in what was interrupted
 
     def agreed(self) -> bool:
         """Say whether any rank was asked, the same on all.
@@ -60,3 +70,53 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        self._second.release()
+
+
+class _SecondSignal:
+    """Leave at the second signal, whatever the main thread is waiting for."""
+
+    pipes: ClassVar[set[int]] = set()
+    """The ends that signals write to, of this process: its forks must not write to them."""
+
+    def __init__(self):
+        self._end: int | None = None
+        self._before = -1
+
+    def listen(self) -> None:
+        if self._end is None:
+            out, self._end = os.pipe()
+            os.set_blocking(self._end, False)
+            self.pipes.add(self._end)
+            self._before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(out,), daemon=True).start()
+
+    @staticmethod
+    def _watch(out: int) -> None:
+        first = None
+        while number := os.read(out, 1):
+            if number[0] in SIGNALS:
+                first = first or time.monotonic()
+                if time.monotonic() - first > RELAYED:
+                    os._exit(128 + number[0])
+        os.close(out)
+
+    def release(self) -> None:
+        if self._end is not None:
+            now = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._before if now == self._end else now)
+            self.pipes.discard(self._end)
+            os.close(self._end)
+            self._end = None
+
+
+def _leave_to_the_parent() -> None:
+    """In a fork: what is sent to a data worker is not sent to its parent."""
+    with suppress(ValueError):  # not the main thread
+        before = signal.set_wakeup_fd(-1)
+        if before not in _SecondSignal.pipes:
+            signal.set_wakeup_fd(before)
+    _SecondSignal.pipes.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

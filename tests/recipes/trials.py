@@ -182,7 +182,7 @@ def signals(recipe: Recipe, number: int) -> str:
         for _ in range(2 if where == "twice" else 1):
             for rank in range(world) if where == "twice" else (victim,):
                 run.send(kind, rank)
-            time.sleep(0.05)
+            time.sleep(2 * stop.RELAYED)
     codes = run.wait()
     took = time.monotonic() - sent
     ended = "second" if where == "twice" and any(codes) else where

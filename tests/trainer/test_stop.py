@@ -9,37 +9,95 @@ import sys
 import time
 
 import pytest
-from nopad.trainer.stop import SIGNALS, StopRequest
+from nopad.trainer.stop import RELAYED, SIGNALS, StopRequest
 
-IMPATIENT = """
-import os, signal, sys, time
-from nopad.trainer.stop import StopRequest
+BEGINNING = """
+import ctypes, os, signal, time
+from nopad.trainer.stop import RELAYED, StopRequest
 request = StopRequest()
 print("listening", flush=True)
+"""
+IMPATIENT = f"""{BEGINNING}
 while not request.agreed():
     time.sleep(0.01)
 print("asked", flush=True)
 time.sleep(60)
 """
+DEAF = f"""{BEGINNING}
+lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)  # for ever, in C
+"""
+PARENT = f"""{BEGINNING}
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(1)
+for _ in range(2):
+    time.sleep(2 * RELAYED)
+    os.kill(child, signal.SIGUSR1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.asked, flush=True)
+"""
+
+
+@pytest.fixture
+def child():
+    started = []
+
+    def start(code: str) -> subprocess.Popen:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "listening\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_heard_and_the_handlers_are_given_back(number):
-    before = signal.getsignal(number)
+    before, descriptor = signal.getsignal(number), signal.set_wakeup_fd(-1)
     request = StopRequest()
     assert not request.agreed()
     os.kill(os.getpid(), number)
     assert request.agreed() and request.asked == number
     request.release()
     assert signal.getsignal(number) == before
+    assert signal.set_wakeup_fd(descriptor) == -1
 
 
-def test_a_second_signal_leaves_at_once():
-    child = subprocess.Popen([sys.executable, "-c", IMPATIENT], stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "listening\n"
-    child.send_signal(signal.SIGTERM)
-    assert child.stdout.readline() == "asked\n"
+def test_a_second_signal_leaves_at_once(child):
+    process = child(IMPATIENT)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "asked\n"
+    time.sleep(2 * RELAYED)
     began = time.monotonic()
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=30) == 128 + signal.SIGTERM
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
     assert time.monotonic() - began < 10
+
+
+def test_what_a_launcher_passes_on_is_no_second_signal(child):
+    process = child(IMPATIENT)
+    process.send_signal(signal.SIGINT)  # from the terminal
+    process.send_signal(signal.SIGTERM)  # and from the launcher
+    assert process.stdout.readline() == "asked\n"
+    time.sleep(2 * RELAYED)
+    assert process.poll() is None
+
+
+def test_a_second_signal_is_heard_inside_a_call_that_never_returns(child):
+    process = child(DEAF)
+    for _ in range(2):
+        time.sleep(2 * RELAYED)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def test_signals_to_a_fork_are_not_the_parents(child):
+    process = child(PARENT)
+    assert process.stdout.readline() == f"{128 + signal.SIGUSR1} None\n"
+    assert process.wait(timeout=30) == 0
