@@ -35,7 +35,10 @@ else:
     try:
         import lightning.pytorch as pl
     except ImportError:
-        import pytorch_lightning as pl
+        try:
+            import pytorch_lightning as pl
+        except ImportError:
+            raise ImportError("lightning is not installed: pip install 'nopad[lightning]'") from None
 
 KEY, WINDOW = "nopad_data", "nopad_accumulation"
 
