@@ -38,7 +38,9 @@ else:
         try:
             import pytorch_lightning as pl
         except ImportError:
-            raise ImportError("lightning is not installed: pip install 'nopad[lightning]'") from None
+            raise ImportError(
+                "lightning is not installed: pip install 'nopad[lightning]'"
+            ) from None
 
 KEY, WINDOW = "nopad_data", "nopad_accumulation"
 
