@@ -84,11 +84,19 @@ class TokenStore:
         return int(self.firsts[-1])
 
     def check(self) -> None:
-        """Refuse empty documents, naming the first."""
+        """Refuse empty documents, and such as the compiled loops would read past the end of."""
         for shelf in self.shelves:
-            if len(shelf.lengths) and shelf.lengths.min() < 1:
+            if not len(shelf.lengths):
+                continue
+            if shelf.lengths.min() < 1:
                 row = int(np.argmin(shelf.lengths))
                 raise ValueError(f"{shelf.name}, document {row} is empty: leave it out")
+            first, end = int(shelf.begins.min()), int((shelf.begins + shelf.lengths).max())
+            least = min(len(part) for part in (shelf.flat, shelf.labels) if part is not None)
+            if first < 0 or end > least:
+                raise ValueError(
+                    f"{shelf.name}: documents reach from {first} to {end}, it holds {least} tokens"
+                )
 
     def source_bounds(self, sources: int) -> list[int]:
         """Give the first document of each source, and the end."""

@@ -88,3 +88,13 @@ def test_a_label_outside_the_vocabulary_is_refused_with_its_document(label):
         store.lay(plan, np.array([0]), vocab_size=10)
     labels[3] = 9
     assert store.lay(plan, np.array([0]), vocab_size=10).labels.tolist()[-2:] == [9, 4]
+
+
+@pytest.mark.parametrize(
+    ("begin", "length", "labels"), [(-1, 3, None), (2, 4, None), (0, 5, np.arange(4))]
+)
+def test_documents_that_reach_beyond_their_tokens_are_refused(begin, length, labels):
+    shelf = Shelf("x", np.arange(5), np.array([begin]), np.array([length]), labels)
+    with pytest.raises(ValueError, match=f"documents reach from {begin} to {begin + length}"):
+        TokenStore([shelf]).check()
+    TokenStore([Shelf("x", np.arange(5), np.array([0]), np.array([5]))]).check()
