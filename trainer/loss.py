@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,15 +24,17 @@ from ..packing import IGNORE
 from .counting import LabelCount, ask
 from .cross_entropy import linear_cross_entropy
 
+CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
+"""What configurations call a tanh over the logits."""
+
 
 class ModelLoss:
     """The loss of one model: made by `attach_loss`, taken off by `detach`."""
 
     def __init__(self, model: Any, label_smoothing: float, z_loss: float):
         self.model = model
-        self.head = model.get_output_embeddings()
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        self.fused = _can_fuse(model, self.head)
+        self.fused = False
         """Whether the loss comes straight from the hidden states."""
         self.token_losses: Tensor | None = None
         """Of the last batch: the loss of each label [B, T], at the label's position, detached."""
@@ -39,68 +42,77 @@ class ModelLoss:
         """Whether stock masks are told the boundaries, for models that do not pass positions on."""
         self._request: tuple[Tensor, Any, Tensor | None] | None = None
         self._count: LabelCount | None = None
-        self._forward, self._head_forward = model.forward, self.head.forward
-        model.forward = self._wrap(model.forward)
+        self._forward = model.forward
+        self._asked = _calls_loss_function(model)
+        model.forward = MethodType(_asking(model.forward), model)
+        if self._asked:
+            model.loss_function = self._loss
+        self._take_head()
+
+    def _take_head(self) -> None:
+        self.head = self.model.get_output_embeddings()
+        self.fused = self._asked and _linear(self.model, self.head)
         if self.fused:
-            self.head.forward = self._hand_on
-            model.loss_function = self._from_hidden
+            self._gate = _Gate(self.head)
 
     def keep_logits(self) -> None:
         """Compute logits after all, for metrics that need them."""
         if self.fused:
-            del self.head.forward, self.model._loss_function
+            self._gate.remove()
         self.fused = False
 
     def detach(self) -> None:
         """Give the model back as it was."""
         self.keep_logits()
+        if self._asked:
+            del self.model._loss_function
         del self.model.forward
         del self.model.nopad_loss
 
-    def _wrap(self, original: Callable) -> Callable:
-        @wraps(original)
-        def forward(
-            *args: Any,
-            labels: Any = None,
-            shift_labels: Any = None,
-            num_items_in_batch: Any = None,
-            loss_weights: Tensor | None = None,
-            **kwargs: Any,
-        ):
-            if labels is None and shift_labels is None:
-                return original(*args, **kwargs)
-            targets: Any = shift_labels
-            if labels is not None:
-                targets = _shift(labels, IGNORE)
-            weights = None if loss_weights is None else _shift(loss_weights, 0.0)
-            self._request = targets, num_items_in_batch, weights
-            self._count = ask(targets) if self.fused else None
-            try:
-                with self._boundaries(kwargs, targets):
-                    if not self.fused:
-                        return self._from_logits(original(*args, **kwargs))
-                    outputs = original(*args, labels=targets, **kwargs)
-                    outputs.logits = None  # they were hidden states
-                    return outputs
-            finally:
-                self._request = None
+    def run(self, targets: Tensor, items: Any, weights: Tensor | None, args: Any, kwargs: Any):
+        """Run the model's own forward, and have it return this loss."""
+        if self.fused and self.model.get_output_embeddings() is not self.head:
+            self.keep_logits()  # since then it was resized, or PEFT adapts it
+            self._take_head()
+        self._request = targets, items, weights
+        self._count = ask(targets) if self.fused else None
+        as_tuple = _wants_tuple(self.model, kwargs)
+        try:
+            with self._boundaries(kwargs, targets):
+                outputs = self._outputs(targets, args, kwargs)
+        finally:
+            self._request = self._count = None
+            if self.fused:
+                self._gate.open = False
+        return outputs.to_tuple() if as_tuple else outputs
 
-        return forward
+    def _outputs(self, targets: Tensor, args: Any, kwargs: Any) -> Any:
+        if not self._asked:
+            outputs = self._forward(*args, **kwargs)
+            outputs.loss = self._from_logits(outputs.logits)
+        elif not self.fused:
+            outputs = self._forward(*args, labels=targets, **kwargs)
+        else:
+            self._gate.open = True
+            outputs = self._forward(*args, labels=targets, **kwargs)
+            kept = {name: value for name, value in outputs.items() if name != "logits"}
+            outputs = type(outputs)(**kept)  # without what were hidden states
+        return outputs
 
     def _boundaries(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
         if self.apart and "cu_seq_lens_q" in kwargs:
             return keep_apart(kwargs["cu_seq_lens_q"], targets.shape[-1])
         return nullcontext()
 
-    def _hand_on(self, hidden: Tensor) -> Tensor:
-        return self._head_forward(hidden) if self._request is None else hidden
+    def _loss(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._from_hidden(logits) if self.fused else self._from_logits(logits)
 
-    def _from_hidden(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _from_hidden(self, hidden: Tensor) -> Tensor:
         assert self._request is not None
         targets, items, weights = self._request
         weight, bias = _whole(self.head.weight), _whole(self.head.bias)
         total, losses = linear_cross_entropy(
-            logits.flatten(0, -2).to(weight.dtype),
+            hidden.flatten(0, -2).to(weight.dtype),
             weight,
             targets.flatten(),
             bias=bias,
@@ -112,10 +124,10 @@ class ModelLoss:
         self.token_losses = losses.view_as(targets).roll(1, -1)
         return total
 
-    def _from_logits(self, outputs: Any) -> Any:
+    def _from_logits(self, logits: Tensor) -> Tensor:
         assert self._request is not None
         targets, items, weights = self._request
-        logits = outputs.logits.flatten(0, -2).float()
+        logits = logits.flatten(0, -2).float()
         losses = nn.functional.cross_entropy(
             logits,
             targets.flatten(),
@@ -126,14 +138,32 @@ class ModelLoss:
         losses = (losses + self.options["z_loss"] * squares).view_as(targets)
         self.token_losses = losses.detach().roll(1, -1)
         total = (losses if weights is None else losses * weights).sum()
-        outputs.loss = total / _divisor(items, targets, weights)
-        return outputs
+        return total / _divisor(items, targets, weights)
+
+
+class _Gate:
+    """Lets a head hand its input on, while open.
+
+    It hangs on the head and knows nothing else: a copy of the head, as PEFT makes them, is a head
+    with a gate that nobody opens.
+    """
+
+    def __init__(self, head: nn.Module):
+        self.head, self.open, self._usual = head, False, head.forward
+        head.forward = self.forward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden if self.open else self._usual(hidden)
+
+    def remove(self) -> None:
+        del self.head.forward
 
 
 def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> ModelLoss:
     """Let `model(**batch).loss` be the exact mean of a step, without logits of T x vocabulary.
 
-    Call it on the bare causal LM, before DDP, FSDP, PEFT or torch.compile wrap it.
+    Call it on the bare causal LM, before DDP, FSDP or torch.compile wrap it; before or after PEFT.
+    Where PEFT trains or adapts the LM head, logits are computed.
     """
     if hasattr(model, "nopad_loss"):
         model.nopad_loss.detach()
@@ -144,13 +174,49 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     return loss
 
 
-def _can_fuse(model: Any, head: nn.Module) -> bool:
-    """A plain linear head, logits without a non-linear step, and a loss that goes by our name."""
-    soft = getattr(model.config, "final_logit_softcapping", None)
-    return type(head) is nn.Linear and soft is None and _calls_loss_function(model)
+def _asking(original: Any) -> Callable:
+    """A forward for a model, as a method: a copy of the model has it for itself."""
+
+    def forward(
+        model: Any,
+        *args: Any,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        loss_weights: Tensor | None = None,
+        **kwargs: Any,
+    ):
+        loss: ModelLoss = model.nopad_loss
+        if labels is None and shift_labels is None:
+            return loss._forward(*args, **kwargs)
+        targets: Any = shift_labels if labels is None else _shift(labels, IGNORE)
+        weights = None if loss_weights is None else _shift(loss_weights, 0.0)
+        return loss.run(targets, num_items_in_batch, weights, args, kwargs)
+
+    stock = getattr(original, "__func__", original)
+    # No __wrapped__: Accelerate follows it down to the stock forward when it unwraps a model.
+    forward.__doc__, forward.__dict__["__signature__"] = stock.__doc__, signature(stock)
+    return forward
+
+
+def _wants_tuple(model: Any, kwargs: dict) -> bool:
+    """Whether the caller wants no ModelOutput; the model itself is asked for one in any case."""
+    asked = kwargs.get("return_dict")
+    if asked is None:
+        asked = getattr(model.config, "return_dict", True)
+    if not asked:
+        kwargs["return_dict"] = True
+    return not asked
+
+
+def _linear(model: Any, head: Any) -> bool:
+    """Whether logits are a plain product of hidden states, at most scaled."""
+    config = model.config.get_text_config()
+    return type(head) is nn.Linear and all(getattr(config, cap, None) is None for cap in CAPS)
 
 
 def _calls_loss_function(model: Any) -> bool:
+    """Whether the model's loss goes by the name that we can take."""
     code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
     return "loss_function" in code.co_names
 

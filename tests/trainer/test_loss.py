@@ -158,19 +158,172 @@ def test_a_packed_step_equals_its_samples_one_by_one(mean, tied):
     assert tiny_run.distance(ours, gold) < 2e-6
 
 
-def test_a_special_head_keeps_its_logits_and_becomes_exact():
+def gemma2():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, attn_implementation="eager"))
-    batch = batch_of(tiny_run.dataset())
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_implementation="eager"))
+
+
+def recurrent_gemma():
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SIZES, lru_width=32))
+
+
+def gemma4():
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = {**SIZES, "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0}
+    text |= {"global_head_dim": 8, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    config = Gemma4Config(text_config=text, vision_config=None, audio_config=None)
+    return Gemma4ForConditionalGeneration(config)
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("make", [gemma2, recurrent_gemma, gemma4])
+def test_capped_logits_are_kept_and_the_loss_becomes_exact(make):
+    torch.manual_seed(0)
+    model = make()
+    model.lm_head.weight.data.mul_(40)  # to where the cap bends
+    ids = torch.randint(1, 61, (1, 20))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     stock = model(**batch).loss
     loss = attach_loss(model)
     assert not loss.fused
     assert torch.allclose(model(**batch).loss, stock)
-    counted = (batch["labels"] != -100).sum()
-    assert torch.allclose(model(**batch, num_items_in_batch=7).loss, stock * counted / 7)
+    assert torch.allclose(model(**batch, num_items_in_batch=7).loss, stock * 19 / 7)
+
+
+def adapted(model, **settings):
+    """The model as PEFT wraps it, with what it gives the head trained a little."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
+    for p in wrapped.parameters():
+        p.data.add_(0.05 * torch.randn_like(p) * p.requires_grad)
+    return wrapped
+
+
+@pytest.mark.parametrize("how", ["modules_to_save", "target_modules"])
+def test_peft_may_train_or_adapt_the_head_before_or_after(how):
+    settings = {"target_modules": ["q_proj"], how: ["lm_head"]}
+    batch, gradients = batch_of(tiny_run.dataset()), []
+    for before, after in ((False, False), (True, False), (False, True)):
+        model = tiny_run.model()
+        if before:
+            attach_loss(model)
+        wrapped = adapted(model, **settings)
+        if after:
+            attach_loss(model)
+        loss = wrapped(**batch).loss
+        loss.backward()
+        named = wrapped.named_parameters()
+        gradients.append({name: p.grad for name, p in named if p.requires_grad} | {"loss": loss})
+    gold, *ours = gradients
+    assert any("lm_head" in name for name in gold)
+    for theirs in ours:
+        assert theirs.keys() == gold.keys() and tiny_run.distance(theirs, gold) < 2e-6
+
+
+def test_a_copied_head_brings_no_model_along():
+    model = tiny_run.model()
+    attach_loss(model)
+    wrapped = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    held = parts_within(wrapped.base_model.model.lm_head.modules_to_save["default"])
+    assert held == {"Linear"}
+
+
+def parts_within(root) -> set[str]:
+    """The kinds of modules that an object reaches, however."""
+    seen, found, open_ = set(), set(), [root]
+    while open_:
+        thing = open_.pop()
+        if id(thing) in seen or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.nn.Module):
+            found.add(type(thing).__name__)
+        open_ += [getattr(thing, "__self__", None), *getattr(thing, "__dict__", {}).values()]
+        if isinstance(thing, dict):
+            open_ += thing.values()
+    return found
+
+
+def test_a_resized_head_is_the_one_that_counts():
+    batch = batch_of(tiny_run.dataset())
+    model = tiny_run.model()
+    loss = attach_loss(model)
+    model(**batch)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(80)
+    ours = model(**batch).loss
+    assert loss.fused
+    loss.detach()
+    assert torch.allclose(ours, model(**batch).loss)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights():
+    from copy import deepcopy
+
+    model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
+    attach_loss(model)
+    before = model(**batch).loss
+    copied = deepcopy(model)
+    for p in copied.parameters():
+        p.data.mul_(1.1)
+    ours = copied(**batch).loss
+    ours.backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(**batch).loss, before)
+    copied.nopad_loss.detach()
+    assert torch.allclose(copied(**batch).loss, ours) and not torch.allclose(before, ours)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_who_wants_tuples_gets_them(keep):
+    model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
+    loss = attach_loss(model)
+    if keep:
+        loss.keep_logits()
+    usual = model(**batch)
+    assert ("logits" in usual) is keep
+    first, *rest = model(**batch, return_dict=False)
+    assert torch.equal(first, usual.loss)
+    assert len(rest) == keep and all(torch.equal(x, usual.logits) for x in rest)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_a_mixture_adds_to_its_loss_stays(keep):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model, batch = (
+        MixtralForCausalLM(MixtralConfig(**SIZES, **experts)),
+        batch_of(tiny_run.dataset()),
+    )
+    stock = model(**batch).loss
+    loss = attach_loss(model)
+    if keep:
+        loss.keep_logits()
+    assert torch.allclose(model(**batch).loss, stock)
+
+
+def test_accelerate_may_unwrap_a_model_and_leave_the_loss():
+    from accelerate import Accelerator
+    from accelerate.utils import extract_model_from_parallel
+
+    model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
+    attach_loss(model)
+    ours = model(**batch).loss
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    assert torch.allclose(prepared(**batch).loss, ours, rtol=0.01)
+    bare = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+    assert torch.equal(bare(**batch).loss, ours)
 
 
 def test_without_labels_the_model_is_what_it_was():
