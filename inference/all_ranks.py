@@ -10,14 +10,14 @@ how many there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from .completion import Completion, Score
 from .engine import Engine
-from .intake import Params
+from .intake import Params, each_asked
 from .lock_step import gathers, in_step
 from .params import SamplingParams
 from .prompts import Prompt
@@ -40,8 +40,7 @@ class AllRanks:
         deadline: float | None = None,
     ) -> list[Completion]:
         """Complete every prompt, all ranks together; every rank gets all completions."""
-        several = isinstance(params, Sequence)
-        each: list[Params] = list(params) if several else [params] * len(prompts)
+        each = [own for _, own, _ in each_asked(prompts, params, 0)]
         costs = [_size(p) + _new_tokens(q) for p, q in zip(prompts, each, strict=True)]
         names = [repr(prompt) for prompt in prompts]
 
@@ -130,17 +129,21 @@ def _world() -> int:
 
 
 def _size(prompt: Any) -> float:
-    """About how many tokens this is; letters count a quarter."""
+    """About how many tokens this is; letters count a quarter, what has no length one."""
     if isinstance(prompt, str):
         return len(prompt) / 4
     if isinstance(prompt, dict):
         return sum(_size(value) for value in prompt.values())
-    if len(prompt) and isinstance(prompt[0], (str, dict, list, tuple)):
+    if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
         return sum(_size(part) for part in prompt)
-    return len(prompt)
+    try:
+        return len(prompt)
+    except TypeError:
+        return 1
 
 
-def _new_tokens(params: Params) -> int:
+def _new_tokens(params: Any) -> int:
     if isinstance(params, SamplingParams):
         return params.max_tokens
-    return int((params or {}).get("max_tokens", SamplingParams().max_tokens))
+    most = params.get("max_tokens") if isinstance(params, Mapping) else None
+    return most if isinstance(most, int) else SamplingParams().max_tokens

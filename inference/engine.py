@@ -54,6 +54,7 @@ class Engine:
         keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
         dtype: compute in this dtype although the weights are wider; by default as autocast says.
         seed: of requests that name none.
+        graphs: on a GPU, launch decode steps as graphs; False saves their memory and capture.
         debug: check every step's bookkeeping.
     """
 

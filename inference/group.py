@@ -23,6 +23,8 @@ class Group:
         self._texts: dict[int, Detokenizer] = {}
         self._sent: dict[int, tuple[int, int]] = {}
         """Of each request: tokens and characters already handed to the caller."""
+        self._cut: dict[int, int] = {}
+        """Where the stop string begins that ended a request; one before `min_tokens` is text."""
 
     @property
     def done(self) -> bool:
@@ -64,9 +66,12 @@ class Group:
             return False
         text = self._text(request)
         new = text.push(request.output[-1:])
-        if len(request.output) <= request.params.min_tokens:
+        if not new or len(request.output) <= request.params.min_tokens:
             return False
-        return bool(new) and find_stop(text.text, len(new), tuple(stops)) is not None
+        place = find_stop(text.text, len(new), tuple(stops))
+        if place is not None:
+            self._cut[request.id] = place
+        return place is not None
 
     def event(self, request: Request, final: bool) -> Event | None:
         """What the caller has not been told yet, if it wants to hear; finally, the whole."""
@@ -87,8 +92,7 @@ class Group:
             text.push(new)
         if request.finish_reason is not None:
             text.flush()
-            end = find_stop(text.text, len(text.text), tuple(request.params.stop))
-            return text.text if end is None else text.text[:end]
+            return text.text[: self._cut.get(request.id)]
         held = max((len(s) - 1 for s in request.params.stop), default=0)
         return text.text[: max(len(text.text) - held, 0)]
 
@@ -99,12 +103,12 @@ class Group:
 
     def _completion(self, request: Request) -> Completion:
         text = None
-        if self._tongue.tokenizer is not None:
+        if request.id in self._cut:
+            text = self._text(request).text[: self._cut[request.id]]
+        elif self._tongue.tokenizer is not None:
             context = _context(request)  # without it, some tokenizers leave the first space out
             text = self._tongue.decode([*context, *request.output])
             text = text[len(self._tongue.decode(context)) :]
-            end = find_stop(text, len(text), tuple(request.params.stop))
-            text = text if end is None else text[:end]
         return Completion(
             tokens=list(request.output),
             text=text,

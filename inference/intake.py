@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from .draws import stream_seed
@@ -73,6 +74,8 @@ class Intake:
     ) -> list[Request]:
         """The `n` requests of one prompt."""
         settings = self._tongue.check_params(params)
+        if not isinstance(priority, Integral):
+            raise ValueError(f"priority is {priority!r}; give {_GIVE['priority']}")
         ids = self._tongue.encode(prompt)
         limit = self._fit(len(ids), settings.max_tokens, room)
         who = identity(ids)
@@ -121,16 +124,21 @@ def each_asked(
     prompts: Sequence[Prompt], params: Params | Sequence[Params], priority: int | Sequence[int]
 ) -> list[Asked]:
     """Give every prompt its own parameters and priority."""
-    if isinstance(prompts, str):
-        raise ValueError("prompts is one string; give a list of prompts")
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts is one {type(prompts).__name__}; give a list of prompts")
     each = _for_each("params", params, len(prompts), (SamplingParams, Mapping, type(None)))
-    priorities = _for_each("priority", priority, len(prompts), (int,))
+    priorities = _for_each("priority", priority, len(prompts), (Integral,))
     return list(zip(prompts, each, priorities, strict=True))
+
+
+_GIVE = {"params": "SamplingParams or a dict", "priority": "a whole number"}
 
 
 def _for_each(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
     if isinstance(value, single):
         return [value] * count
+    if not hasattr(value, "__len__"):
+        raise ValueError(f"{name} is {value!r}; give {_GIVE[name]}, or one for each prompt")
     if len(value) != count:
         raise ValueError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
     return list(value)

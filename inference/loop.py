@@ -167,7 +167,7 @@ class Loop:
         request.output.append(token)
         if request.params.logprobs is not None:
             request.logprobs.append((token, *_likelihood(results, row, request.params.logprobs)))
-        if token in request.stop_ids or self._ends(request):
+        if self._ends(request) or token in request.stop_ids:
             self._finish(request, "stop")
         elif len(request.prompt) + len(request.output) == request.limit:
             self._finish(request, "length")

@@ -110,8 +110,8 @@ def _only_device(model: Any) -> torch.device:
     devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     if len(devices) > 1:
         raise ValueError(
-            f"the model lies on {', '.join(sorted(map(str, devices)))}: the engine runs models that "
-            "lie on one device; load it without device_map, or move it with model.to(device)"
+            f"the model lies on {', '.join(sorted(map(str, devices)))}: the engine runs it on one "
+            "device; load it without device_map, or move it with model.to(device)"
         )
     return devices.pop()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,14 @@ class Tongue:
     def encode(self, prompt: Any, special: bool = True) -> np.ndarray:
         """Turn a prompt into token ids the model can take; raise ValueError if it is none."""
         if isinstance(prompt, str):
-            ids = self._require("text")(prompt, add_special_tokens=special)["input_ids"]
+            ids = _ids_of(self._require("text"), prompt, add_special_tokens=special)
         elif _is_messages(prompt):
             tokenizer = self._require("messages")
             if getattr(tokenizer, "chat_template", "") is None:
                 raise ValueError("messages need a chat template, and the tokenizer has none")
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
+            template = tokenizer.apply_chat_template
+            how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+            ids = _ids_of(template, prompt, **how)
         else:
             ids = prompt
         return self._checked(ids)
@@ -92,6 +92,16 @@ class Tongue:
 def identity(prompt: np.ndarray) -> int:
     """A number for a prompt's content, the same wherever it runs."""
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
+
+
+def _ids_of(read: Callable[..., Any], prompt: Any, **how: Any) -> Any:
+    """Let a tokenizer read a prompt: whatever it raises, and it may be anything, is about that."""
+    try:
+        return read(prompt, **how)["input_ids"]
+    except Exception as error:
+        raise ValueError(
+            f"the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _is_messages(prompt: Any) -> bool:

@@ -145,9 +145,7 @@ def _start_token(tongue: Tongue) -> int:
 
 
 def _several(continuation: Any) -> bool:
-    """Whether this is a list of continuations and not one of them."""
-    return (
-        isinstance(continuation, (list, tuple))
-        and bool(continuation)
-        and not isinstance(continuation[0], (int, np.integer))
-    )
+    """Whether this is a list of continuations, maybe of none, and not one of them."""
+    if not isinstance(continuation, (list, tuple)):
+        return False
+    return not continuation or not isinstance(continuation[0], (int, np.integer))

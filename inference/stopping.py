@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _HELD = "\N{REPLACEMENT CHARACTER}"
+_MOST_HELD = 16
+"""Tokens; where more are no text, they never become it."""
+_CHARACTER = 4
+"""Bytes, so tokens at most, of the longest character."""
 
 
 class Detokenizer:
@@ -27,21 +31,33 @@ class Detokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the text that is settled by them."""
         self._tokens.extend(tokens)
-        before = self._decode(self._tokens[self._start : self._read])
-        now = self._decode(self._tokens[self._start :])
+        before, now = self._window(self._read), self._window()
+        end = len(self._tokens)
         if now.endswith(_HELD) or len(now) <= len(before):
-            return ""
-        self._start, self._read = self._read, len(self._tokens)
-        self.text += now[len(before) :]
-        return now[len(before) :]
+            if end - self._read <= _MOST_HELD:
+                return ""
+            end, now = self._border(now)
+        return self._settle(end, now[len(before) :])
 
     def flush(self) -> str:
         """Return what was held back, as it is."""
-        before = self._decode(self._tokens[self._start : self._read])
-        rest = self._decode(self._tokens[self._start :])[len(before) :]
-        self._start = self._read = len(self._tokens)
-        self.text += rest
-        return rest
+        before = self._window(self._read)
+        return self._settle(len(self._tokens), self._window()[len(before) :])
+
+    def _window(self, end: int | None = None) -> str:
+        return self._decode(self._tokens[self._start : end])
+
+    def _settle(self, end: int, new: str) -> str:
+        self._start, self._read = self._read, end
+        self.text += new
+        return new
+
+    def _border(self, now: str) -> tuple[int, str]:
+        """Where to cut bytes that are no text: not within a character, nor where one may begin."""
+        last = len(self._tokens) - _CHARACTER
+        ends = range(last, last - _MOST_HELD + _CHARACTER, -1)
+        said = ((end, self._window(end)) for end in ends)
+        return next((cut for cut in said if now.startswith(cut[1])), (last, self._window(last)))
 
 
 def find_stop(text: str, new: int, stops: Sequence[str]) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import random
+import re
 
 import numpy as np
 import pytest
@@ -316,3 +318,8 @@ def test_thousands_of_requests_come_back_in_order(tiny):
     table = {p[0]: c.tokens for p, c in zip(prompts[:90], out, strict=False)}
     assert [c.tokens for c in out] == [table[p[0]] for p in prompts]
     assert np.mean([len(c.tokens) for c in out]) == 1
+
+
+def test_every_argument_of_the_engine_is_explained():
+    explained = re.findall(r"^    (\w+): ", inspect.getdoc(Engine) or "", re.M)
+    assert explained == list(inspect.signature(Engine).parameters)[2:]
