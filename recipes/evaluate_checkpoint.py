@@ -20,7 +20,7 @@ from nopad.cli.asking import model_options
 from nopad.cli.loading import checkpoint, load_model, load_tokenizer
 
 if TYPE_CHECKING:
-    from nopad.trainer.evaluation import Report
+    from nopad.trainer.evaluation_report import Report
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ FAULTS = {
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
         "nopad.packing.order", "Share.round_end = lambda self, index, base: index + 1",
     ),
-    "each rank stops on its own": (
+    "a signal is heard and forgotten": (
         "trainer/test_stop.py", "nopad.trainer.stop",
         "StopRequest.agreed = lambda self: False",
     ),
@@ -97,4 +97,4 @@ def test_with_this_fault_the_test_fails(fault):
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(TESTS / node)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 1, f"it passes, or did not run:\n{done.stdout[-3000:]}{done.stderr}"
-    assert re.search(r"^1 (failed|error)|\b1 failed|\b1 error", done.stdout.splitlines()[-1])
+    assert re.search(r"\b1 failed\b", done.stdout.splitlines()[-1]), done.stdout[-3000:]

@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 
 from .evaluation_budget import Allowance, Budget
 from .evaluation_metrics import Metric
+from .evaluation_report import Report, Row, path
 from .meter import away
 from .ranks import gather_objects, rank
 from .unshard import unsharded
@@ -40,35 +41,6 @@ class Example:
     prompt: Any
     """Text, token ids or messages."""
     reference: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a table of samples."""
-
-    prompt: str
-    completion: str
-    reference: str
-    scores: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an evaluation found; the same on every rank."""
-
-    step: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    """By full name, `eval/…`; empty where nothing was found out."""
-    rows: list[Row] = field(default_factory=list)
-    seconds: float = 0.0
-    is_best: bool = False
-    """Whether the watched metric is better than ever before."""
-    note: str | None = None
-    """Why less than everything was evaluated."""
-    error: str | None = None
-    """What went wrong, in which example."""
-    name: str = ""
-    """Which evaluation this was, where there are several."""
 
 
 class GenerationEval:
@@ -254,15 +226,6 @@ def distinct(evaluations: Sequence[GenerationEval]) -> tuple[GenerationEval, ...
     if twice:
         raise ValueError(f"{len(twice)} evaluations are named {twice[0]!r}: give each its name=")
     return tuple(evaluations)
-
-
-def path(evaluation: str, name: str) -> str:
-    """Where a metric or a table of an evaluation is logged.
-
-    >>> path("", "exact"), path("gsm8k", "exact")
-    ('eval/exact', 'eval/gsm8k/exact')
-    """
-    return f"eval/{evaluation}/{name}" if evaluation else f"eval/{name}"
 
 
 @contextmanager

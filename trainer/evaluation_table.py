@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .evaluation import Report, Row, path
+from .evaluation_report import Report, Row, path
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .evaluation import GenerationEval, Report, distinct
+from .evaluation import GenerationEval, distinct
+from .evaluation_report import Report
 from .evaluation_table import show
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from .evaluation import GenerationEval, Report, distinct
+from .evaluation import GenerationEval, distinct
+from .evaluation_report import Report
 from .evaluation_table import show
 
 

@@ -9,8 +9,9 @@ import pytest
 import tiny_run
 import torch
 from nopad.trainer import evaluation as module
-from nopad.trainer.evaluation import Example, GenerationEval, Report, Row
+from nopad.trainer.evaluation import Example, GenerationEval
 from nopad.trainer.evaluation_budget import Budget
+from nopad.trainer.evaluation_report import Report, Row
 from nopad.trainer.evaluation_table import show
 
 

@@ -139,7 +139,7 @@ class Diary:
         run = made.run
 
         def noted(step: int, model: Any = None):
-            from nopad.trainer.evaluation import Report
+            from nopad.trainer.evaluation_report import Report
 
             try:
                 report = run(step, model) if self.how else Report(step)

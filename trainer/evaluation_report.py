@@ -1,0 +1,43 @@
+"""What an evaluation found, as loggers and front ends take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table of samples."""
+
+    prompt: str
+    completion: str
+    reference: str
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an evaluation found; the same on every rank."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By full name, `eval/…`; empty where nothing was found out."""
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    is_best: bool = False
+    """Whether the watched metric is better than ever before."""
+    note: str | None = None
+    """Why less than everything was evaluated."""
+    error: str | None = None
+    """What went wrong, in which example."""
+    name: str = ""
+    """Which evaluation this was, where there are several."""
+
+
+def path(evaluation: str, name: str) -> str:
+    """Where a metric or a table of an evaluation is logged.
+
+    >>> path("", "exact"), path("gsm8k", "exact")
+    ('eval/exact', 'eval/gsm8k/exact')
+    """
+    return f"eval/{evaluation}/{name}" if evaluation else f"eval/{name}"
