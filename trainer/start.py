@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..attention.documents import installed, keep_apart
 from ..collators import PackedCollator
-from ..packing import PackedDataset, Planner
+from ..packing import IGNORE, PackedDataset, Planner
 from .loader import PackedLoader
 from .ranks import rank, sum_over_ranks
 
@@ -163,14 +163,15 @@ def check_batches(batches: list[dict], vocabulary: int) -> None:
     """Refuse the first step's batches if they cannot be what the model was meant for."""
     counted = 0
     for batch in batches:
-        labels, ids = batch["labels"], batch["input_ids"]
-        counted += int((labels >= 0).sum())
-        worst = max(int(ids.max()), int(labels.max()))
-        if worst >= vocabulary or int(ids.min()) < 0:
-            raise ValueError(
-                f"token {worst} is outside the model's vocabulary of {vocabulary}: "
-                "the data was tokenized for another model"
-            )
+        labels = batch["labels"][batch["labels"] != IGNORE]
+        counted += len(labels)
+        for name, ids in (("token", batch["input_ids"].flatten()), ("label", labels)):
+            outside = ids[(ids < 0) | (ids >= vocabulary)]
+            if len(outside):
+                raise ValueError(
+                    f"{name} {int(outside[0])} is outside the model's vocabulary of {vocabulary}: "
+                    "the data was tokenized for another model"
+                )
     if not sum_over_ranks(counted):
         raise ValueError(
             "no label of the first step counts for the loss: check the loss mask "

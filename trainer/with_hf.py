@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..packing import PackedDataset
+from ..packing.planned import PlannedPacks
 from .data_state import load_data_state, save_data_state
 from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss
@@ -48,12 +50,15 @@ class Packed(_Base):
         check: bool = True,
         **kwargs: Any,
     ):
-        """Take what the trainer takes.
+        """Take what the trainer takes; your arguments stay as they are, `self.args` is a copy.
+
+        With `max_steps` the data goes on where it stands. With `num_train_epochs` it begins at its
+        beginning, and its `epochs` are that many.
 
         z_loss: weight of the squared log-normalizer in the loss.
         check: refuse, before the first step, what would train wrongly.
         """
-        args = args or TrainingArguments()
+        args = copy(args) if args is not None else TrainingArguments()
         if not isinstance(train_dataset, PackedDataset):
             raise ValueError(
                 f"train_dataset is a {type(train_dataset).__name__}: wrap your data in "
@@ -194,22 +199,37 @@ def _settle(args: TrainingArguments, data: PackedDataset) -> float:
             f"one process with {args.n_gpu} GPUs would cut packs in pieces (DataParallel): start "
             "one process for each with accelerate launch or torchrun, or show it one GPU only"
         )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True: a batch is one pack, whatever its size was meant to be; "
+            "leave it out and lower the data's budget where memory ends"
+        )
     args.remove_unused_columns = False
     args.per_device_train_batch_size = 1  # a batch is one pack, and is counted as that
     args.ignore_data_skip = True  # the data state does it, without replaying
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
-        if args.num_train_epochs <= 0:
-            raise ValueError(f"num_train_epochs={args.num_train_epochs} and no max_steps: no step")
-        data.epochs = math.ceil(args.num_train_epochs)
-        beginning = {"epoch": 0, "start": 0, "index": 0, "until": data.epochs}
-        state = {name: value for name, value in data.state_dict().items() if name != "shards"}
-        data.load_state_dict({**state, "position": beginning})
-        *whole, last = (data.count(epoch) for epoch in range(data.epochs))
-        part = args.num_train_epochs - len(whole)  # of the last epoch
-        per_rank = math.ceil((sum(whole) + part * last) / args.world_size)
-        args.max_steps = math.ceil(per_rank / args.gradient_accumulation_steps)
+        args.max_steps = _steps(args, data)
     return smoothing
+
+
+def _steps(args: TrainingArguments, data: PackedDataset) -> int:
+    """Count the steps of `num_train_epochs`, and have the data begin with the first of them."""
+    if args.num_train_epochs <= 0:
+        raise ValueError(f"num_train_epochs={args.num_train_epochs} and no max_steps: no step")
+    if not isinstance(data.packs, PlannedPacks):
+        raise ValueError(
+            "a stream's packs cannot be counted before it was read: say max_steps=, how many "
+            "steps to train, in the arguments"
+        )
+    data.epochs = math.ceil(args.num_train_epochs)
+    beginning = {"epoch": 0, "start": 0, "index": 0, "until": data.epochs}
+    state = {name: value for name, value in data.state_dict().items() if name != "shards"}
+    data.load_state_dict({**state, "position": beginning})
+    *whole, last = (data.count(epoch) for epoch in range(data.epochs))
+    part = args.num_train_epochs - len(whole)  # of the last epoch
+    per_rank = math.ceil((sum(whole) + part * last) / args.world_size)
+    return math.ceil(per_rank / args.gradient_accumulation_steps)
 
 
 def _bare(model: Any) -> Any:

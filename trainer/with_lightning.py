@@ -142,7 +142,8 @@ class PackedCallback(pl.Callback):
         if state is None:
             return
         self._state, losses, self._losses = state, self._losses, []
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # 0 is Lightning's word for never
+        if every and trainer.global_step % every == 0:
             rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
             pl_module.log_dict(rates, batch_size=1)
             shown = {"prog_bar": True, "batch_size": 1}

@@ -67,7 +67,9 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def lightning(model, data: PackedDataset, folder: Path, accumulation: int = 2) -> Gradient:
+def lightning(
+    model, data: PackedDataset, folder: Path, accumulation: int = 2, **settings
+) -> Gradient:
     packs, module = PackedDataModule(data), Module(model)
     pl.Trainer(
         accelerator="cpu",
@@ -80,6 +82,7 @@ def lightning(model, data: PackedDataset, folder: Path, accumulation: int = 2) -
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        **settings,
     ).fit(module, packs)
     return module.seen
 

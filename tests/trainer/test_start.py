@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_run
+import torch
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.start import check_batches, check_run, leak
@@ -37,6 +38,21 @@ def test_sample_weights_without_the_loss_that_reads_them_are_refused():
 def test_a_step_without_a_single_counted_label_is_refused():
     batch = PackedCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
     with pytest.raises(ValueError, match="no label of the first step counts"):
+        check_batches([batch], vocabulary=61)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "culprit"),
+    [
+        ([7, -5, 60], [-100, -100, 60], "token -5"),
+        ([7, 61, 5], [-100, -100, 5], "token 61"),
+        ([7, 8, 9], [-100, -7, 9], "label -7"),
+        ([7, 8, 9], [-100, 99, 9], "label 99"),
+    ],
+)
+def test_the_id_that_is_outside_the_vocabulary_is_named(ids, labels, culprit):
+    batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+    with pytest.raises(ValueError, match=f"^{culprit} is outside the model's vocabulary of 61"):
         check_batches([batch], vocabulary=61)
 
 

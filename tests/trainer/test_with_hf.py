@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
+from nopad.packing import PackedDataset
 
 CHILD = Path(__file__).parent / "hf_child.py"
 
@@ -98,6 +99,31 @@ def test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data(tmp
     )
     with pytest.raises(ValueError, match="num_train_epochs=0"):
         trainer(tmp_path, tiny_run.dataset(), 1, num_train_epochs=0)
+
+
+def test_arguments_serve_a_second_trainer_with_other_data(tmp_path):
+    from nopad.trainer.with_hf import PackedTrainer
+    from transformers import TrainingArguments
+
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    args = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, num_train_epochs=1, **quiet)
+    before = dict(vars(args))
+    for count in (40, 10):
+        data = tiny_run.dataset(count)
+        run = PackedTrainer(tiny_run.model(), args, None, data)
+        assert run.args.max_steps == data.count()
+        assert run.model_loss.options["label_smoothing"] == 0.1
+    assert vars(args) == before
+
+
+def test_what_packs_cannot_do_is_refused_with_the_way_out(tmp_path):
+    from hf_child import trainer
+
+    stream = PackedDataset(lambda: iter([[1, 2, 3]]), budget=32, ahead=False)
+    with pytest.raises(ValueError, match=r"stream's packs cannot be counted.*say max_steps="):
+        trainer(tmp_path, stream, 1, num_train_epochs=1)
+    with pytest.raises(ValueError, match=r"auto_find_batch_size=True.*lower the data's budget"):
+        trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, auto_find_batch_size=True)
 
 
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):

@@ -69,6 +69,15 @@ def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
             callback.on_load_checkpoint(nobody, nobody, {other: {}})
 
 
+def test_a_trainer_that_logs_never_trains_all_the_same(tmp_path):
+    from front_ends import lightning
+
+    model = tiny_run.model()
+    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
+    ours = lightning(model, tiny_run.dataset(), tmp_path, log_every_n_steps=0)
+    assert tiny_run.distance(ours, gold) < 2e-6
+
+
 def test_unequal_packs_end_cleanly_on_all_ranks(two):
     assert two[0]["ends"] == two[1]["ends"] > 0
 
