@@ -20,13 +20,18 @@ import numpy as np
 from .sample import IGNORE, Sample
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping], first: int = 0) -> Sample:
-    """Render and tokenize a conversation; only assistant turns from message `first` on count."""
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Mapping], first: int = 0, tools: Any = None
+) -> Sample:
+    """Render and tokenize a conversation; only assistant turns from message `first` on count.
+
+    tools: what the template shows of functions that may be called.
+    """
     _check(tokenizer, messages)
     if first == 0 and re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
-        ids, counts = _marked(tokenizer, messages)
+        ids, counts = _marked(tokenizer, messages, tools)
     else:
-        ids, counts = _derived(tokenizer, messages, first)
+        ids, counts = _derived(tokenizer, messages, first, tools)
     if not counts.any():
         raise ValueError("no token of the assistant would count: the conversation trains nothing")
     return Sample(ids, np.where(counts, ids, IGNORE))
@@ -81,12 +86,12 @@ def _found(whole: str, start: int, message: Mapping, turn: int, ends: Sequence[s
     return end + len(mark)
 
 
-def _derived(tokenizer: Any, messages: Sequence[Mapping], first: int):
+def _derived(tokenizer: Any, messages: Sequence[Mapping], first: int, tools: Any):
     def render(part: Sequence[Mapping], prompt: bool = False) -> str:
         if not part:
             return ""
         return tokenizer.apply_chat_template(
-            list(part), tokenize=False, add_generation_prompt=prompt
+            list(part), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
 
     ends = sorted({str(t) for t in tokenizer.all_special_tokens} | _added(tokenizer), key=len)
@@ -102,9 +107,13 @@ def _derived(tokenizer: Any, messages: Sequence[Mapping], first: int):
     return ids, counts
 
 
-def _marked(tokenizer: Any, messages: Sequence[Mapping]):
+def _marked(tokenizer: Any, messages: Sequence[Mapping], tools: Any):
     out = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        list(messages),
+        tools=tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     return np.asarray(out["input_ids"], np.int64), np.asarray(out["assistant_masks"], bool)
 

@@ -25,7 +25,7 @@ from .order import Share
 from .overflow import Overflow
 from .pack import Pack
 from .planned import PlannedPacks, Position
-from .planner import Strategy
+from .planner import Strategy, whole
 from .progress import Progress, done
 from .state import VERSION, check_state
 
@@ -81,6 +81,9 @@ class PackedDataset(IterableDataset):
         ahead: encode everything at once, so that lengths are known; default for what is small.
         stop: what ends an epoch of a mixture; see `mixture`.
         """
+        budget, seed, pool, align, pad = whole(
+            budget=budget, seed=seed, pool=pool, align=align, pad=pad
+        )
         _check(budget, on_error, epochs, packs, shards)
         if (rank is None) != (world is None):
             raise ValueError(f"rank {rank} and world {world} go together: give both, or neither")

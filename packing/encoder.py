@@ -2,7 +2,7 @@
 
     {"text": ...}                     ids + eos                 every token but the first counts
     {"prompt": ..., "completion": ...} ids of both + eos        the completion counts
-    {"messages": [...]}               the tokenizer's template  the assistant's turns count
+    {"messages": [...], "tools"?}     the tokenizer's template  the assistant's turns count
     {"input_ids": [...], "labels"?}   as they are, checked      the labels say what counts
 
 Text is tokenized in batches. A row that cannot be read becomes a ValueError in its place, so that
@@ -116,16 +116,17 @@ class Encoder:
             check_masks(row, row.get("attention_mask"))
             return checked_sample(row["input_ids"], row.get("labels"), self.vocab_size)
         if "messages" in row:
-            return self._encode_turns(row["messages"], first=0)
+            return self._encode_turns(row["messages"], 0, row.get("tools"))
         if "prompt" in row and "completion" in row:
-            return self._encode_turns([*row["prompt"], *row["completion"]], len(row["prompt"]))
+            turns = [*row["prompt"], *row["completion"]]
+            return self._encode_turns(turns, len(row["prompt"]), row.get("tools"))
         raise ValueError(
             f"a row with the keys {sorted(map(str, row))[:8]} has neither {self.column!r}, "
             "input_ids, messages nor prompt and completion: name the text's column with column="
         )
 
-    def _encode_turns(self, turns: Any, first: int) -> Sample:
-        sample = encode_chat(self._needed_tokenizer(), turns, first)
+    def _encode_turns(self, turns: Any, first: int, tools: Any) -> Sample:
+        sample = encode_chat(self._needed_tokenizer(), turns, first, tools)
         return checked_sample(sample.tokens, sample.labels, self.vocab_size)
 
     def _check_end(self) -> None:

@@ -60,22 +60,20 @@ class Planner:
             raise ValueError(f"overflow {overflow!r}: choose split, truncate, drop or error")
         if strategy == "concat" and overflow != "split":
             raise ValueError(f'concat splits by nature: overflow {overflow!r} must be "split"')
-        for name, value in (("budget", budget), ("pool", pool), ("align", align)):
-            if not isinstance(value, int | np.integer):
-                raise ValueError(f"{name} {value!r} must be a whole number")
+        budget, pool, align = whole(budget=budget, pool=pool, align=align)
         if align < 1 or budget < align:
             raise ValueError(f"align {align} must be at least 1 and at most the budget {budget}")
         if pool < 1:
             raise ValueError(f"pool {pool}: hold at least one segment")
         self.settings = {
-            "budget": int(budget),
-            "pool": int(pool),
+            "budget": budget,
+            "pool": pool,
             "strategy": strategy,
             "overflow": overflow,
-            "align": int(align),
+            "align": align,
         }
         self.counts = Counts()
-        self._room = int(budget) // int(align) * int(align)
+        self._room = budget // align * align
         self._held = Segments.none()
         self._waits, self._since = np.zeros(0, np.int64), 0
 
@@ -172,6 +170,18 @@ class Planner:
             and 0 <= waits.min(initial=0) <= waits.max(initial=0) <= PATIENCE
             and len(waits) <= since < LAPS * self.settings["pool"]
         )
+
+
+def whole(**settings: int) -> list[int]:
+    """Give settings as Python's own integers, whatever kind they came as, or name one that is none.
+
+    >>> whole(budget=np.int64(8), pool=4)
+    [8, 4]
+    """
+    for name, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ValueError(f"{name} {value!r} must be a whole number")
+    return [int(value) for value in settings.values()]
 
 
 def _integers(lengths: np.ndarray) -> np.ndarray:

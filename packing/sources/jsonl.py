@@ -134,13 +134,14 @@ def _parsed(line: bytes | ValueError) -> Any:
     if isinstance(line, ValueError):
         return line
     try:
-        row = _DECODER.decode(line.decode("utf-8"))
+        row = _DECODER.decode(line.decode("utf-8-sig"))  # some editors begin files with a mark
     except RecursionError:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     except UnicodeDecodeError as error:
         return ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
     except ValueError as error:
-        return ValueError(f"not JSON: {error}")
+        hint = "; of one large list, write one entry a line" if line.strip() == b"[" else ""
+        return ValueError(f"not JSON: {error}{hint}")
     if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     return row

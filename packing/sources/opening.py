@@ -40,7 +40,7 @@ def open_source(
 ) -> Opened:
     """Open a source; `number` is its place in a mixture."""
     if isinstance(source, str | Path):
-        return _open_path(Path(source), column, glob, dtype, eos, number)
+        return _open_path(Path(source).expanduser(), column, glob, dtype, eos, number)
     if isinstance(source, list | tuple) and _names_files(source):
         raise ValueError(
             f"{source[0]} is a file, the list would be read as {len(source)} documents: pass a "

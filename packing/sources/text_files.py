@@ -31,7 +31,7 @@ class TextFiles(Indexed):
             size = path.stat().st_size
             if size > FILE_LIMIT:
                 return ValueError(f"{path.name} has {size} bytes, the limit is {FILE_LIMIT}")
-            return {self.column: path.read_text(encoding="utf-8")}
+            return {self.column: path.read_text(encoding="utf-8-sig")}
         except (OSError, UnicodeDecodeError) as error:
             return ValueError(f"{path.name} cannot be read as UTF-8 text: {error}")
 

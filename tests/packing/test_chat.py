@@ -94,6 +94,18 @@ def test_a_template_that_rewrites_what_stands_before_is_refused(tokenizer):
         encode_chat(tokenizer, CHAT)
 
 
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_the_template_is_shown_the_rows_tools(tokenizer, name):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    head = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    tokenizer.chat_template = head + TEMPLATES[name]
+    plain, shown = Encoder(tokenizer).encode(
+        [{"messages": CHAT}, {"messages": CHAT, "tools": tools}]
+    )
+    assert shown.tokens.tolist() == [*map(ord, "add"), *plain.tokens.tolist()]
+    assert counted(tokenizer, shown) == counted(tokenizer, plain)
+
+
 def test_messages_need_a_template(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has none"):

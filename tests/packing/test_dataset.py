@@ -276,8 +276,17 @@ def test_a_shard_without_rows_is_refused_where_there_is_no_end():
         ({"shards": 0}, "shards 0: at least 1"),
         ({"budget": 8.0}, "budget 8.0 must be a whole number"),
         ({"pool": 1.5}, "pool 1.5 must be a whole number"),
+        ({"seed": None}, "seed None must be a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(options, told):
     with pytest.raises(ValueError, match=told):
         list(PackedDataset([[1, 2, 3]], **{"budget": 8, **options}))
+
+
+def test_settings_of_numpy_are_the_same_settings(tools):
+    rows = tools.documents(60)
+    own = PackedDataset(rows, budget=64, seed=3, pool=8)
+    theirs = PackedDataset(rows, budget=np.int64(64), seed=np.int32(3), pool=np.uint8(8))
+    assert [tools.digest(p) for p in theirs] == [tools.digest(p) for p in own]
+    assert json.dumps(theirs.state_dict()) == json.dumps(own.state_dict())

@@ -216,3 +216,22 @@ def write_megatron(prefix: Path, documents: list[int]) -> None:
     body = [np.array([3, 3], "<i4"), np.array([0, 6], "<i8"), np.array(documents, "<i8")]
     prefix.with_suffix(".idx").write_bytes(head + b"".join(part.tobytes() for part in body))
     prefix.with_suffix(".bin").write_bytes(np.arange(6, dtype="<u2").tobytes())
+
+
+def test_a_mark_at_the_head_of_a_file_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}\n{"text": "y"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfz")
+    rows = [row for name in ("a.jsonl", "b.txt") for row in open_source(tmp_path / name).read(0, 1)]
+    assert [row.value for row in rows] == [{"text": "x"}, {"text": "y"}, {"text": "z"}]
+
+
+def test_one_large_list_is_told_how_to_become_lines(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}], indent=1))
+    first = next(iter(open_source(tmp_path / "a.json").read(0, 1))).value
+    assert isinstance(first, ValueError) and "write one entry a line" in str(first)
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "rows.jsonl")
+    assert len(list(open_source("~/rows.jsonl").read(0, 1))) == len(ROWS)
