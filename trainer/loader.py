@@ -232,19 +232,31 @@ class PackedLoader:
 
 
 class EvaluationLoader(PackedLoader):
-    """A whole set as one window, from its beginning each time.
+    """A whole set, once, from its beginning each time.
 
-    The plain mean of its batches' losses over batches and ranks is the token mean of the set.
+    The plain mean of its batches' losses over batches and ranks is the token mean of the set. What
+    the set counts is found by reading it once before, so that no more than two batches are held.
     """
 
     def __init__(self, dataset: PackedDataset, collator: Callable[[Pack], Batch] | None = None):
-        super().__init__(dataset, collator, accumulation=math.ceil(dataset.count() / world()))
+        super().__init__(dataset, collator)
+        self.packs = math.ceil(dataset.count() / world())
+        """How many this rank is given; as many as the others."""
         dataset.stepped()
         self._beginning = dataset.state_dict()
+        self._share: Any = None
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._share is None:
+            self.load_state(self._beginning)
+            infos = (info for _, info in islice(self._loader, self.packs))
+            total = sum_over_ranks(sum(info.counted for info in infos))
+            self._share = total.clamp(min=1).float() / (self.packs * world())
         self.load_state(self._beginning)
-        return super().__iter__()
+        return islice(super().__iter__(), self.packs)
+
+    def _items(self, infos: list[PackInfo]) -> Any:
+        return self._share
 
 
 T = TypeVar("T")

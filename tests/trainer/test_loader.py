@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import tiny_run
@@ -68,6 +69,27 @@ def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens
     counted = sum(int((batch["labels"] != -100).sum()) for batch in first)
     assert float(first[0]["num_items_in_batch"]) * len(first) == counted
     assert len(list(loader)) == len(first)
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_an_evaluation_holds_few_batches_at_a_time(epochs):
+    made = []
+
+    def collator(pack):
+        batch = PackedCollator()(pack)
+        made.append(weakref.ref(batch["input_ids"]))
+        return batch
+
+    data = tiny_run.dataset(epochs=epochs)
+    alive = [sum(ref() is not None for ref in made) for _ in EvaluationLoader(data, collator)]
+    assert len(alive) == data.count() == 15 and max(alive) <= 3
+
+
+def test_an_evaluation_of_sample_means_counts_samples():
+    loader = EvaluationLoader(tiny_run.dataset(23), PackedCollator(mean="sample"))
+    batches = list(loader)
+    weight = sum(float(batch["loss_weights"].sum()) for batch in batches)
+    assert float(batches[0]["num_items_in_batch"]) * len(batches) == pytest.approx(weight)
 
 
 def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goes():
