@@ -138,3 +138,23 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     graphs._taken = graphs._room
     done = engine.generate(prompts(11), GREEDY)
     assert all(len(c.tokens) == 24 for c in done) and len(graphs) == before
+
+
+def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
+    engine = Engine(llama(torch.float32), memory=1 << 28, max_running=8)
+    want = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+    runner = engine._machine.runner
+    runner.forget_graphs()
+    forward, broken = runner.forward, []
+
+    def full(*args):
+        logits = forward(*args)
+        if torch.cuda.is_current_stream_capturing():
+            broken.append(1)
+            raise torch.OutOfMemoryError("seeded")
+        return logits
+
+    monkeypatch.setattr(runner, "forward", full)
+    before = engine.tokens_per_step, engine.max_running
+    assert [c.tokens for c in engine.generate(prompts(4), GREEDY)] == want and len(broken) == 1
+    assert (engine.tokens_per_step, engine.max_running) == before
