@@ -22,7 +22,7 @@ BAD = {
     ),
     "labels of another vocabulary": (
         lambda: PackedDataset([{"input_ids": [5, 6, 7], "labels": [5, 6, 99]}], budget=32),
-        "token 99 is outside the model's vocabulary of 61",
+        "label 99 is outside the model's vocabulary of 61",
     ),
     "no counted label": (
         lambda: PackedDataset([SILENT], budget=32),
