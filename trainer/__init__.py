@@ -1,1 +1,50 @@
-"""Plugins that put packs, exact losses and evaluations into the trainers people use."""
+"""Plugins that put packs, exact losses and evaluations into the trainers people use.
+
+The trainers' own front ends are imported by file, `nopad.trainer.with_hf` and its like, since each
+needs its library. The names here need torch only, which is loaded when one of them is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adamw import ClippedAdamW
+    from .compiling import compile_layers
+    from .cross_entropy import linear_cross_entropy
+    from .evaluation import Example, GenerationEval
+    from .fusing import fuse_layers
+    from .loader import EvaluationLoader, PackedLoader
+    from .loss import attach_loss
+
+__all__ = [
+    "ClippedAdamW",
+    "EvaluationLoader",
+    "Example",
+    "GenerationEval",
+    "PackedLoader",
+    "attach_loss",
+    "compile_layers",
+    "fuse_layers",
+    "linear_cross_entropy",
+]
+
+FILES = {
+    "ClippedAdamW": "adamw",
+    "EvaluationLoader": "loader",
+    "Example": "evaluation",
+    "GenerationEval": "evaluation",
+    "PackedLoader": "loader",
+    "attach_loss": "loss",
+    "compile_layers": "compiling",
+    "fuse_layers": "fusing",
+    "linear_cross_entropy": "cross_entropy",
+}
+"""Where each name is at home."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in FILES:
+        return getattr(import_module(f".{FILES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
