@@ -98,7 +98,7 @@ class PackedCallback(pl.Callback):
         self._loss: Any = None
         self._state: dict | None = None
         self._losses: list[Tensor] = []
-        """Of the micro-batches since the last step: each its share, their mean the step's loss."""
+        """Of the micro-batches since the last step, as Lightning has divided them: shares of its loss."""
         self._validating = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -138,7 +138,8 @@ class PackedCallback(pl.Callback):
         assert self.data.loader is not None
         info, state = self.data.loader.handed_out.popleft()
         self.meter.add(info, batch["labels"], self._loss.token_losses)
-        self._losses.append(outputs["loss"].detach())
+        if outputs:  # who optimizes by hand may return nothing
+            self._losses.append(outputs["loss"].detach())
         if state is None:
             return
         self._state, losses, self._losses = state, self._losses, []
@@ -148,7 +149,8 @@ class PackedCallback(pl.Callback):
             pl_module.log_dict(rates, batch_size=1)
             shown = {"prog_bar": True, "batch_size": 1}
             pl_module.log("tok/s", rates["pack/tokens_per_second"], **shown)
-            pl_module.log("pack/loss", torch.stack(losses).mean(), sync_dist=True, **shown)
+            if losses:
+                pl_module.log("pack/loss", torch.stack(losses).sum(), sync_dist=True, **shown)
             self.meter.reset()
 
     def on_save_checkpoint(

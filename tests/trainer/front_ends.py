@@ -68,7 +68,7 @@ class Module(pl.LightningModule):
 
 
 def lightning(
-    model, data: PackedDataset, folder: Path, accumulation: int = 2, **settings
+    model, data: PackedDataset, folder: Path, accumulation: int = 2, *callbacks, **settings
 ) -> Gradient:
     packs, module = PackedDataModule(data), Module(model)
     pl.Trainer(
@@ -76,7 +76,7 @@ def lightning(
         devices=1,
         max_steps=1,
         accumulate_grad_batches=accumulation,
-        callbacks=[PackedCallback(packs)],
+        callbacks=[PackedCallback(packs), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

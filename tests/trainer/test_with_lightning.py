@@ -69,6 +69,21 @@ def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
             callback.on_load_checkpoint(nobody, nobody, {other: {}})
 
 
+def test_the_log_has_the_loss_of_the_whole_step(tmp_path):
+    import lightning.pytorch as pl
+    from front_ends import lightning
+
+    class Read(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            self.told = float(trainer.callback_metrics["pack/loss"])
+
+    read, model = Read(), tiny_run.model()
+    batch = tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 3))
+    exact = float(model(**batch).loss)
+    lightning(model, tiny_run.dataset(), tmp_path, 3, read, log_every_n_steps=1)
+    assert read.told == pytest.approx(exact, rel=1e-5)
+
+
 def test_a_trainer_that_logs_never_trains_all_the_same(tmp_path):
     from front_ends import lightning
 
