@@ -98,7 +98,7 @@ class PackedCallback(pl.Callback):
         self._loss: Any = None
         self._state: dict | None = None
         self._losses: list[Tensor] = []
-        """Of the micro-batches since the last step, as Lightning has divided them: shares of its loss."""
+        """Of the micro-batches since the last step, divided by Lightning: shares of its loss."""
         self._validating = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
