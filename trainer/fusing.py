@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from copy import deepcopy
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ def _kinds(model: nn.Module) -> list[tuple[type, type]]:
     return list(kinds.items())
 
 
+@cache
 def _twin(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> type:
     """A subclass of the same name whose forward is fused where it can be."""
 
@@ -99,8 +100,16 @@ def _twin(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> type:
         out = fused(self, args[0]) if usual else None
         return kind.forward(self, *args, **options) if out is None else out
 
-    members = {"forward": forward, "__module__": kind.__module__, FUSED: True}
-    return type(kind.__name__, (kind,), members)
+    def reduce(self: Any, protocol: Any) -> tuple:  # by name, a pickle would find the parent
+        return _remade, (kind, fused), object.__reduce_ex__(self, protocol)[2]
+
+    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**members, FUSED: True})
+
+
+def _remade(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> Any:
+    twin = _twin(kind, fused)
+    return twin.__new__(twin)
 
 
 def _eps(part: Any) -> float | None:
