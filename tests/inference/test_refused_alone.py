@@ -48,8 +48,13 @@ def test_whatever_a_tokenizer_raises_is_the_prompts_own(engine, bad):
     assert "cannot read the prompt: " in spoilt.error and fine.error is None
 
 
-@pytest.mark.parametrize("prompt", [None, 7, 0.5, [None], [[3], 4], [{"role": None}], {}])
-@pytest.mark.parametrize("params", [None, {"max_tokens": "x"}, {"max_tokens": None}, "ab", 3])
+PROMPTS = [None, 7, 0.5, [None], [[3], 4], [{"role": None}], {}]
+PARAMS = [{"max_tokens": "x"}, {"max_tokens": None}, "ab", 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"), [*((p, None) for p in PROMPTS), *(("abc", q) for q in PARAMS)]
+)
 def test_all_ranks_refuse_what_one_engine_refuses(engine, prompt, params):
     prompts, each = [prompt, "abc"], [params, GREEDY]
     assert AllRanks(engine).generate(prompts, each) == engine.generate(prompts, each)
