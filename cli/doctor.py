@@ -106,5 +106,5 @@ def _be_quiet() -> None:
 
     chatter.set_verbosity_error()
     quiet_bars()
-    logging.getLogger("nopad.attention").setLevel(logging.ERROR)
+    logging.getLogger("nopad").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
