@@ -169,7 +169,8 @@ class Engine:
         deadline: float | None = None,
     ) -> int:
         """Queue a request for `step`; its number names it in events and for `cancel`."""
-        with self._session():
+        under_way = self._machine is not None and self._loop.busy
+        with self._session(light=under_way):  # the weights were looked through when it began
             (group,) = self._take_in([(prompt, params, priority)], deadline, streaming=True)
             full = (
                 self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting

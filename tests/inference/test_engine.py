@@ -323,3 +323,19 @@ def test_thousands_of_requests_come_back_in_order(tiny):
 def test_every_argument_of_the_engine_is_explained():
     explained = re.findall(r"^    (\w+): ", inspect.getdoc(Engine) or "", re.M)
     assert explained == list(inspect.signature(Engine).parameters)[2:]
+
+
+def test_submitting_to_a_running_engine_does_not_look_through_the_weights_again(tiny, monkeypatch):
+    engine = Engine(tiny("llama"))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.submit([5, 6, 7], params)
+    looked = []
+    monkeypatch.setattr(engine._tenancy._weights, "refresh", lambda: looked.append(1) or False)
+    engine.submit([8, 9], params)
+    engine.step()
+    engine.submit([10, 11], params)
+    assert not looked
+    while engine._loop.busy:
+        engine.step()
+    engine.submit([12], params)
+    assert looked
