@@ -14,8 +14,8 @@ PATIENCE = 25.0
 """Seconds after which requests that continuous batching has not finished are cancelled."""
 
 
-def run_continuous(name: str, model, work: Work, floor: float) -> tuple[float, float]:
-    """Transformers' continuous batching: seconds of a plain call, and kept warm.
+def run_continuous(name: str, model, work: Work, floor: float) -> tuple[float, float, float]:
+    """Transformers' continuous batching: seconds of a plain call, its run alone, and kept warm.
 
     A plain call is what `generate_batch` does: make a manager, serve, and stop it.
     """
@@ -29,7 +29,7 @@ def run_continuous(name: str, model, work: Work, floor: float) -> tuple[float, f
         name, "transformers continuous batching", warm, work.new_tokens, floor,
         plain_call=opened + first, making_its_manager=opened, requests=len(work.new),
     )  # fmt: skip
-    return opened + first, warm
+    return opened + first, first, warm
 
 
 @contextmanager
