@@ -108,8 +108,7 @@ def _twin(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> type:
 
 
 def _remade(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> Any:
-    twin = _twin(kind, fused)
-    return twin.__new__(twin)
+    return object.__new__(_twin(kind, fused))
 
 
 def _eps(part: Any) -> float | None:

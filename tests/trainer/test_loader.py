@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import tiny_run
+import torch
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.data_state import load_data_state, save_data_state
@@ -83,6 +84,19 @@ def test_an_evaluation_holds_few_batches_at_a_time(epochs):
     data = tiny_run.dataset(epochs=epochs)
     alive = [sum(ref() is not None for ref in made) for _ in EvaluationLoader(data, collator)]
     assert len(alive) == data.count() == 15 and max(alive) <= 3
+
+
+def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches(monkeypatch):
+    whole = list(tiny_run.dataset())
+    assert len(whole) % 2  # one rank gets an empty pack
+    counted = float(sum(pack.counted for pack in whole))
+    monkeypatch.setattr("nopad.trainer.loader.world", lambda: 2)
+    monkeypatch.setattr("nopad.trainer.loader.sum_over_ranks", lambda _: torch.tensor(counted))
+    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world=2))) for r in (0, 1)]
+    assert len(shares[0]) == len(shares[1]) == 8
+    found = [sum(int((batch["labels"] != -100).sum()) for batch in share) for share in shares]
+    assert sum(found) == counted
+    assert {float(b["num_items_in_batch"]) for share in shares for b in share} == {counted / 16}
 
 
 def test_an_evaluation_of_sample_means_counts_samples():
