@@ -108,7 +108,8 @@ def _twin(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> type:
 
 
 def _remade(kind: type, fused: Callable[[Any, Tensor], Tensor | None]) -> Any:
-    return object.__new__(_twin(kind, fused))
+    twin: Any = _twin(kind, fused)
+    return object.__new__(twin)
 
 
 def _eps(part: Any) -> float | None:

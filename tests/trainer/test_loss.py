@@ -315,8 +315,10 @@ def test_what_a_mixture_adds_to_its_loss_stays(keep):
 
 def test_accelerate_may_unwrap_a_model_and_leave_the_loss():
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import extract_model_from_parallel
 
+    AcceleratorState._reset_state()  # another test's precision
     model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
     attach_loss(model)
     ours = model(**batch).loss
@@ -324,6 +326,7 @@ def test_accelerate_may_unwrap_a_model_and_leave_the_loss():
     assert torch.allclose(prepared(**batch).loss, ours, rtol=0.01)
     bare = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
     assert torch.equal(bare(**batch).loss, ours)
+    AcceleratorState._reset_state()
 
 
 def test_without_labels_the_model_is_what_it_was():
