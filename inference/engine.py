@@ -32,6 +32,7 @@ from .request_trace import Trace
 from .scoring import Job, pairs, rolling_windows, scored
 from .stats import Stats
 from .tenancy import Tenancy
+from .under_way import UnderWay
 
 
 class Engine:
@@ -98,12 +99,11 @@ class Engine:
             settings,
             self.stats,
             self.trace,
-            lambda request: self._groups[request.id].text_ends(request),
+            lambda request: self._under_way.of(request).text_ends(request),
             keep=keep,
             dtype=dtype,
         )
-        self._groups: dict[int, Group] = {}
-        """By the numbers of groups and of their requests."""
+        self._under_way = UnderWay()
         self._news: list[Event] = []
 
     def generate(
@@ -176,7 +176,7 @@ class Engine:
                 self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting
             )
             if full and not group.done:
-                self._groups.pop(group.id)
+                self._under_way.forget(group)
                 group.refuse(f"the queue is full ({self._max_waiting} waiting): step() first")
             if group.done:
                 self._news.append(Event(group.id, [], "", group.result()))
@@ -194,7 +194,7 @@ class Engine:
 
     def cancel(self, request: int) -> None:
         """End a submitted request; its completion has what it made so far."""
-        group = self._groups.get(request)
+        group = self._under_way.get(request)
         if group is None:
             return
         self._cancel(group)
@@ -268,12 +268,10 @@ class Engine:
         """Have the model; after a fault, nothing of the running calls survives."""
         try:
             with self._tenancy.session(light) as drained:
-                self._news += self._events(drained)
+                self._news += self._under_way.events(drained)
                 yield
         except BaseException:
-            for group in list(self._groups.values()):
-                group.refuse("the engine stopped on an error")
-            self._groups.clear()
+            self._under_way.refuse_all("the engine stopped on an error")
             self._news.clear()
             raise
 
@@ -287,17 +285,11 @@ class Engine:
     ) -> list[Group]:
         until = self._until(deadline)
         groups = self._intake.to_generate(asked, until, self._tenancy.room, streaming)
-        self._know(groups)
+        self._under_way.add(groups)
         return groups
 
     def _until(self, deadline: float | None) -> float:
         return float("inf") if deadline is None else self._loop.clock() + deadline
-
-    def _know(self, groups: list[Group]) -> None:
-        for group in groups:
-            if not group.done:
-                self._groups[group.id] = group
-                self._groups.update({request.id: group for request in group.requests})
 
     def _finish_all(
         self,
@@ -329,40 +321,22 @@ class Engine:
 
     def _advance(self) -> list[Event]:
         """Run a step; say what is new."""
-        events = self._events(self._loop.step())
+        events = self._under_way.events(self._loop.step())
         if self._tenancy.settings.debug:
             self._loop.scheduler.check()
         return events
-
-    def _events(self, news: list[Request]) -> list[Event]:
-        events = []
-        last = {self._groups[request.id].id: request for request in news}
-        for request in news:
-            group = self._groups[request.id]
-            event = group.event(request, final=group.done and last[group.id] is request)
-            if event is not None:
-                events.append(event)
-        for request in last.values():
-            if (group := self._groups[request.id]).done:
-                self._forget(group)
-        return events
-
-    def _forget(self, group: Group) -> None:
-        self._groups.pop(group.id, None)
-        for request in group.requests:
-            self._groups.pop(request.id, None)
 
     def _cancel(self, group: Group) -> None:
         for request in group.requests:
             if request.finish_reason is None:
                 self._loop.cancel(request)
-        self._forget(group)
+        self._under_way.forget(group)
 
     def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
         with self._session():
             self._begin()
             groups = self._intake.to_score(jobs, self._until(deadline), self._tenancy.room)
-            self._know(groups)
+            self._under_way.add(groups)
             self._finish_all(groups, longest_first(groups))
         return [scored(group) for group in groups]
 
