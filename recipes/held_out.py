@@ -12,13 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
-from loading import matched
 from nopad.packing.sources import RowSource, open_source
 from nopad.trainer.evaluation import Example, GenerationEval
 
 ONE_IN = 50
+BEGINNING, GOES_ON = 160, 40
+"""Letters of a text that are given, and that its continuation is held against."""
 
 
 class LeftOut(RowSource):
@@ -47,28 +49,33 @@ def digest_of(row: Any) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def chosen(rows: Iterable[Any], count: int) -> dict[str, Example]:
+def chosen(rows: Iterable[Any], count: int, column: str = "text") -> dict[str, Example]:
     """The first rows, one of fifty, that have an answer to be held against, by their digests."""
     found: dict[str, Example] = {}
-    for row in rows:
+    for row in islice(rows, 4 * ONE_IN * count):  # data without answers is not read to its end
         if len(found) == count:
             break
-        example, digest = example_of(row), digest_of(row)
+        example, digest = example_of(row, column), digest_of(row)
         if example is not None and int(digest, 16) % ONE_IN == 0:
             found[digest] = example
     return found
 
 
-def example_of(row: Any) -> Example | None:
-    """The last answer of a conversation and what led to it; None where there is none.
+def example_of(row: Any, column: str = "text") -> Example | None:
+    """The last answer of a conversation and what led to it, or a text's beginning and how it goes
+    on; None where there is neither.
 
     >>> example_of({"prompt": "1 + 1 =", "completion": " 2"})
     Example(prompt='1 + 1 =', reference=' 2')
     """
+    if isinstance(row, str):
+        return beginning_of(row)
     if not isinstance(row, dict):
         return None
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         return Example(row["prompt"], row["completion"])
+    if "messages" not in row and isinstance(row.get(column), str):
+        return beginning_of(row[column])
     turns = row.get("messages")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None  # the encoder names it
@@ -78,13 +85,26 @@ def example_of(row: Any) -> Example | None:
     return None
 
 
-def split(data: Any, count: int) -> tuple[Any, list[Example]]:
+def beginning_of(text: str) -> Example | None:
+    """A text's beginning, and how it goes on; None where it is short."""
+    until = BEGINNING + GOES_ON
+    return Example(text[:BEGINNING], text[BEGINNING:until]) if len(text) > until else None
+
+
+def split(data: Any, count: int, column: str = "text") -> tuple[Any, list[Example]]:
     """The data without at most `count` examples, and those."""
-    opened = open_source(data)
+    opened = open_source(data, column=column)
     if count == 0 or not isinstance(opened, RowSource):
         return data, []
-    held = chosen((row.value for row in opened.read(0, 1)), count)
+    held = chosen((row.value for row in opened.read(0, 1)), count, column)
     return LeftOut(opened, held), list(held.values())
+
+
+def matched(text: str, reference: str | None) -> float:
+    """Give the share of the reference that the text begins with."""
+    reference = reference or ""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, reference, strict=False))
+    return sum(1 for _ in pairs) / max(1, len(reference))
 
 
 def continuing(

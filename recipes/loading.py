@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 
 
@@ -23,12 +22,19 @@ def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
     add("--seed", type=int, default=0, help="of new weights and of the order of packs")
 
 
-def load_data(args: argparse.Namespace):
-    """The tokenizer, and an endless stream of packs."""
-    tokenizer, source = _tokenizer_and_source(args)
+def load_data(args: argparse.Namespace, held_out: int = 32):
+    """The tokenizer, an endless stream of packs, and examples that are not in it.
+
+    Data that holds no text is continued from Python's standard library.
+    """
+    from held_out import split
     from nopad.packing import PackedDataset
 
+    tokenizer, source, examples = _tokenizer_and_source(args)
     with naming(args.data or "the standard library"):
+        if args.data is not None:
+            source, own = split(args.data, held_out, args.text_column)
+            examples = own or examples
         dataset = PackedDataset(
             source,
             tokenizer=tokenizer,
@@ -38,7 +44,7 @@ def load_data(args: argparse.Namespace):
             epochs=None,
         )
         next(iter(dataset))  # bad data speaks up before anything is written
-    return tokenizer, dataset
+    return tokenizer, dataset, examples
 
 
 @contextmanager
@@ -61,35 +67,19 @@ def load_tokenizer(name: str):
 
 
 def _tokenizer_and_source(args: argparse.Namespace):
+    """Those of the options, and of the standard library what they leave open."""
     import stdlib_corpus
+    from held_out import beginning_of
 
-    tokenizer, texts = None, []
+    texts, others = stdlib_corpus.held_out(stdlib_corpus.documents())
+    examples = [example for text in others if (example := beginning_of(text))]
     if args.tokenizer or args.model:
         tokenizer = load_tokenizer(args.tokenizer or args.model)
-    if tokenizer is None or args.data is None:
-        texts, _ = stdlib_corpus.held_out(stdlib_corpus.documents())
-    if tokenizer is None and args.data is None:
-        return stdlib_corpus.tokenizer(texts), stdlib_corpus.encoded(texts)
-    rows = [{args.text_column: text} for text in texts]
-    return tokenizer or stdlib_corpus.tokenizer(texts), args.data or rows
-
-
-def load_examples(prompts: list[str] | None = None) -> list:
-    """These prompts, or beginnings of documents that are not trained on."""
-    import stdlib_corpus
-    from nopad.trainer.evaluation import Example
-
-    if prompts:
-        return [Example(prompt) for prompt in prompts]
-    _, texts = stdlib_corpus.held_out(stdlib_corpus.documents())
-    return [Example(text[:160], text[160:200]) for text in texts if len(text) > 200]
-
-
-def matched(text: str, reference: str | None) -> float:
-    """Give the share of the reference that the text begins with."""
-    reference = reference or ""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, reference, strict=False))
-    return sum(1 for _ in pairs) / max(1, len(reference))
+    else:
+        tokenizer = stdlib_corpus.tokenizer(texts)
+        if args.data is None:
+            return tokenizer, stdlib_corpus.encoded(texts), examples
+    return tokenizer, [{args.text_column: text} for text in texts], examples
 
 
 def load_model(args: argparse.Namespace, tokenizer):

@@ -18,7 +18,7 @@ import os
 import sys
 from pathlib import Path
 
-from loading import data_options, load_data, load_examples, load_model, matched
+from loading import data_options, load_data, load_model
 from run_folder import RunFolder
 from settings import Help, Training, count, exit_status, parse
 
@@ -50,7 +50,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=count, default=200, help="steps between checkpoints")
     add("--eval-every", type=count, default=400, help="steps between generations")
     add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
-        "beginnings of held-out files of Python's standard library")  # fmt: skip
+        "beginnings of documents held out of the data")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
     return parse(parser, argv)
 
@@ -129,7 +129,7 @@ class Pretraining:
         self.args, self.folder, self.accelerator = args, folder, accelerator
         self.stop = StopRequest()
         with accelerator.main_process_first():
-            self.tokenizer, dataset = load_data(args)
+            self.tokenizer, dataset, self.examples = load_data(args)
         model = load_model(args, self.tokenizer)
         fuse_layers(model, accelerator.device)
         self.loss = attach_loss(model)
@@ -148,20 +148,13 @@ class Pretraining:
 
     def _evaluations(self):
         """Continue beginnings of held-out documents with the live model, on all ranks."""
-        from nopad.inference import Engine, SamplingParams
-        from nopad.inference.all_ranks import AllRanks
-        from nopad.trainer.evaluation import GenerationEval
+        from held_out import continuing
+        from nopad.trainer.evaluation import Example
         from nopad.trainer.with_accelerate_eval import AccelerateEval
 
-        engine = Engine(self.accelerator.unwrap_model(self.model), self.tokenizer)
-        evaluation = GenerationEval(
-            AllRanks(engine).generate,
-            load_examples(self.args.prompt),
-            {"matched": matched},
-            SamplingParams(temperature=0.7, max_tokens=32, seed=self.args.seed),
-            every=self.args.eval_every,
-            watch="matched",
-        )
+        args, model = self.args, self.accelerator.unwrap_model(self.model)
+        examples = [Example(prompt) for prompt in args.prompt or []] or self.examples
+        evaluation = continuing(model, self.tokenizer, examples, args.eval_every, args.seed)
         return AccelerateEval(self.accelerator, self.model, evaluation, console=True)
 
     def say(self, text: str) -> None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from held_out import continuing
-from loading import data_options, load_data, load_examples, load_model
+from loading import data_options, load_data, load_model
 from settings import Help, Training, count, exit_status, parse
 
 
@@ -86,13 +86,13 @@ def main(argv: list[str] | None = None) -> None:
     stop = StopCallback(args.output / "last.ckpt")
     resumed = checkpoint(args)
     pl.seed_everything(args.seed, verbose=False)
-    tokenizer, dataset = load_data(args)
+    tokenizer, dataset, examples = load_data(args)
     data = PackedDataModule(dataset, num_workers=args.workers)
     # Without versions, last.ckpt is the last, also after a resume.
     often = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
     checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, save_top_k=1, **often)
     model = load_model(args, tokenizer)
-    evaluation = continuing(model, tokenizer, load_examples(), args.eval_every, args.seed)
+    evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
     trainer = pl.Trainer(
         accelerator=args.accelerator,
         devices=args.devices,

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
     args = options(argv)
     set_seed(args.seed)
-    tokenizer, data = load_data(args)
+    tokenizer, data, _ = load_data(args, held_out=0)
     hf_train(args, load_model(args, tokenizer), data, tokenizer)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import held_out
+import loading
 import pytest
 import small_inputs
 
@@ -32,6 +35,28 @@ def test_rows_without_an_answer_are_all_trained_on(tmp_path):
     source, examples = held_out.split(path, 32)
     assert examples == [] and len(list(source.read(0, 1))) == 200
     assert held_out.split(path, 0) == (path, [])
+
+
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_texts_are_held_out_too_and_continued_from_their_beginnings(tmp_path, column):
+    texts = [f"{number:03} " + f"{number} words and more " * (number % 20) for number in range(900)]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    args = argparse.Namespace(data=str(path), text_column=column, tokenizer=None, model=None,
+                              budget=256, seed=0)  # fmt: skip
+    tokenizer, packs, examples = loading.load_data(args)
+    beginnings = {example.prompt + example.reference for example in examples}
+    held = [text for text in texts if text[:200] in beginnings]
+    assert 0 < len(examples) == len(held) <= 32 and min(map(len, held)) > 200
+    one_pass = islice(packs, packs.count())
+    trained = "".join(tokenizer.decode(pack.tokens.tolist()) for pack in one_pass)
+    assert not any(example.prompt in trained for example in examples)
+    assert sum(text[:200] in trained for text in texts if len(text) > 200) > 100
+
+
+def test_data_without_answers_is_not_read_to_its_end():
+    rows = iter(range(10**6))
+    assert held_out.chosen(rows, 2) == {} and next(rows) == 400
 
 
 def test_the_fingerprint_tells_which_rows_are_left_out(tmp_path):
