@@ -161,6 +161,10 @@ class PackedDataset(IterableDataset):
         if self._over or not until - self.epochs <= epoch < until:
             self._begin_pass(epoch)
 
+    def rewind(self) -> None:
+        """Go back to the very beginning, as if nothing had been read."""
+        self._begin_pass(0)
+
     def stepped(self, *packs: Pack | dict) -> None:
         """Say which packs were trained on: from now on the state is that of the stepped ones.
 

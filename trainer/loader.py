@@ -242,17 +242,16 @@ class EvaluationLoader(PackedLoader):
         super().__init__(dataset, collator)
         self.packs = math.ceil(dataset.count() / world())
         """How many this rank is given; as many as the others."""
-        dataset.stepped()
-        self._beginning = dataset.state_dict()
         self._share: Any = None
 
     def __iter__(self) -> Iterator[Batch]:
         if self._share is None:
-            self.load_state(self._beginning)
+            self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))
             total = sum_over_ranks(sum(info.counted for info in infos))
             self._share = total.clamp(min=1).float() / (self.packs * world())
-        self.load_state(self._beginning)
+        self.dataset.rewind()
+        self._state = None
         return islice(super().__iter__(), self.packs)
 
     def _items(self, infos: list[PackInfo]) -> Any:

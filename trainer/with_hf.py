@@ -75,6 +75,7 @@ class Packed(_Base):
         self.model_accepts_loss_kwargs = True  # the attached loss does, whatever the model did
         self.packed_check = check
         self._loader: PackedLoader | None = None
+        self._evaluated: dict[PackedDataset, EvaluationLoader] = {}
         self._meter: Meter | None = None
         self._resume: Path | None = None
 
@@ -107,10 +108,15 @@ class Packed(_Base):
         return self._loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        sets: Any = self.eval_dataset
+        data = sets if eval_dataset is None else eval_dataset
+        if isinstance(data, str):  # one of several
+            data = sets[data]
         if not isinstance(data, PackedDataset):
             return super().get_eval_dataloader(eval_dataset)
-        return EvaluationLoader(data, self.packed_collator)
+        if data not in self._evaluated:  # what it counts is found once
+            self._evaluated[data] = EvaluationLoader(data, self.packed_collator)
+        return self._evaluated[data]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
@@ -223,9 +229,7 @@ def _steps(args: TrainingArguments, data: PackedDataset) -> int:
             "steps to train, in the arguments"
         )
     data.epochs = math.ceil(args.num_train_epochs)
-    beginning = {"epoch": 0, "start": 0, "index": 0, "until": data.epochs}
-    state = {name: value for name, value in data.state_dict().items() if name != "shards"}
-    data.load_state_dict({**state, "position": beginning})
+    data.rewind()
     *whole, last = (data.count(epoch) for epoch in range(data.epochs))
     part = args.num_train_epochs - len(whole)  # of the last epoch
     per_rank = math.ceil((sum(whole) + part * last) / args.world_size)

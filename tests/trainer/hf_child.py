@@ -30,7 +30,8 @@ class Watch(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def trainer(folder: Path, data: PackedDataset, accumulation: int, **settings):
+def trainer(folder: Path, data: PackedDataset, accumulation: int, more=None, **settings):
+    """A trainer and its watch; `more` is the trainer's, the settings are its arguments'."""
     args = TrainingArguments(
         str(folder),
         gradient_accumulation_steps=accumulation,
@@ -39,12 +40,12 @@ def trainer(folder: Path, data: PackedDataset, accumulation: int, **settings):
         disable_tqdm=True,
         max_grad_norm=0,
         logging_steps=1,
-        learning_rate=1e-2,
         lr_scheduler_type="constant",
-        **{"save_strategy": "no", **settings},
+        **{"save_strategy": "no", "learning_rate": 1e-2, **settings},
     )
     watch = Watch()
-    return PackedTrainer(tiny_run.model(), args, None, data, callbacks=[watch]), watch
+    run = PackedTrainer(tiny_run.model(), args, None, data, callbacks=[watch], **(more or {}))
+    return run, watch
 
 
 def gradients(folder: Path, world: int) -> dict:

@@ -72,6 +72,13 @@ def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens
     assert len(list(loader)) == len(first)
 
 
+@pytest.mark.parametrize("epochs", [1, 2, None])
+def test_a_second_evaluation_loader_on_the_same_set_gives_the_same_batches(epochs):
+    data = tiny_run.dataset(23, epochs=epochs)
+    first, second, third = ([ids(batch) for batch in EvaluationLoader(data)] for _ in range(3))
+    assert len(first) == data.count() and first == second == third
+
+
 @pytest.mark.parametrize("epochs", [1, None])
 def test_an_evaluation_holds_few_batches_at_a_time(epochs):
     made = []
@@ -90,10 +97,17 @@ def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches
     whole = list(tiny_run.dataset())
     assert len(whole) % 2  # one rank gets an empty pack
     counted = float(sum(pack.counted for pack in whole))
+    given = []
+
+    def sum_over_ranks(value):
+        given.append(value)
+        return torch.tensor(counted)
+
     monkeypatch.setattr("nopad.trainer.loader.world", lambda: 2)
-    monkeypatch.setattr("nopad.trainer.loader.sum_over_ranks", lambda _: torch.tensor(counted))
+    monkeypatch.setattr("nopad.trainer.loader.sum_over_ranks", sum_over_ranks)
     shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world=2))) for r in (0, 1)]
     assert len(shares[0]) == len(shares[1]) == 8
+    assert len(given) == 2 and sum(given) == counted
     found = [sum(int((batch["labels"] != -100).sum()) for batch in share) for share in shares]
     assert sum(found) == counted
     assert {float(b["num_items_in_batch"]) for share in shares for b in share} == {counted / 16}

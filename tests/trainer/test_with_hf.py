@@ -49,6 +49,30 @@ def test_the_evaluation_loss_is_the_token_mean(one, two):
         assert abs(got - wanted) < 1e-5 * wanted
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once(
+    tmp_path, monkeypatch, named
+):
+    from hf_child import trainer
+
+    often = {"learning_rate": 0.0, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    data, passes = tiny_run.dataset(23), []
+    stock = data.packs.read
+
+    def read(*where):
+        passes.append(where)
+        return stock(*where)
+
+    monkeypatch.setattr(data.packs, "read", read)
+    evaluated = {"eval_dataset": {"held": data} if named else data}
+    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, more=evaluated, **often)
+    run.train()
+    name = "eval_held_loss" if named else "eval_loss"
+    first, second = (line[name] for line in run.state.log_history if name in line)
+    assert first == second > 0
+    assert len(passes) == 3  # once to count
+
+
 def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_unsealed(
     tmp_path, monkeypatch
 ):
