@@ -11,6 +11,7 @@ its neighbours are unharmed and whoever asked can raise it or leave it out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ class Encoder:
         )
 
     def _encode_turns(self, turns: Any, first: int, tools: Any) -> Sample:
-        sample = encode_chat(self._needed_tokenizer(), turns, first, tools)
+        sample = encode_chat(self._needed_tokenizer(), turns, first, _schemas(tools))
         return checked_sample(sample.tokens, sample.labels, self.vocab_size)
 
     def _check_end(self) -> None:
@@ -180,8 +181,22 @@ def _eos_id(tokenizer: Any, eos: bool | int) -> int | None:
 
 def _known_ids(tokenizer: Any) -> int | None:
     """Count the ids up to the largest: a vocabulary with gaps has fewer entries than that."""
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
-    return max(vocabulary.values()) + 1 if vocabulary else None
+    if hasattr(tokenizer, "get_vocab"):
+        return max(tokenizer.get_vocab().values(), default=-1) + 1 or None
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else None
+
+
+def _schemas(tools: Any) -> list | tuple | None:
+    """Give a chat's tools, which many data sets store as JSON text: columns are of one type."""
+    found = tools
+    if isinstance(tools, str):
+        try:
+            found = json.loads(tools or "null")
+        except json.JSONDecodeError:
+            raise ValueError(f"tools must be a list of schemas, got {tools!r:.60}") from None
+    if found is not None and not isinstance(found, list | tuple):
+        raise ValueError(f"tools must be a list of schemas, got {type(found).__name__}")
+    return found
 
 
 def _text(value: Any, name: str) -> str:

@@ -1,5 +1,6 @@
 """Chat: loss on the assistant's turns only, with and without generation markers, verified."""
 
+import json
 import os
 from pathlib import Path
 
@@ -104,6 +105,29 @@ def test_the_template_is_shown_the_rows_tools(tokenizer, name):
     )
     assert shown.tokens.tolist() == [*map(ord, "add"), *plain.tokens.tolist()]
     assert counted(tokenizer, shown) == counted(tokenizer, plain)
+
+
+@pytest.mark.parametrize("shape", ["messages", "prompt and completion"])
+def test_tools_may_be_stored_as_json_text(tokenizer, shape):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    head = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    tokenizer.chat_template = head + TEMPLATES["chatml"]
+    chat = (
+        {"messages": CHAT} if shape == "messages" else {"prompt": CHAT[:4], "completion": CHAT[4:]}
+    )
+    stored = [tools, json.dumps(tools), None, "null", "[]", ""]
+    out = Encoder(tokenizer).encode([{**chat, "tools": each} for each in stored])
+    shown, as_text, *without = [sample.tokens.tolist() for sample in out]
+    assert as_text == shown == [*map(ord, "add"), *without[0]]
+    assert without == [without[0]] * 4
+
+
+@pytest.mark.parametrize(("tools", "word"), [("add", "'add'"), ({"a": 1}, "dict"), ("{}", "dict")])
+def test_tools_that_are_no_list_are_told(tokenizer, tools, word):
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    (error,) = Encoder(tokenizer).encode([{"messages": CHAT, "tools": tools}])
+    assert isinstance(error, ValueError)
+    assert str(error) == f"tools must be a list of schemas, got {word}"
 
 
 def test_messages_need_a_template(tokenizer):

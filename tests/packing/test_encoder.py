@@ -128,3 +128,24 @@ def test_padding_is_not_taken_for_text():
     assert one(Encoder(), whole).tokens.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="attention_mask holds 0"):
         one(Encoder(), {**whole, "attention_mask": [1, 1, 0]})
+
+
+def test_a_tokenizer_that_only_knows_its_size_bounds_the_ids():
+    class Letters:
+        def __len__(self):
+            return 128
+
+        def __call__(self, text):
+            return [ord(letter) for letter in text]
+
+    assert one(Encoder(Letters()), {"text": "ab"}).tokens.tolist() == [97, 98]
+    with pytest.raises(ValueError, match="input_ids holds 233, the vocabulary has 128 entries"):
+        one(Encoder(Letters()), {"text": "é"})
+
+
+@pytest.mark.parametrize("tools", ["[not JSON", {"name": "add"}, 7])
+def test_rows_without_chat_do_not_care_what_their_tools_are(tokenizer, tools):
+    row = {"text": "hello", "tools": tools}
+    assert one(Encoder(tokenizer), row).tokens.tolist() == [1, 3, 2]
+    pair = {"prompt": "what", "completion": "fine", "tools": tools}
+    assert one(Encoder(tokenizer), pair).tokens.tolist() == [1, 5, 9, 2]
