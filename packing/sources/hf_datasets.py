@@ -47,7 +47,8 @@ def _check_masks(data: Any, name: str) -> None:
     first = None
     if "attention_mask" in data.column_names:
         masks = data.data.table.column("attention_mask").slice(0, FIRST)
-        first = masks.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        if _is_list(masks.type):
+            first = masks.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     try:
         check_masks(data.column_names, first)
     except ValueError as error:
@@ -75,18 +76,22 @@ def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:
 
 def _flat(array: Any, name: str, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give the values, begins and lengths of a list column, as views of its memory."""
-    fixed = pa.types.is_fixed_size_list(array.type)
-    if not (fixed or pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+    if not _is_list(array.type):
         raise ValueError(f"{name}: input_ids and labels must be lists, got {array.type}")
     if not pa.types.is_integer(array.type.value_type):
         raise ValueError(f"{name}: ids and labels must be integers, got {array.type.value_type}")
     if array.null_count or array.values.null_count:
         raise ValueError(f"{name}: rows {row} to {row + len(array) - 1} hold nulls")
-    if fixed:
+    if pa.types.is_fixed_size_list(array.type):
         offsets = (array.offset + np.arange(len(array) + 1)) * array.type.list_size
     else:
         offsets = array.offsets.to_numpy().astype(np.int64)
     return array.values.to_numpy(), offsets[:-1], np.diff(offsets)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(fits(kind) for fits in lists)
 
 
 class TableRows(Indexed):

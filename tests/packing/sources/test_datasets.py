@@ -182,3 +182,9 @@ def test_masks_that_would_be_passed_over_are_refused(rows):
     answers = datasets.Dataset.from_dict({"input_ids": rows, "completion_mask": ones})
     with pytest.raises(ValueError, match="dataset: completion_mask without labels"):
         PackedDataset(answers, budget=256)
+
+
+@pytest.mark.parametrize("mask", [1, None, "whole"])
+def test_a_mask_that_is_no_list_says_nothing_of_padding(rows, mask):
+    data = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": [mask] * len(rows)})
+    assert parts(PackedDataset(data, budget=256)) == sorted(rows)
