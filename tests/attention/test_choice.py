@@ -30,6 +30,13 @@ def test_sdpa_serves_the_cpu():
     assert choice.choose(facts()) == choice.choose(facts(page_size=16)) == "sdpa"
 
 
+def test_a_kind_of_call_seen_before_is_looked_up_and_not_built_anew(monkeypatch):
+    kinds = [facts(), facts(page_size=16)]
+    names = list(map(choice.choose, kinds))
+    monkeypatch.setattr(choice, "Ask", None)
+    assert list(map(choice.choose, kinds)) == names
+
+
 def test_a_forced_backend_that_cannot_raises_with_the_reason():
     with pytest.raises(ValueError, match="'flash2' cannot serve this call: it needs CUDA"):
         attend(*qkv(), VARLEN, backend="flash2")
