@@ -105,6 +105,8 @@ class Engine:
         )
         self._under_way = UnderWay()
         self._news: list[Event] = []
+        self._stepped = False
+        """Whether a step was run since the weights were last looked through."""
 
     def generate(
         self,
@@ -170,7 +172,8 @@ class Engine:
     ) -> int:
         """Queue a request for `step`; its number names it in events and for `cancel`."""
         under_way = self._machine is not None and self._loop.busy
-        with self._session(light=under_way):  # the weights were looked through when it began
+        # Of requests submitted one after the other, the first has looked through the weights.
+        with self._session(light=under_way and not self._stepped):
             (group,) = self._take_in([(prompt, params, priority)], deadline, streaming=True)
             full = (
                 self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting
@@ -269,6 +272,7 @@ class Engine:
         try:
             with self._tenancy.session(light) as drained:
                 self._news += self._under_way.events(drained)
+                self._stepped = self._stepped and light
                 yield
         except BaseException:
             self._under_way.refuse_all("the engine stopped on an error")
@@ -321,6 +325,7 @@ class Engine:
 
     def _advance(self) -> list[Event]:
         """Run a step; say what is new."""
+        self._stepped = True
         events = self._under_way.events(self._loop.step())
         if self._tenancy.settings.debug:
             self._loop.scheduler.check()

@@ -325,17 +325,37 @@ def test_every_argument_of_the_engine_is_explained():
     assert explained == list(inspect.signature(Engine).parameters)[2:]
 
 
-def test_submitting_to_a_running_engine_does_not_look_through_the_weights_again(tiny, monkeypatch):
+def test_requests_submitted_one_after_the_other_look_through_the_weights_once(tiny, monkeypatch):
     engine = Engine(tiny("llama"))
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    engine.submit([5, 6, 7], params)
+    engine.submit([5, 6, 7], GREEDY)
     looked = []
     monkeypatch.setattr(engine._tenancy._weights, "refresh", lambda: looked.append(1) or False)
-    engine.submit([8, 9], params)
-    engine.step()
-    engine.submit([10, 11], params)
+    engine.submit([8, 9], GREEDY)
     assert not looked
+    engine.step()
+    engine.submit([10, 11], GREEDY)
+    engine.submit([12], GREEDY)
+    assert len(looked) == 1
     while engine._loop.busy:
         engine.step()
-    engine.submit([12], params)
-    assert looked
+    engine.submit([13], GREEDY)
+    assert len(looked) == 2
+
+
+def test_a_running_engine_answers_no_new_request_from_the_cache_of_old_weights(tiny):
+    """Writes through `.data` move no version counter."""
+    model = tiny("llama")
+    engine = Engine(model, page_size=16)
+    prompt = list(range(3, 52))
+    engine.submit(prompt, GREEDY)
+    engine.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    for _ in range(10):
+        engine.step()
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.flip(0))
+    again, got = engine.submit(prompt, GREEDY), None
+    while got is None:
+        done = (e.completion for e in engine.step() if e.request == again)
+        got = next((c for c in done if c is not None), None)
+    (want,) = Engine(model, page_size=16).generate([prompt], GREEDY)
+    assert got.tokens == want.tokens
