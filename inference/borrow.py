@@ -2,8 +2,9 @@
 
 Everything the engine changes for its forwards is noted first and put back whatever happens: the
 training flag of each submodule, the attention implementation, the random states (Python, NumPy,
-torch on each device), autocast and gradient mode. Gradients, weights, dtypes and hooks are not
-touched at all; gradient checkpointing sleeps while a layer is not in training mode.
+torch on each device), the current device, autocast and gradient mode. Gradients, weights, dtypes
+and hooks are not touched at all; gradient checkpointing sleeps while a layer is not in training
+mode.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def borrowed(
     device = next(model.parameters()).device
     modules = list(model.modules()) if modules is None else modules
     with ExitStack() as stack:
+        if device.type == "cuda":  # kernels are launched on the current device, wherever data lies
+            stack.enter_context(torch.cuda.device(device))
         stack.enter_context(random_states(device))
         stack.enter_context(_training_flags(modules))
         stack.enter_context(_attention(modules))

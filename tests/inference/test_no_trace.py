@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from nopad.inference import Engine, SamplingParams
+from nopad.inference import Engine, SamplingParams, borrow
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=6)
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -223,3 +226,23 @@ def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training():
     assert trace_of(m) == before
     assert engine._machine.runner.cache.layer(0)[0].dtype == torch.bfloat16
     assert got == Engine(model(), dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].tokens
+
+
+def test_the_current_device_is_the_models_while_it_is_borrowed(monkeypatch):
+    """Once it was not, and kernels were launched on the first GPU with another one's data."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def switched(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(borrow, "random_states", nullcontext)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    second = torch.device("cuda", 1)
+    placed: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=second)]))
+    with borrow.borrowed(placed, modules=[]):
+        assert current[-1] == second
+    assert current == [torch.device("cuda", 0)]
