@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -40,14 +40,32 @@ def side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tenso
     main = torch.cuda.current_stream()
     sides = streams(x.device)[1 : len(branches)]
     results: list[Any] = [None] * len(branches)
-    for place, side in enumerate(sides, start=1):
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            results[place] = branches[place](x)
-    results[0] = branches[0](x)
-    for side in sides:
-        main.wait_stream(side)
+    with _joined(main) as forks:
+        for place, side in enumerate(sides, start=1):
+            side.wait_stream(main)
+            forks.append(side)
+            with torch.cuda.stream(side):
+                results[place] = branches[place](x)
+        results[0] = branches[0](x)
     return results
+
+
+@contextmanager
+def _joined(main: torch.cuda.Stream) -> Iterator[list[torch.cuda.Stream]]:
+    """Wait for the forks noted inside, and for no other: it would be no part of the capture.
+
+    Where a branch fails, too: a capture cannot be ended with a fork open.
+    """
+    forks: list[torch.cuda.Stream] = []
+    try:
+        yield forks
+    except BaseException:
+        with suppress(RuntimeError):  # the reason is told, not the broken capture
+            for side in forks:
+                main.wait_stream(side)
+        raise
+    for side in forks:
+        main.wait_stream(side)
 
 
 @lru_cache(maxsize=8)

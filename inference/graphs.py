@@ -26,6 +26,7 @@ from ..attention import PagedCache, Pages, Varlen
 from ..attention.backends.choice import reader_of_pages
 from .batch import Step
 from .capturing import for_capture, streams
+from .memory import does_not_fit
 from .sampler import Choice, sample
 from .staging import pack, views
 
@@ -111,7 +112,9 @@ class DecodeGraphs:
         if key not in self._captured:
             try:
                 self._captured[key] = self._capture(arrays, forward)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not does_not_fit(error):
+                    raise
                 self._taken = self._room
                 log.warning("decode steps run without more graphs: no memory for %d rows", size)
                 return None

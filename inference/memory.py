@@ -49,6 +49,20 @@ def note_taken(size: int, device: torch.device) -> None:
     _taken[device] = max(_taken.get(device, 0), size)
 
 
+def does_not_fit(error: BaseException) -> bool:
+    """Whether an error says that the device's memory is full, whichever library says it.
+
+    >>> does_not_fit(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
+    True
+    >>> does_not_fit(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    False
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    told = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in told or "ALLOC_FAILED" in told)
+
+
 def _free(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -23,6 +23,7 @@ from ..attention.backends.choice import reader_of_pages
 from .batch import Step
 from .graphs import DecodeGraphs
 from .loop import OutOfMemory, Results
+from .memory import does_not_fit
 from .sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
 from .slots import Slots
 from .staging import Staging
@@ -74,7 +75,9 @@ class DeviceRunner:
         """Start a step; the result is read by calling what is returned."""
         try:
             return self._launch(step)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not does_not_fit(error):
+                raise
             raise OutOfMemory(str(error)) from None
 
     def _launch(self, step: Step) -> Callable[[], Results]:
