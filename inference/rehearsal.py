@@ -5,7 +5,7 @@ In a rehearsal the kernels that are not compiled yet are left out, and noted; wh
 them are compiled at once. What it computes is not worth looking at, so no kernel may read indices
 that another one makes.
 
-    with rehearsal():
+    with rehearsal(device):
         step()          # launches what is there, notes what is missing
     step()              # waits for no compiler
 """
@@ -42,7 +42,7 @@ def rehearsal(device: torch.device) -> Iterator[None]:
     Attention is taken from the backend that leads; which one really serves is found out later.
     """
     missing: dict[Any, tuple[Any, str]] = {}
-    thread, before = get_ident(), knobs.runtime.jit_cache_hook
+    thread, before, choose = get_ident(), knobs.runtime.jit_cache_hook, choice.choose
 
     def note(*args: Any, **launch: Any) -> bool | None:
         function, kernel = launch["fn"], launch["compile"]
@@ -52,22 +52,25 @@ def rehearsal(device: torch.device) -> Iterator[None]:
         missing[name] = function.jit_function, kernel["specialization_data"]
         return True
 
+    def leading(facts: tuple, forced: str | None = None) -> str:
+        return (_leading if get_ident() == thread else choose)(facts, forced)
+
     with ExitStack() as stack:
         stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
         knobs.runtime.jit_cache_hook = note
-        stack.callback(setattr, choice, "choose", choice.choose)
-        choice.choose = _leading
+        stack.callback(setattr, choice, "choose", choose)
+        choice.choose = leading
         yield
     _compile(list(missing.values()), device)
 
 
-def _leading(facts: tuple, forced: str | None = None) -> str:
+def _leading(facts: tuple, forced: str | None) -> str:
     """The first backend whose declared limits allow a call: a trial here would prove nothing."""
     ask = Ask(*facts)
     kind = "paged" if ask.paged else "packed"
     able = (n for n in choice.order(ask) if hasattr(choice.module(n), kind))
     free = (n for n in able if choice.module(n).why_not(ask) is None)
-    return forced or choice.reader_of_pages() or next(free)
+    return forced or (choice.reader_of_pages() if ask.paged else None) or next(free)
 
 
 def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from nopad.attention.backends import choice
 from nopad.inference import rehearsal as stage
 from triton import knobs
 
+PACKED = ("cpu", torch.float32, 4, 2, 64, 64, False, False, False, False, 0, False, False)
 DECODE = ("cuda", torch.bfloat16, 32, 8, 64, 64, False, False, False, False, 256, True, False)
 
 
@@ -56,3 +58,19 @@ def test_no_backend_is_judged_by_what_a_rehearsal_computes(compiled, monkeypatch
         assert choice.choose(DECODE) == "triton"
         with choice.reading_pages_by("flash2"):
             assert choice.choose(DECODE) == "flash2"
+
+
+def test_other_threads_choose_as_ever_during_a_rehearsal(compiled, monkeypatch):
+    monkeypatch.setattr(choice, "choose", lambda facts, forced=None: "theirs")
+    chosen = []
+    with stage.rehearsal(torch.device("cpu")):
+        other = Thread(target=lambda: chosen.append(choice.choose(DECODE)))
+        other.start()
+        other.join()
+        assert choice.choose(DECODE) == "triton"
+    assert chosen == ["theirs"]
+
+
+def test_a_call_without_pages_is_not_given_to_the_reader_of_pages(compiled):
+    with stage.rehearsal(torch.device("cpu")), choice.reading_pages_by("triton"):
+        assert choice.choose(PACKED) == "sdpa"
