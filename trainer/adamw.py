@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ranks import world
+
 
 class ClippedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with `max_norm`, the largest norm that a gradient may keep.
@@ -54,7 +56,8 @@ class ClippedAdamW(torch.optim.AdamW):
         if any(map(_a_piece, given)):
             raise ValueError(
                 "under FSDP1 and DeepSpeed a rank has a piece of the gradient, whose norm is not "
-                "that of the whole: use torch.optim.AdamW and their own clipping, or FSDP2"
+                "that of the whole (under FSDP1's NO_SHARD too, which is not told apart): use "
+                "torch.optim.AdamW and their own clipping, or FSDP2"
             )
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in given])
         if not all(_fusible(p) for p in given) or any(map(_special, self.param_groups)):
@@ -80,8 +83,8 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def _a_piece(p: Tensor) -> bool:
-    """Whether FSDP1 or DeepSpeed's ZeRO 3 has marked a parameter as theirs."""
-    return hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id")
+    """Whether FSDP1 or DeepSpeed's ZeRO 3 has marked a parameter as theirs, and shares it out."""
+    return (hasattr(p, "_fsdp_flattened") and world() > 1) or hasattr(p, "ds_id")
 
 
 def _fusible(p: Tensor) -> bool:

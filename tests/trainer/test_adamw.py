@@ -68,18 +68,35 @@ def process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_piece_of_the_gradient_under_fsdp1_is_refused(process_group, flat):
+def fsdp1(flat: bool) -> list[torch.nn.Parameter]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    torch.manual_seed(0)
     model = FullyShardedDataParallel(
         torch.nn.Linear(4, 3), use_orig_params=not flat, device_id=torch.device("cpu")
     )
     model(torch.ones(2, 4)).sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"FSDP1 and DeepSpeed.*their own clipping"):
-        ClippedAdamW(model.parameters()).step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_piece_of_the_gradient_under_fsdp1_is_refused(process_group, monkeypatch, flat):
+    ours = fsdp1(flat)
+    before = [p.detach().clone() for p in ours]
+    monkeypatch.setattr("nopad.trainer.adamw.world", lambda: 2)
+    with pytest.raises(ValueError, match=r"FSDP1 and DeepSpeed.*NO_SHARD.*their own clipping"):
+        ClippedAdamW(ours).step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_one_process_under_fsdp1_has_the_whole_gradient(process_group, flat):
+    ours, theirs = fsdp1(flat), fsdp1(flat)
+    ClippedAdamW(ours, max_norm=0.5).step()
+    torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+    torch.optim.AdamW(theirs).step()
+    for mine, stock in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, stock)
 
 
 def test_a_piece_of_the_gradient_under_zero_3_is_refused():
