@@ -23,7 +23,7 @@ from .ranks import sum_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAID = b"\nstopping after this step, with a checkpoint; a second signal leaves at once\n"
-RELAYED = 0.2
+RELAYED = 0.5
 """Seconds in which a launcher passes on what the terminal has sent to its ranks as well."""
 
 
@@ -49,7 +49,8 @@ class StopRequest:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked is None:
             self.asked, self._asked_at = signal.Signals(number), time.monotonic()
-            os.write(2, SAID)  # print may be under way in what was interrupted
+            with suppress(OSError):  # who read it may be gone
+                os.write(2, SAID)  # print may be under way in what was interrupted
         elif time.monotonic() - self._asked_at > RELAYED:
             os._exit(128 + number)
 
@@ -66,11 +67,12 @@ class StopRequest:
         return total is not None and bool(total)
 
     def release(self) -> None:
-        """Give the signals back to whom they belonged."""
+        """Give the signals back to whom they belonged, and forget what was asked."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
         self._second.release()
+        self.asked = self._pending = None
 
 
 class _SecondSignal:
