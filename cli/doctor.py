@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -81,14 +82,15 @@ def load(name: str, tiny: bool) -> Any:
 
     from .shrink import scramble, shrink
 
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     if not path.exists() and (path.suffix == ".json" or name.startswith(("/", ".", "~"))):
         raise OSError("there is no such file or folder")
+    place = path if path.exists() else name
     kind = {"attn_implementation": "eager", "dtype": torch.float32}
     if not path.exists() and name in CONFIG_MAPPING:
         config, tiny = CONFIG_MAPPING[name](), True
     else:
-        config = AutoConfig.from_pretrained(path if path.exists() else name)
+        config = AutoConfig.from_pretrained(place)
         folder = path if path.is_dir() else path.parent
         weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         tiny = tiny or (path.exists() and (path.is_file() or not weights))
@@ -96,7 +98,7 @@ def load(name: str, tiny: bool) -> Any:
         model = AutoModelForCausalLM.from_config(shrink(config), **kind)
         scramble(model)
     else:
-        model = AutoModelForCausalLM.from_pretrained(name, **kind)
+        model = AutoModelForCausalLM.from_pretrained(place, **kind)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.eval().to(device)
 

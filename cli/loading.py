@@ -39,10 +39,11 @@ def load_tokenizer(name: str) -> Any:
     """A tokenizer of a folder or of the hub."""
     from transformers import AutoTokenizer
 
+    place = os.path.expanduser(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(place)
     except (OSError, KeyError, ValueError) as error:
-        why = "has no tokenizer that can be read" if Path(name).is_dir() else first_line(error)
+        why = "has no tokenizer that can be read" if Path(place).is_dir() else first_line(error)
         raise ValueError(f"{name}: {why}; name one with --tokenizer") from None
 
 
@@ -53,7 +54,7 @@ def first_line(error: Exception) -> str:
 
 
 def _device(name: str | None) -> Any:
-    """The device of that name, seen to be there; every process of a launcher gets its own."""
+    """The device of that name, made the current one; every process of a launcher gets its own."""
     import torch
 
     known = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -66,7 +67,9 @@ def _device(name: str | None) -> Any:
     index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
     if index >= known:
         raise ValueError(f"--device cuda:{index}: there are {known} CUDA devices here")
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)  # kernels run on the current one, not where their tensors lie
+    return device
 
 
 def quiet_bars() -> None:

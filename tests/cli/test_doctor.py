@@ -56,6 +56,14 @@ def test_a_config_file_is_enough(tmp_path, capsys):
     assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
 
 
+def test_a_checkpoint_may_lie_at_home(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]()))
+    model.save_pretrained(tmp_path / "mine")
+    assert main(["~/mine", "--attn", "nopad"]) == 0
+    assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
+
+
 def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
     AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
     assert main([str(tmp_path), "--attn", "nopad"]) == 0

@@ -1,0 +1,26 @@
+"""What a user names is found: at home, and on the device of that number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nopad.cli import loading
+
+
+def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
+    monkeypatch.setenv("HOME", str(made.parent))
+    assert len(loading.load_tokenizer(f"~/{made.name}"))
+    with pytest.raises(ValueError, match="~: has no tokenizer that can be read"):
+        loading.load_tokenizer("~")
+
+
+@pytest.mark.parametrize(("name", "rank", "index"), [("cuda:1", "0", 1), (None, "2", 2)])
+def test_the_device_of_a_model_is_the_current_one(monkeypatch, name, rank, index):
+    """Kernels launched without a device run on the current one."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert loading._device(name) == torch.device("cuda", index)
+    assert current == [torch.device("cuda", index)]
