@@ -14,7 +14,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Texts as they stand, and defaults where they say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, [], argparse.SUPPRESS):
+        # False by identity: it equals 0, a default worth telling.
+        if action.default is False or action.default in (None, [], argparse.SUPPRESS):
             return action.help
         return f"{action.help} (default: %(default)s)"
 
@@ -33,22 +34,18 @@ def model_options(add: Any) -> None:
 
 
 def new_file(text: str) -> Path:
-    """Take a file's name to write to; refuse now what could not be written in an hour."""
-    path = Path(text)
+    """Take a file's name to write to; make its folder, or refuse now what would fail in an hour."""
+    path = Path(os.path.expanduser(text))
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if there != path and not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: {there} is a file, not a folder")
-    if not os.access(there, os.W_OK):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        reason = f"{text}: {path.parent} is no folder, nor can be made one"
+        raise argparse.ArgumentTypeError(reason) from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file, making the folders above it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 def count(text: str) -> int:
@@ -56,3 +53,21 @@ def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 0")
     return int(text)
+
+
+def positive(text: str) -> int:
+    """Take a number from 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1")
+    return int(text)
+
+
+def share(text: str) -> int | float:
+    """Take a number from 1, or below it a share."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1, or a share such as 0.5")
+    return int(number) if number >= 1 else number

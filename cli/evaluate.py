@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .asking import count, model_options, new_file, parser, write
+from .asking import count, model_options, new_file, parser, positive, share
 from .loading import checkpoint, load_model, load_tokenizer
 
 
@@ -24,12 +24,12 @@ def options(argv: list[str]) -> argparse.Namespace:
     add = made.add_argument
     add("--model", required=True, help="checkpoint folder or hub name")
     add("--tasks", required=True, help="names, with commas between them")
-    add("--include-path", help="folder with task files of your own")
-    add("--limit", type=float, help="documents of each task; below 1, a share of them")
+    add("--include-path", type=os.path.expanduser, help="folder with task files of your own")
+    add("--limit", type=share, help="documents of each task; below 1, a share of them")
     add("--num-fewshot", type=count, help="examples in a prompt, where the task allows")
     add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     model_options(add)
-    add("--max-length", type=int, help="longest sequence; without it, what the model allows")
+    add("--max-length", type=positive, help="longest sequence; without it, what the model allows")
     add("--output", type=new_file, help="write all results, with every sample, to this JSON file")
     return made.parse_args(argv)
 
@@ -44,13 +44,15 @@ def main(argv: list[str]) -> int:
     harness, make_table = _lm_eval()
     manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
     tokenizer = load_tokenizer(args.tokenizer or name)
+    if args.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("--chat: the tokenizer has no chat template")
     model = load_model(name, args.dtype, args.device)
     _join_ranks()
     ready = harness.Harness(
         model,
         tokenizer,
         names,
-        limit=int(args.limit) if args.limit and args.limit >= 1 else args.limit,
+        limit=args.limit,
         num_fewshot=args.num_fewshot,
         chat=args.chat,
         task_manager=manager,
@@ -66,7 +68,7 @@ def _lm_eval() -> tuple[Any, Any]:
     try:
         from lm_eval.utils import make_table
     except ImportError:
-        raise ValueError("lm-eval is not installed: pip install 'nopad[eval]'") from None
+        raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
     from ..inference import harness
 
     return harness, make_table
@@ -85,7 +87,8 @@ def _tell(results: dict, make_table: Any, output: Path | None) -> None:
     if results.get("groups"):
         print(make_table(results, "groups"))
     if output is not None:
-        write(output, json.dumps(results, default=str, indent=1, ensure_ascii=False))
+        text = json.dumps(results, default=str, indent=1, ensure_ascii=False)
+        output.write_text(text, encoding="utf-8")
     numbers = {
         task: {name: value for name, value in found.items() if isinstance(value, int | float)}
         for task, found in results["results"].items()

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .asking import count, model_options, new_file, parser, write
+from .asking import count, model_options, new_file, parser
 from .loading import checkpoint, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ def main(argv: list[str]) -> int:
     params = SamplingParams(
         stop=tuple(options.stop), **{name: getattr(options, name) for name in _KNOBS}
     )
-    if params.n > 1 and params.temperature == 0:
-        raise ValueError(f"--n {params.n} of the same text: raise --temperature above 0")
+    if params.n > 1 and params.greedy:
+        raise ValueError(f"--n {params.n} of the same text: raise --temperature")
     engine = _engine(options, prompts)
     done = engine.generate(prompts, params, deadline=options.deadline, progress=options.progress)
     text = "".join(_lines(done, options.text))
     if options.output:
-        write(options.output, text)
+        options.output.write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)
     if options.stats:
@@ -122,7 +123,7 @@ def _read(name: str) -> Iterator[Any]:
     if name == "-":
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
-    with Path(name).open(encoding="utf-8") as file:
+    with Path(os.path.expanduser(name)).open(encoding="utf-8") as file:
         if name.endswith(".jsonl"):
             yield from _objects(name, file)
         else:

@@ -43,8 +43,6 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (["--limit", "0"], "limit is 0"),
-        (["--max-length", "0"], "max_length is 0"),
         (["--device", "frog"], "frog"),
         (["--include-path", "nowhere"], "nowhere"),
         (["--tasks", ","], "names no task"),
@@ -57,6 +55,46 @@ def test_a_setting_that_cannot_be_is_named(made, tmp_path, wrong, word):
     given = ["--model", str(made), "--tasks", write_tasks(tmp_path, 4)[0]]
     with pytest.raises(ValueError, match=word):
         main([*given, "--include-path", str(tmp_path), *wrong])
+
+
+@pytest.mark.parametrize("wrong", ["--limit 0", "--limit -1", "--limit nan", "--max-length 0"])
+def test_a_number_that_cannot_be_ends_before_any_work(wrong, capsys):
+    from nopad.cli.evaluate import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "no-such-model", "--tasks", "x", *wrong.split()])
+    assert ended.value.code == 2 and wrong.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "limit"), [("3", 3), ("200.0", 200), ("0.5", 0.5), ("1", 1)])
+def test_a_limit_is_a_number_of_documents_or_a_share(text, limit):
+    from nopad.cli.evaluate import options
+
+    found = options(["--model", "m", "--tasks", "x", "--limit", text]).limit
+    assert found == limit and type(found) is type(limit)
+
+
+def test_chat_without_a_template_is_told_before_the_model_is_loaded(made, tmp_path, monkeypatch):
+    from nopad.cli import evaluate
+    from nopad.inference import harness
+    from test_harness import small_tokenizer
+
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(evaluate, "load_model", None)
+    monkeypatch.setattr(harness, "find_tasks", lambda *_: None)
+    given = ["--model", str(made), "--tasks", "x", "--tokenizer", str(tmp_path / "plain")]
+    with pytest.raises(ValueError, match="--chat: the tokenizer has no chat template"):
+        evaluate.main([*given, "--chat"])
+
+
+def test_task_files_may_lie_at_home(monkeypatch):
+    from nopad.cli.evaluate import options
+
+    monkeypatch.setenv("HOME", "/home/lily")
+    given = options(["--model", "m", "--tasks", "x", "--include-path", "~/tasks"])
+    assert given.include_path == "/home/lily/tasks"
 
 
 def test_chat_needs_a_template(tmp_path):

@@ -49,6 +49,16 @@ def test_files_of_prompts_are_read_and_results_written(checkpoint, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_files_at_home_are_found_and_new_folders_made(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "in.txt").write_text("Once\n")
+    new = {f"--{name}": f"~/new/{name}" for name in ("output", "trace", "plot")}
+    given = [word for option in new.items() for word in option]
+    assert main([checkpoint, "--file", "~/in.txt", "--max-tokens", "2", *given]) == 0
+    written = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert written == ["output", "plot", "trace"]
+
+
 def test_a_failed_request_gives_status_1_and_the_others_their_text(checkpoint, capsys):
     status = main([checkpoint, "--prompt", "a" * 9000, "--prompt", "Once", "--max-tokens", "3"])
     done = lines(capsys.readouterr().out)
@@ -116,6 +126,7 @@ def test_a_tokenizer_without_a_chat_template_is_told_of(checkpoint, capsys):
     [
         (["--device", "frog"], "frog"),
         (["--n", "3"], "temperature"),
+        (["--n", "3", "--temperature", "1e-6"], "temperature"),
         (["--memory", "10"], "memory"),
     ],
 )

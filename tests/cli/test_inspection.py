@@ -22,7 +22,7 @@ def data(tmp_path):
 
 
 def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
-    page = tmp_path / "map.html"
+    page = tmp_path / "new" / "map.html"
     assert main(["inspect", str(data), "--budget", "128", "--packs", "3", "--html", str(page)]) == 0
     said = capsys.readouterr().out
     assert "200 samples" in said and "longest 59" in said
