@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return importlib.import_module(f".cli.{COMMANDS[argv[0]][0]}", __package__).main(argv[1:])
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read, as `head` does, has read enough
             sys.stdout = None
             return 1

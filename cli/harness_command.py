@@ -19,7 +19,7 @@ try:
     from lm_eval import models as _theirs  # noqa: F401  theirs first: they look for an empty list
     from lm_eval.api.registry import register_model
 except ImportError:
-    raise ValueError("lm-eval is not installed: pip install 'nopad[eval]'") from None
+    raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
 
 from ..inference.harness import EngineLM
 from .loading import checkpoint, load_model, load_tokenizer

@@ -11,11 +11,15 @@ def test_modules_that_need_an_extra_name_it():
         import importlib, sys
         for name in ("lm_eval", "lightning", "pytorch_lightning"):
             sys.modules[name] = None  # as if it were not there
-        for module in ("nopad.inference.harness", "nopad.trainer.with_lightning"):
+        ours = ("inference.harness", "cli.harness_command", "trainer.with_lightning")
+        for module in ours:
             try:
-                importlib.import_module(module)
+                importlib.import_module(f"nopad.{module}")
             except ImportError as missing:
                 print(missing)
+        from nopad.__main__ import main
+        for command in (["lm_eval"], ["eval", "--model", "hub/name", "--tasks", "x"]):
+            print(main(command))
     """
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -24,7 +28,12 @@ def test_modules_that_need_an_extra_name_it():
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert out.returncode == 0, out.stderr
+    lacking = "lm-eval is not installed: pip install 'nopad[eval]'"
     assert out.stdout.splitlines() == [
-        "lm-eval is not installed: pip install 'nopad[eval]'",
+        lacking,
+        lacking,
         "lightning is not installed: pip install 'nopad[lightning]'",
+        "2",
+        "2",
     ]
+    assert out.stderr.splitlines() == [f"nopad lm_eval: {lacking}", f"nopad eval: {lacking}"]
