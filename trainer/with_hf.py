@@ -85,6 +85,8 @@ class Packed(_Base):
         trl: Any = next((file for file in files if file.__name__.startswith("trl.")), None)
         if trl is None:
             return data
+        if not hasattr(args, "dataset_kwargs"):
+            raise ValueError(f"args is {type(args).__name__}, TRL's trainer: give an SFTConfig")
         args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
         return trl.Dataset.from_dict({"input_ids": [[0, 1]]})
 
@@ -122,7 +124,12 @@ class Packed(_Base):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_whole_checkpoint(Path(str(self.args.output_dir))))
         self._resume = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:  # the trainer tells its callbacks of no exception
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, StopCallback):
+                    callback.request.release()
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -189,6 +196,9 @@ class StopCallback(TrainerCallback):
 
     def __init__(self):
         self.request = StopRequest()  # now: a signal may come before the first step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.request.listen()  # the training before has given the signals back
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.request.agreed():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_run
 from nopad.packing import PackedDataset
+from transformers import TrainerCallback
 
 CHILD = Path(__file__).parent / "hf_child.py"
 
@@ -148,6 +151,59 @@ def test_what_packs_cannot_do_is_refused_with_the_way_out(tmp_path):
         trainer(tmp_path, stream, 1, num_train_epochs=1)
     with pytest.raises(ValueError, match=r"auto_find_batch_size=True.*lower the data's budget"):
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, auto_find_batch_size=True)
+
+
+class Signal(TrainerCallback):
+    """Sends one at the end of a step, or leaves by an error."""
+
+    def __init__(self):
+        self.at, self.broken = 1, False
+
+    def on_step_end(self, args, state, control, **_):
+        if self.broken:
+            raise KeyError("broken")
+        if state.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.fixture
+def unheard():
+    """A signal that nobody hears would end the tests."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_stop_callback_serves_one_training_after_another_and_ends_with_each(tmp_path, unheard):
+    from hf_child import trainer
+    from nopad.trainer.with_hf import StopCallback
+
+    sender = Signal()
+    run, _ = trainer(tmp_path, tiny_run.dataset(epochs=None), 1, max_steps=4)
+    run.add_callback(sender)
+    run.add_callback(StopCallback())
+    for asked_at, ended_at in ((1, 1), (9, 4), (2, 2)):
+        sender.at = asked_at
+        run.train()
+        assert run.state.global_step == ended_at
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    sender.broken = True
+    with pytest.raises(KeyError, match="broken"):
+        run.train()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+
+def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
+    sft = pytest.importorskip("trl", reason="the trainer is TRL's")
+    from nopad.trainer.with_hf import Packed
+    from transformers import TrainingArguments
+
+    class PackedSFTTrainer(Packed, sft.SFTTrainer):
+        pass
+
+    for args in (None, TrainingArguments(str(tmp_path), max_steps=1)):
+        with pytest.raises(ValueError, match=r"TrainingArguments.*give an SFTConfig"):
+            PackedSFTTrainer(tiny_run.model(), args, None, tiny_run.dataset())
 
 
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
