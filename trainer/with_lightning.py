@@ -138,7 +138,7 @@ class PackedCallback(pl.Callback):
         assert self.data.loader is not None
         info, state = self.data.loader.handed_out.popleft()
         self.meter.add(info, batch["labels"], self._loss.token_losses)
-        if outputs:  # who optimizes by hand may return nothing
+        if outputs and "loss" in outputs:  # who optimizes by hand may return what they like
             self._losses.append(outputs["loss"].detach())
         if state is None:
             return
@@ -227,6 +227,11 @@ class StopCallback(AfterStep):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.request.release()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self.request.release()
 
 

@@ -93,6 +93,48 @@ def test_a_trainer_that_logs_never_trains_all_the_same(tmp_path):
     assert tiny_run.distance(ours, gold) < 2e-6
 
 
+def test_who_optimizes_by_hand_may_return_what_they_like(tmp_path):
+    from front_ends import Module
+    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, pl
+
+    class ByHand(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, _):
+            self.manual_backward(self.model(**batch).loss)
+            self.optimizers().step()
+            return {"seen": 1}
+
+    packs, quiet = (
+        PackedDataModule(tiny_run.dataset()),
+        {"logger": False, "default_root_dir": tmp_path},
+    )
+    quiet |= {f"enable_{name}": False for name in ("checkpointing", "progress_bar")}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=2, callbacks=[PackedCallback(packs)], **quiet
+    )
+    trainer.fit(ByHand(tiny_run.model()), packs)
+    assert trainer.global_step == 2
+
+
+def test_a_stop_callback_gives_the_signals_back_when_training_fails(tmp_path):
+    import signal
+
+    import lightning.pytorch as pl
+    from front_ends import lightning
+    from nopad.trainer.with_lightning import StopCallback
+
+    class Broken(pl.Callback):
+        def on_train_batch_end(self, *_):
+            raise KeyError("broken")
+
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopCallback(tmp_path / "last.ckpt")
+    with pytest.raises(KeyError, match="broken"):
+        lightning(tiny_run.model(), tiny_run.dataset(), tmp_path, 1, stop, Broken())
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_unequal_packs_end_cleanly_on_all_ranks(two):
     assert two[0]["ends"] == two[1]["ends"] > 0
 
