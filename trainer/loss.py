@@ -10,9 +10,10 @@ logits are special keep computing logits, and only their loss becomes exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from inspect import signature, unwrap
 from types import MethodType
 from typing import Any
 
@@ -69,6 +70,18 @@ class ModelLoss:
         del self.model.forward
         del self.model.nopad_loss
 
+    def __deepcopy__(self, memo: dict) -> ModelLoss:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The forward would come back as the stock one, and meet half a loss.
+        raise ValueError(
+            "a model with an attached loss cannot be pickled: save its state_dict(), or call "
+            "model.nopad_loss.detach() before and attach_loss(model) after"
+        )
+
     def run(self, targets: Tensor, items: Any, weights: Tensor | None, args: Any, kwargs: Any):
         """Run the model's own forward, and have it return this loss."""
         if self.fused and self.model.get_output_embeddings() is not self.head:
@@ -89,7 +102,8 @@ class ModelLoss:
     def _outputs(self, targets: Tensor, args: Any, kwargs: Any) -> Any:
         if not self._asked:
             outputs = self._forward(*args, **kwargs)
-            outputs.loss = self._from_logits(outputs.logits)
+            loss = self._from_logits(outputs.logits)
+            outputs = type(outputs)(**{**outputs, "loss": loss})  # the fields' order: it is first
         elif not self.fused:
             outputs = self._forward(*args, labels=targets, **kwargs)
         else:
@@ -110,17 +124,18 @@ class ModelLoss:
     def _from_hidden(self, hidden: Tensor) -> Tensor:
         assert self._request is not None
         targets, items, weights = self._request
-        weight, bias = _whole(self.head.weight), _whole(self.head.bias)
-        total, losses = linear_cross_entropy(
-            hidden.flatten(0, -2).to(weight.dtype),
-            weight,
-            targets.flatten(),
-            bias=bias,
-            token_weights=None if weights is None else weights.flatten(),
-            divisor=_divisor(items, targets, weights),
-            counted=None if self._count is None else self._count.read(),
-            **self.options,
-        )
+        with _gathered(self.head):
+            weight, bias = _whole(self.head.weight), _whole(self.head.bias)
+            total, losses = linear_cross_entropy(
+                hidden.flatten(0, -2).to(weight.dtype),
+                weight,
+                targets.flatten(),
+                bias=bias,
+                token_weights=None if weights is None else weights.flatten(),
+                divisor=_divisor(items, targets, weights),
+                counted=None if self._count is None else self._count.read(),
+                **self.options,
+            )
         self.token_losses = losses.view_as(targets).roll(1, -1)
         return total
 
@@ -216,9 +231,9 @@ def _linear(model: Any, head: Any) -> bool:
 
 
 def _calls_loss_function(model: Any) -> bool:
-    """Whether the model's loss goes by the name that we can take."""
-    code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
-    return "loss_function" in code.co_names
+    """Whether the model's loss goes by the name that we can take, and gets all logits: not Git's."""
+    code = unwrap(type(model).forward).__code__
+    return "loss_function" in code.co_names and "shifted_logits" not in code.co_varnames
 
 
 def _shift(values: Tensor, last: float) -> Tensor:
@@ -231,13 +246,30 @@ def _shift(values: Tensor, last: float) -> Tensor:
 
 
 def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
+    if torch.is_tensor(items):
+        items = items.to(targets.device)
+        return items + (items == 0)  # nothing counted: 0 / 1; a share of an item is legal
     if items is not None:
-        return items.to(targets.device) if torch.is_tensor(items) else items
+        return items or 1
     if weights is not None:
         return weights.sum().clamp(min=1e-8)
     return (targets != IGNORE).sum().clamp(min=1)
 
 
+@contextmanager
+def _gathered(head: Any) -> Iterator[None]:
+    """Have FSDP2 gather a head that is a unit of its own again: the gated call let it go.
+
+    The gradient then takes FSDP's way over the ranks, and after the backward the head is let go.
+    """
+    let_go = hasattr(head, "unshard") and hasattr(head.weight, "full_tensor")
+    if let_go:
+        head.unshard()
+    yield
+    if let_go and not torch.is_grad_enabled():
+        head.reshard()
+
+
 def _whole(parameter: Any) -> Any:
-    """A sharded parameter that nothing has gathered yet, gathered."""
+    """A parameter cut by tensor parallelism, where all ranks compute the same, put together."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

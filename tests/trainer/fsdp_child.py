@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import tiny_run
 import torch
@@ -17,17 +18,22 @@ def main(accumulation: int = 2) -> None:
     found = {}
     whole = tiny_run.packs(tiny_run.dataset(rank=0, world=1), accumulation * dist.get_world_size())
     gold = tiny_run.gold_gradient(tiny_run.model(), whole)
-    for resharded in (False, True):
+    for resharded, unit in product((False, True), ("", "head", "norm and head")):
         model = tiny_run.model()
-        fused = attach_loss(model).fused
-        for layer in model.model.layers:
-            fully_shard(layer, reshard_after_forward=resharded)
-        fully_shard(model, reshard_after_forward=resharded)
+        loss = attach_loss(model)
+        head, norm = model.lm_head, model.model.norm
+        own = {"": [], "head": [head], "norm and head": [[norm, head]]}[unit]
+        for part in [*model.model.layers, *own, model]:
+            fully_shard(part, reshard_after_forward=resharded)
         loader = iter(PackedLoader(tiny_run.dataset(), accumulation=accumulation))
         for _ in range(accumulation):
             (model(**next(loader)).loss / accumulation).backward()
         gradient = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-        found[str(resharded)] = [fused, tiny_run.distance(gradient, gold)]
+        with torch.no_grad():
+            model(**next(loader))
+        let_go = hasattr(head.weight, "full_tensor") or not resharded
+        case = f"{resharded=}, {unit=}"
+        found[case] = [loss.fused, let_go, tiny_run.distance(gradient, gold)]
     print(json.dumps(found))
     dist.destroy_process_group()
 

@@ -351,9 +351,81 @@ def test_token_losses_stand_at_their_labels():
     assert not loss.token_losses[batch["labels"] == -100].any()
 
 
-def test_a_batch_that_counts_nothing_has_loss_zero_and_no_gradient():
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0), torch.tensor(0.0)])
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_step_that_counts_nothing_has_loss_zero_and_no_gradient(keep, low, items):
+    model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
+    model = model.half() if low else model
+    loss = attach_loss(model)
+    if keep:
+        loss.keep_logits()
+    batch["labels"].fill_(-100)
+    total = model(**batch, num_items_in_batch=items).loss
+    total.backward()
+    assert total == 0
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_a_share_of_an_item_is_a_divisor_like_any_other():
     model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
     attach_loss(model)
-    batch["labels"].fill_(-100)
-    model(**batch).loss.backward()
-    assert all(not p.grad.any() for p in model.parameters())
+    one, half = (model(**batch, num_items_in_batch=torch.tensor(x)).loss for x in (1.0, 0.5))
+    assert torch.allclose(half, 2 * one)
+
+
+def test_a_model_is_pickled_without_its_loss_or_not_at_all(tmp_path):
+    model, batch = tiny_run.model(), batch_of(tiny_run.dataset())
+    loss = attach_loss(model)
+    ours = model(**batch).loss
+    with pytest.raises(ValueError, match=r"nopad_loss\.detach\(\) before"):
+        torch.save(model, tmp_path / "model.pt")
+    loss.detach()
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    attach_loss(loaded)
+    assert torch.equal(loaded(**batch).loss, ours)
+
+
+def bart():
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
+    return BartForCausalLM(BartConfig(vocab_size=61, decoder_ffn_dim=48, **sizes))
+
+
+def test_a_model_with_a_loss_of_its_own_puts_ours_first():
+    torch.manual_seed(0)
+    model, ids = bart().eval(), torch.randint(3, 61, (1, 20))
+    attach_loss(model)
+    usual = model(input_ids=ids, labels=ids)
+    assert next(iter(usual)) == "loss"
+    first, logits, *_ = model(input_ids=ids, labels=ids, return_dict=False)
+    assert torch.equal(first, usual.loss) and torch.equal(logits, usual.logits)
+
+
+def test_a_forward_under_two_decorators_is_fused():
+    from transformers import XGLMConfig, XGLMForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 4}
+    model, ids = XGLMForCausalLM(XGLMConfig(vocab_size=61, **sizes)), torch.randint(3, 61, (1, 20))
+    stock = model.eval()(input_ids=ids, labels=ids).loss
+    loss = attach_loss(model)
+    assert loss.fused
+    ours = model(input_ids=ids, labels=ids)
+    assert "logits" not in ours and torch.allclose(ours.loss, stock)
+
+
+def test_a_model_that_shifts_its_logits_itself_keeps_them():
+    from transformers import GitConfig, GitForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = GitConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+    model, ids = GitForCausalLM(config).eval(), torch.randint(3, 61, (1, 20))
+    logits = model(input_ids=ids).logits[0, :-1]
+    loss = attach_loss(model)
+    assert not loss.fused
+    ours = model(input_ids=ids, labels=ids).loss
+    assert torch.allclose(ours, torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
