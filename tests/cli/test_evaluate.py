@@ -97,14 +97,22 @@ def test_task_files_may_lie_at_home(monkeypatch):
     assert given.include_path == "/home/lily/tasks"
 
 
-def test_chat_needs_a_template(tmp_path):
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"limit": 0}, "limit is 0"),
+        ({"max_length": 0}, "max_length is 0"),
+        ({"chat": True}, "no chat template"),
+    ],
+)
+def test_in_python_a_setting_that_cannot_be_is_named_too(wrong, word):
     from nopad.inference.harness import Harness
     from test_harness import random_model, small_tokenizer
 
     tokenizer = small_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        Harness(random_model(tokenizer), tokenizer, [], chat=True)
+    with pytest.raises(ValueError, match=word):
+        Harness(random_model(tokenizer), tokenizer, [], task_manager=object(), **wrong)
 
 
 def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):
