@@ -231,7 +231,7 @@ def _linear(model: Any, head: Any) -> bool:
 
 
 def _calls_loss_function(model: Any) -> bool:
-    """Whether the model's loss goes by the name that we can take, and gets all logits: not Git's."""
+    """Whether the model's loss goes by a name we can take, and gets all logits (Git cuts)."""
     code = unwrap(type(model).forward).__code__
     return "loss_function" in code.co_names and "shifted_logits" not in code.co_varnames
 
