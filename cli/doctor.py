@@ -17,6 +17,9 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +35,23 @@ def main(argv: list[str]) -> int:
     names = [name.strip() for name in options.attn.split(",") if name.strip()]
     if not names:
         raise ValueError(f"--attn {options.attn!r} names no attention implementation")
-    _be_quiet()
-    try:
-        model = load(options.model, options.tiny)
-    except (OSError, ValueError, KeyError) as error:
-        print(f"nopad doctor: cannot build {options.model}: {first_line(error)}", file=sys.stderr)
-        return 2
-    if options.agreement:
-        return _agreement(options.model, model)
+    with _quiet():
+        try:
+            model = load(options.model, options.tiny)
+        except (OSError, ValueError, KeyError) as error:
+            reason = f"cannot build {options.model}: {first_line(error)}"
+            print(f"nopad doctor: {reason}", file=sys.stderr)
+            return 2
+        look = _agreement if options.agreement else partial(_apartness, names)
+        return look(options.model, model)
+
+
+def _apartness(names: list[str], name: str, model: Any) -> int:
+    """Print which implementations keep documents apart; 1 where one does not."""
     from .apartness import examine, report
 
-    findings = [examine(model, name) for name in names]
-    print(report(options.model, model, findings))
+    findings = [examine(model, each) for each in names]
+    print(report(name, model, findings))
     return int(any(finding.bad for finding in findings))
 
 
@@ -103,10 +111,20 @@ def load(name: str, tiny: bool) -> Any:
     return model.eval().to(device)
 
 
-def _be_quiet() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let nothing but the findings be said; as loud as before afterwards."""
     from transformers.utils import logging as chatter
 
+    ours, before = logging.getLogger("nopad"), chatter.get_verbosity()
+    level = ours.level
     chatter.set_verbosity_error()
     quiet_bars()
-    logging.getLogger("nopad").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    ours.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        chatter.set_verbosity(before)
+        ours.setLevel(level)

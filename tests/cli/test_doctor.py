@@ -1,6 +1,8 @@
 """`nopad doctor` tells a leak in seconds, and its exit status says so."""
 
 import json
+import logging
+import warnings
 
 import pytest
 from nopad.cli.doctor import main
@@ -17,7 +19,9 @@ def verdicts(text):
 
 
 def test_a_model_that_packs_rightly_passes(capsys):
+    level, filters = logging.getLogger("nopad").level, list(warnings.filters)
     assert main(["llama", "--attn", "nopad,sdpa,eager"]) == 0
+    assert (logging.getLogger("nopad").level, list(warnings.filters)) == (level, filters)
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "apart", "sdpa": "apart", "eager": "apart"}
     told = [line.split()[0] for line in text.splitlines() if "use_cache=False" in line]
