@@ -216,7 +216,17 @@ def test_wrapped_models_are_found_inside_their_wraps():
         Engine(peft.get_peft_model(model(), virtual))
 
 
-def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training():
+@pytest.fixture
+def no_accelerator():
+    """Accelerate keeps one precision for the whole process, also another test's."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training(no_accelerator):
     from accelerate import Accelerator
 
     m = Accelerator(mixed_precision="bf16", cpu=True).prepare(model())
