@@ -200,7 +200,7 @@ def test_capped_logits_are_kept_and_the_loss_becomes_exact(make):
 
 def adapted(model, **settings):
     """The model as PEFT wraps it, with what it gives the head trained a little."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="adapters come with peft")
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
     for p in wrapped.parameters():

@@ -44,7 +44,7 @@ def test_one_rank_finds_the_same(one, two):
 def test_a_pickled_data_module_still_has_no_validation():
     import pickle
 
-    pl = pytest.importorskip("lightning.pytorch")
+    pl = pytest.importorskip("lightning.pytorch", reason="this is about lightning")
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from nopad.trainer.with_lightning import PackedDataModule
 
