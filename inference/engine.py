@@ -106,7 +106,7 @@ class Engine:
         self._under_way = UnderWay()
         self._news: list[Event] = []
         self._stepped = False
-        """Whether a step was run since the weights were last looked through."""
+        """Whether a step was run since the weights were last looked at."""
 
     def generate(
         self,
@@ -172,8 +172,8 @@ class Engine:
     ) -> int:
         """Queue a request for `step`; its number names it in events and for `cancel`."""
         under_way = self._machine is not None and self._loop.busy
-        # Of requests submitted one after the other, the first has looked through the weights.
-        with self._session(light=under_way and not self._stepped):
+        # Of requests submitted one after the other, the first has looked at the weights.
+        with self._session(light=under_way, look=self._stepped):
             (group,) = self._take_in([(prompt, params, priority)], deadline, streaming=True)
             full = (
                 self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting
@@ -267,12 +267,12 @@ class Engine:
         return self._tenancy.loop
 
     @contextmanager
-    def _session(self, light: bool = False) -> Iterator[None]:
+    def _session(self, light: bool = False, look: bool = False) -> Iterator[None]:
         """Have the model; after a fault, nothing of the running calls survives."""
         try:
-            with self._tenancy.session(light) as drained:
+            with self._tenancy.session(light, look) as drained:
                 self._news += self._under_way.events(drained)
-                self._stepped = self._stepped and light
+                self._stepped = self._stepped and light and not look
                 yield
         except BaseException:
             self._under_way.refuse_all("the engine stopped on an error")

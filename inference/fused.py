@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..attention import PagedCache, Pages, Varlen, carry
 from .borrow import borrowed
 from .capturing import for_capture, side_by_side
-from .replacing import replace_attribute
+from .replacing import StandIns
 from .sampler import Choice, sample
 from .stacked import Stacked
 
@@ -32,14 +32,14 @@ Modules = Sequence[nn.Module]
 
 
 class Part(Protocol):
-    """A kind of replacement: put in place on a model's modules until the stack unwinds.
+    """A kind of replacement, put in place on a model's modules.
 
     `stale`: the weights may have changed since it was last in place.
     """
 
     __name__: str
 
-    def __call__(self, modules: Modules, stack: ExitStack, stale: bool, /) -> None: ...
+    def __call__(self, modules: Modules, places: StandIns, stale: bool, /) -> None: ...
 
 
 def provable_parts(model: Any, like: PagedCache, most: int = 0) -> list[Part]:
@@ -70,13 +70,37 @@ def _short_way(stacked: Stacked) -> Part:
     return ShortWay(stacked)
 
 
+class Fused:
+    """Proven parts, put in place again and again."""
+
+    def __init__(self, parts: list[Part]):
+        self._parts = parts
+        self._places: StandIns | None = None
+
+    @contextmanager
+    def active(self, modules: Modules, stale: bool = True) -> Iterator[None]:
+        """Let fused kernels stand in for the model's own operations; it is the first module."""
+        if stale or self._places is None or not self._places.back():
+            self._places = None
+            with fused(modules, self._parts, stale) as self._places:
+                yield
+            return
+        try:
+            yield
+        finally:
+            self._places.out()
+
+
 @contextmanager
-def fused(modules: Modules, parts: list[Part], stale: bool = True) -> Iterator[None]:
-    """Let fused kernels stand in for the model's own operations; the model is the first module."""
-    with ExitStack() as stack:
+def fused(modules: Modules, parts: Sequence[Part], stale: bool = True) -> Iterator[StandIns]:
+    """Let parts stand in for the model's own operations, newly put in place."""
+    places = StandIns()
+    try:
         for part in parts:
-            part(modules, stack, stale)
-        yield
+            part(modules, places, stale)
+        yield places
+    finally:
+        places.out()
 
 
 def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, most: int) -> None:
@@ -87,10 +111,10 @@ def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, most: int) ->
     from .rehearsal import rehearsal  # needs Triton
 
     modules = list(model.modules())
-    with ExitStack() as stack:
+    with fused(modules, ()) as places:
         for part in parts:
             with suppress(Exception):  # the proof will tell
-                part(modules, stack, True)
+                part(modules, places, True)
         with suppress(Exception), rehearsal(next(model.parameters()).device):
             _logits(model, like)
             with suppress(Exception):  # a model built otherwise: its kernels wait for their steps
@@ -166,7 +190,7 @@ def _step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
     return out.logits
 
 
-def _norms(modules: Modules, stack: ExitStack, stale: bool) -> None:
+def _norms(modules: Modules, places: StandIns, stale: bool) -> None:
     from .fused_kernels import rms_norm
 
     for module in modules:
@@ -176,7 +200,7 @@ def _norms(modules: Modules, stack: ExitStack, stale: bool) -> None:
             def forward(x: Tensor, m: Any = module, eps: float = eps) -> Tensor:
                 return rms_norm(x, m.weight, eps)
 
-            replace_attribute(module, "forward", forward, stack)
+            places.put(module, "forward", forward)
 
 
 def _rms_eps(module: Any) -> float | None:
@@ -185,7 +209,7 @@ def _rms_eps(module: Any) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _gates(modules: Modules, stack: ExitStack, stale: bool) -> None:
+def _gates(modules: Modules, places: StandIns, stale: bool) -> None:
     from .fused_kernels import silu_mul
 
     for module in modules:
@@ -196,10 +220,10 @@ def _gates(modules: Modules, stack: ExitStack, stale: bool) -> None:
             gate, up = side_by_side(x, m.gate_proj, m.up_proj)
             return m.down_proj(silu_mul(gate, up))
 
-        replace_attribute(module, "forward", forward, stack)
+        places.put(module, "forward", forward)
 
 
-def _residuals(modules: Modules, stack: ExitStack, stale: bool) -> None:
+def _residuals(modules: Modules, places: StandIns, stale: bool) -> None:
     """Add to the residual stream inside the next norm, not in a pass of its own.
 
     A layer hands on the residual and leaves what is to be added to it with `owed`; whoever norms
@@ -236,12 +260,12 @@ def _residuals(modules: Modules, stack: ExitStack, stale: bool) -> None:
             _rms_eps(layer.input_layernorm),
             _rms_eps(layer.post_attention_layernorm),
         )
-        replace_attribute(layer, "forward", partial(layer_forward, layer=layer), stack)
-    stack.callback(owed.clear)
-    replace_attribute(body.norm, "forward", lambda x: settle(body.norm, x)[1], stack)
+        places.put(layer, "forward", partial(layer_forward, layer=layer))
+    places.after(owed.clear)
+    places.put(body.norm, "forward", lambda x: settle(body.norm, x)[1])
 
 
-def _rotaries(modules: Modules, stack: ExitStack, stale: bool) -> None:
+def _rotaries(modules: Modules, places: StandIns, stale: bool) -> None:
     from .fused_kernels import rotary
 
     files = {type(module).__module__ for module in modules}
@@ -256,7 +280,7 @@ def _rotaries(modules: Modules, stack: ExitStack, stale: bool) -> None:
             assert unsqueeze_dim == 1 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
             return rotary(q, k, cos, sin)
 
-        replace_attribute(source, "apply_rotary_pos_emb", apply, stack)
+        places.put(source, "apply_rotary_pos_emb", apply)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import torch
 
 from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
-from .fused import Part, provable_parts
+from .fused import Fused, provable_parts
 from .graphs import graph_bytes
 from .lock_step import gathers
 from .loop import Loop
@@ -46,7 +46,7 @@ class Machine:
     loop: Loop
     runner: DeviceRunner
     shadow: Shadow | None
-    fused: list[Part]
+    fused: Fused
     """Fused kernels that fit the model."""
     narrow: torch.dtype | None
     """The dtype computed in where the weights are wider."""
@@ -103,7 +103,7 @@ def assemble(
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
     most = settings.max_running if graphs else 0
     fused = provable_parts(model, cache, most) if device.type == "cuda" else []
-    return Machine(loop, runner, shadow, fused, narrow)
+    return Machine(loop, runner, shadow, Fused(fused), narrow)
 
 
 def _only_device(model: Any) -> torch.device:

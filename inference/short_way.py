@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from ..attention.backends.triton_decode import launches_early
 from ..attention.carried import carried
 from ..attention.proof import testify
 from .capturing import capturing, side_by_side
-from .replacing import replace_attribute
+from .replacing import StandIns
 from .settling import settle
 from .skinny import gated, gated_tiles, product, product_tiles
 from .stacked import Stacked
@@ -61,7 +60,7 @@ class ShortWay:
         """Cosines and sines by position; graphs hold addresses, so shorter ones stay."""
         self._ended: Tensor | None = None
 
-    def __call__(self, modules: Sequence[nn.Module], stack: ExitStack, stale: bool) -> None:
+    def __call__(self, modules: Sequence[nn.Module], places: StandIns, stale: bool) -> None:
         """Offer the short way to every layer; the longer one stays for all other steps."""
         body: Any = getattr(modules[0], "model", None)
         assert body.rotary_emb.rope_type in _FIXED_ANGLES, "angles that depend on the length"
@@ -75,8 +74,8 @@ class ShortWay:
             (body.norm, self._norm),
             *((layer, self._layer) for layer in body.layers),
         ):
-            replace_attribute(owner, "forward", partial(way, owner, owner.forward), stack)
-        stack.callback(self._forget)
+            places.put(owner, "forward", partial(way, owner, owner.forward))
+        places.after(self._forget)
 
     def _taken(self) -> Pages | None:
         """The pages of this step, if it goes the short way."""

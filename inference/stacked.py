@@ -9,7 +9,6 @@ model's memory and are refreshed whenever the engine takes the model; parameters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .replacing import replace_attribute
+from .replacing import StandIns
 
 
 class Stacked:
@@ -29,17 +28,17 @@ class Stacked:
         self._layers: dict[int, _Layer] = {}
         self._owners: dict[nn.Module, _Layer] = {}
 
-    def __call__(self, modules: Sequence[nn.Module], stack: ExitStack, stale: bool) -> None:
+    def __call__(self, modules: Sequence[nn.Module], places: StandIns, stale: bool) -> None:
         """Let the copies stand in for the projections, brought up to date first if stale."""
+        self._owners = {}
         for index, module in enumerate(modules):
             trio = _trio(module)
             if trio:
                 layer = self._layers.setdefault(index, _Layer())
                 if stale:
                     layer.refresh(trio)
-                layer.stand_in(trio, stack)
+                layer.stand_in(trio, places)
                 self._owners[module] = layer
-        stack.callback(self._owners.clear)
 
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         """The stacked weight and bias of an attention module, while they are in place."""
@@ -74,13 +73,16 @@ class _Layer:
         assert len({bias is None for bias in biases}) == 1, "only some projections have a bias"
         self.bias = None if biases[0] is None else _joined(self.bias, biases)
 
-    def stand_in(self, trio: list[nn.Linear], stack: ExitStack) -> None:
+    def stand_in(self, trio: list[nn.Linear], places: StandIns) -> None:
         sizes = [linear.out_features for linear in trio]
-        stack.callback(self._kept.clear)
-        replace_attribute(trio[0], "forward", partial(self._first, sizes=sizes), stack)
+        places.after(self._forget)
+        places.put(trio[0], "forward", partial(self._first, sizes=sizes))
         for place in (1, 2):
             later = partial(self._later, place=place, linear=trio[place])
-            replace_attribute(trio[place], "forward", later, stack)
+            places.put(trio[place], "forward", later)
+
+    def _forget(self) -> None:
+        self._kept = {}
 
     def _first(self, x: Tensor, sizes: list[int]) -> Tensor:
         assert self.weight is not None

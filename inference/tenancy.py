@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from .borrow import borrowed
-from .fused import fused
 from .lock_step import gathers
 from .loop import Loop
 from .machine import Machine, Settings, assemble
@@ -64,10 +63,12 @@ class Tenancy:
         return pages.num_pages * pages.page_size
 
     @contextmanager
-    def session(self, light: bool = False) -> Iterator[list[Request]]:
+    def session(self, light: bool = False, look: bool = False) -> Iterator[list[Request]]:
         """Have the model; yields requests that ended while old steps were waited for.
 
-        `light` trusts the version counters to tell of changed weights: for single steps.
+        Args:
+            light: trust the version counters to tell of changed weights: for single steps.
+            look: then look at a sample of the weights as well: for what is new among them.
         """
         narrow = self._narrow()
         if not light:
@@ -77,7 +78,7 @@ class Tenancy:
                 stack.enter_context(borrowed(self._model, narrow, self._modules))
                 if self.machine is not None and self.machine.narrow != narrow:
                     self._change_dtype()
-                stale = not light or self.machine is None or not self._weights.unchanged()
+                stale = not light or self.machine is None or not self._weights.unchanged(look)
                 if self.machine is None:
                     self.machine = self._assemble(narrow)
                 if stale:  # ranks that step together vote before a forward, which no graph holds
@@ -85,7 +86,7 @@ class Tenancy:
                 news = self._notice_weights() if stale else []
                 if self.machine.shadow is not None:
                     stack.enter_context(self.machine.shadow.active(stale))
-                stack.enter_context(fused(self._modules, self.machine.fused, stale))
+                stack.enter_context(self.machine.fused.active(self._modules, stale))
                 yield news
         except BaseException:
             self.machine = None

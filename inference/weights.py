@@ -34,7 +34,7 @@ class WeightsVersion:
 
     def refresh(self) -> bool:
         """Look at the weights; say whether they changed since the last look."""
-        unchanged, checksum = self.unchanged() and bool(self._seen), self._sample()
+        unchanged, checksum = bool(self._seen) and self.unchanged(), self._sample()
         changed = not unchanged or checksum != self._checksum
         self._checksum = checksum
         self._seen = [
@@ -47,12 +47,16 @@ class WeightsVersion:
         self.number += changed
         return changed
 
-    def unchanged(self) -> bool:
-        """Whether tensors and their counters are those of the last look: cheap, no device."""
-        return all(
+    def unchanged(self, look: bool = False) -> bool:
+        """Whether tensors and their counters are those of the last look: cheap, no device.
+
+        With `look` their sample too: the device is waited for.
+        """
+        same = all(
             holder.get(name) is tensor and _version(tensor) == version
             for holder, name, tensor, version in self._seen
         )
+        return same and (not look or self._sample() == self._checksum)
 
     def moved(self) -> bool:
         """Whether a parameter lies elsewhere than at the last look: graphs hold addresses."""
@@ -67,9 +71,12 @@ class WeightsVersion:
         """Sum samples of every tensor, each with a weight of its own."""
         parts = []
         for tensor in self._tensors():
-            flat = tensor.detach().reshape(-1)
-            if len(flat):
-                part = flat[:: max(1, len(flat) // _SAMPLES)][: _SAMPLES + 1]
+            count = tensor.numel()
+            if count:
+                apart = max(1, count // _SAMPLES)
+                few = min(_SAMPLES + 1, -(-count // apart))
+                flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().reshape(-1)
+                part = flat.as_strided((few,), (apart,))
                 # Floats of one byte mix with no others; their bits do.
                 parts.append(part.view(torch.uint8) if part.itemsize == 1 else part)
         if not parts:

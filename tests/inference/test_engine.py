@@ -325,11 +325,12 @@ def test_every_argument_of_the_engine_is_explained():
     assert explained == list(inspect.signature(Engine).parameters)[2:]
 
 
-def test_requests_submitted_one_after_the_other_look_through_the_weights_once(tiny, monkeypatch):
+def test_requests_submitted_one_after_the_other_look_at_the_weights_once(tiny, monkeypatch):
     engine = Engine(tiny("llama"))
     engine.submit([5, 6, 7], GREEDY)
-    looked = []
-    monkeypatch.setattr(engine._tenancy._weights, "refresh", lambda: looked.append(1) or False)
+    looked, weights = [], engine._tenancy._weights
+    plain = weights._sample
+    monkeypatch.setattr(weights, "_sample", lambda: looked.append(1) or plain())
     engine.submit([8, 9], GREEDY)
     assert not looked
     engine.step()
