@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
@@ -40,8 +40,8 @@ _PACKED = ("flash3", "cudnn", "flash2", "torch", "sdpa")
 _SHORT_PACKED = ("flash3", "flash2", "cudnn", "torch", "sdpa")
 PAGED = ("triton", "flash3", "flash2", "sdpa")
 """Our kernels lead: on an H200 they beat flash-attn 2's paged ones, in decodes and in prefills."""
-
-
+_COMMON_DIM = 64
+"""A head dim that every build of every library serves."""
 _PAGE_SIZE = [field.name for field in fields(Ask)].index("page_size")
 _loaded: dict[str, Backend] = {}
 
@@ -136,6 +136,16 @@ def _say(name: str, ask: Ask, passed_over: list[str]) -> None:
 
 
 def _trial(name: str, ask: Ask) -> str | None:
+    """Try a backend; where the head dim is what it fails at, the one every build has does not."""
+    failure = _failure(name, ask)
+    common = replace(ask, key_dim=_COMMON_DIM, value_dim=_COMMON_DIM)
+    if failure is None or ask == common or _failure(name, common) is not None:
+        return failure
+    dims = f"{ask.key_dim}" if ask.key_dim == ask.value_dim else f"{ask.key_dim}/{ask.value_dim}"
+    return f"it does not serve head dim {dims} here: {failure}, with {_COMMON_DIM} it was right"
+
+
+def _failure(name: str, ask: Ask) -> str | None:
     """Make a small call of the same kind; an exception or a wrong result is the reason."""
     try:
         # Hooks of our own on what the trial saves: inside gradient checkpointing, the surrounding

@@ -26,19 +26,11 @@ def _load() -> str | None:
 
 
 def why_not(ask: Ask) -> str | None:
-    if ask.device != "cuda":
-        return "it needs CUDA"
-    if ask.sinks:
-        return "it knows no sinks"
-    if ask.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} kernels"
     if ask.value_dim > ask.key_dim or (ask.paged and ask.value_dim != ask.key_dim):
         return f"value dim {ask.value_dim} beside key dim {ask.key_dim}"
-    if ask.key_dim > 256 or ask.key_dim % 8:
-        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
     if ask.page_size % 256:
         return f"pages of {ask.page_size} are no multiple of 256"
-    return _load()
+    return flash_library.why_not(ask) or _load()
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:

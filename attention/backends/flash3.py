@@ -26,17 +26,10 @@ def _load() -> str | None:
 
 
 def why_not(ask: Ask) -> str | None:
-    if ask.device != "cuda":
-        return "it needs CUDA"
-    if torch.cuda.get_device_capability()[0] != 9:
-        return "it needs a Hopper GPU"
-    if ask.sinks:
-        return "it knows no sinks"
-    if ask.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} kernels"
-    if ask.key_dim > 256 or ask.key_dim % 8:
-        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
-    return _load()
+    limit = flash_library.why_not(ask)
+    if limit is None and torch.cuda.get_device_capability()[0] != 9:
+        limit = "it needs a Hopper GPU"
+    return limit or _load()
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:

@@ -1,4 +1,7 @@
-"""flash-attn as a library: the installed package, else its prebuilt build through `kernels`."""
+"""flash-attn as a library: what its generations share.
+
+The installed package serves, else its prebuilt build through `kernels`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import importlib
 from functools import cache
 from typing import Any
 
-from .ask import Scores
+import torch
+
+from .ask import Ask, Scores
 
 
 @cache
@@ -22,6 +27,18 @@ def find(package: str, build: str) -> tuple[Any, str | None]:
         return get_kernel(build), None
     except Exception:
         return None, reason
+
+
+def why_not(ask: Ask) -> str | None:
+    if ask.device != "cuda":
+        return "it needs CUDA"
+    if ask.sinks:
+        return "it knows no sinks"
+    if ask.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {ask.dtype} kernels"
+    if ask.key_dim > 256 or ask.key_dim % 8:
+        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
+    return None
 
 
 def rule(scores: Scores) -> dict[str, Any]:

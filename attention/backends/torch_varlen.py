@@ -33,8 +33,10 @@ def why_not(ask: Ask) -> str | None:
         return f"it has no {ask.dtype} kernels"
     if ask.grad and torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic"
-    if ask.value_dim > ask.key_dim or ask.key_dim > 256 or ask.key_dim % 8:
-        return f"head dims {ask.key_dim} and {ask.value_dim}"
+    if ask.value_dim > ask.key_dim:
+        return f"value dim {ask.value_dim} beside key dim {ask.key_dim}"
+    if ask.key_dim > 256 or ask.key_dim % 8:
+        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
     return None
 
 

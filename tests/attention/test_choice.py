@@ -80,6 +80,20 @@ def test_a_backend_that_computes_wrongly_is_passed_over(monkeypatch):
     assert reason is not None and "off by" in reason
 
 
+def test_a_head_dim_that_a_build_left_out_is_the_reason_told(monkeypatch):
+    """flash-attn built without its narrowest kernels runs wider ones, on scratch too narrow."""
+    module = choice.module("sdpa")
+    right = module.packed
+
+    def without_narrow_heads(q, k, v, *rest):
+        return right(q, k, v, *rest) if q.shape[-1] > 32 else v.clone()
+
+    monkeypatch.setattr(module, "packed", without_narrow_heads)
+    reason = choice.why_not("sdpa", Ask(*facts())) or ""
+    assert reason.startswith("it does not serve head dim 16 here: its trial call was off by")
+    assert reason.endswith("with 64 it was right")
+
+
 def test_a_backend_that_raises_is_passed_over_with_its_words(monkeypatch):
     def broken(*_):
         raise RuntimeError("built without softcap")
@@ -104,6 +118,8 @@ def test_trials_do_not_move_the_random_state(name):
         ("flash2", {"key_dim": 300}, "head dim 300"),
         ("flash2", {"value_dim": 8, "page_size": 256}, "value dim 8"),
         ("torch", {"softcap": True}, "softcap"),
+        ("flash3", {"sinks": True}, "no sinks"),
+        ("flash3", {"key_dim": 300}, "head dim 300"),
         ("torch", {"page_size": 256}, "it reads no pages"),
         ("cudnn", {"page_size": 256}, "it reads no pages"),
         ("triton", {}, "it reads pages only"),
