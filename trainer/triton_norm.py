@@ -1,5 +1,8 @@
 """Root-mean-square norm with its backward: Triton kernels that keep one number per token.
 
+    x ──────┬─▶ total ─────────────▶     what goes past the norm, and what is added to it before,
+    delta ──+     └─▶ norm ─▶ out        take no pass over memory of their own, either way
+
 Arithmetic as the modules have it: fp32 inside, rounded before the gain. The gain's gradient is
 summed in registers while rows go by, one partial sum per program, and those sums are added last.
 """
@@ -20,21 +23,29 @@ PROGRAMS = 512
 
 
 @triton.jit
-def _forward(x, weight, out, scales, width, eps, WIDTH: tl.constexpr):
+def _forward(
+    x, delta, weight, total, out, scales, width, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
     inside = place < width
-    value = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    at = row * width + place
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+        tl.store(total + at, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
     tl.store(scales + row, scale)
     rounded = (value * scale).to(x.dtype.element_ty).to(tl.float32)
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + place, rounded * gain, mask=inside)
+    tl.store(out + at, rounded * gain, mask=inside)
 
 
 @triton.jit
 def _backward(
-    d_out, x, weight, scales, d_x, d_weights, rows, width, WIDTH: tl.constexpr
+    d_out, d_total, x, weight, scales, d_x, d_weights, rows, width,
+    PASSES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, WIDTH)
     inside = place < width
@@ -48,41 +59,64 @@ def _backward(
         d_gain += rise * normed.to(x.dtype.element_ty).to(tl.float32)
         rise *= gain
         along = tl.sum(rise * normed) / width
-        tl.store(d_x + at, scale * (rise - normed * along), mask=inside)
+        rise = scale * (rise - normed * along)
+        if PASSES:
+            rise += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(d_x + at, rise, mask=inside)
     tl.store(d_weights + tl.program_id(0) * width + place, d_gain, mask=inside)
 
 
 class _RMSNorm(torch.autograd.Function):
+    """The norm of x, or of x + delta; with what was normed, so that its gradient comes here too."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        width = x.shape[-1]
-        rows = x.numel() // width
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        total = x.view_as(x) if delta is None else torch.empty_like(x)
         out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
         block, warps = _shape(width)
         if rows:
-            _forward[(rows,)](x, weight, out, scales, width, eps, block, num_warps=warps)
-        ctx.save_for_backward(x, weight, scales)
-        return out
+            _forward[(rows,)](
+                x, x if delta is None else delta.contiguous(), weight, total, out, scales, width,
+                eps, delta is not None, block, num_warps=warps,
+            )  # fmt: skip
+        ctx.save_for_backward(x if delta is None else total, weight, scales)
+        ctx.set_materialize_grads(False)
+        return total, out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_total: Tensor | None, d_out: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        wants_delta = ctx.needs_input_grad[1]
+        if d_out is None:
+            return d_total, d_total if wants_delta else None, None, None
         x, weight, scales = ctx.saved_tensors
         d_out, width, rows = d_out.contiguous(), x.shape[-1], scales.numel()
         programs = max(1, min(PROGRAMS, rows))
         d_x, sums = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
         block, warps = _shape(width)
         _backward[(programs,)](
-            d_out, x, weight, scales, d_x, sums, rows, width, block, num_warps=warps
-        )
-        return d_x, sums.sum(0).to(weight.dtype), None
+            d_out, d_out if d_total is None else d_total.contiguous(), x, weight, scales, d_x,
+            sums, rows, width, d_total is not None, block, num_warps=warps,
+        )  # fmt: skip
+        return d_x, d_x if wants_delta else None, sums.sum(0).to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm over the last dimension, then the gain; x and weight of one dtype."""
-    out = _RMSNorm.apply(x, weight, eps)
-    assert isinstance(out, Tensor)
-    return out
+    return passed_norm(x, None, weight, eps)[1]
+
+
+def passed_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta, and its norm: gradients of both are added in the norm's own backward."""
+    both: Any = _RMSNorm.apply(x, delta, weight, eps)
+    return both
 
 
 def _shape(width: int) -> tuple[int, int]:

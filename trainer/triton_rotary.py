@@ -15,52 +15,63 @@ from torch import Tensor
 
 @triton.jit
 def _turn(
-    x, out, cos, sin, x_token, x_head, angle_token, heads,
-    BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, q_out, k_out, cos, sin, q_token, q_head, k_token, k_head, angle_token, q_heads, k_heads,
+    BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside, side = (head < heads) & (place < HALF), place < HALF
-    at = x + token * x_token + head * x_head + place
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    place = tl.arange(0, WIDTH)[None, :]
+    side = place < HALF
     turn = token * angle_token + place
     cos1 = tl.load(cos + turn, mask=side, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + turn + HALF, mask=side, other=0.0).to(tl.float32)
     sin1 = tl.load(sin + turn, mask=side, other=0.0).to(tl.float32)
     sin2 = tl.load(sin + turn + HALF, mask=side, other=0.0).to(tl.float32)
-    to = out + (token * heads + head) * (2 * HALF) + place
     if BACK:
-        tl.store(to, first * cos1 + second * sin2, mask=inside)
-        tl.store(to + HALF, second * cos2 - first * sin1, mask=inside)
-    else:
-        tl.store(to, first * cos1 - second * sin1, mask=inside)
-        tl.store(to + HALF, second * cos2 + first * sin2, mask=inside)
+        sin1, sin2 = -sin2, -sin1
+    q_at, q_to = q + token * q_token, q_out + token * q_heads * 2 * HALF
+    k_at, k_to = k + token * k_token, k_out + token * k_heads * 2 * HALF
+    _turn_heads(q_at, q_to, q_head, q_heads, cos1, cos2, sin1, sin2, Q_HEADS, HALF, WIDTH)
+    _turn_heads(k_at, k_to, k_head, k_heads, cos1, cos2, sin1, sin2, K_HEADS, HALF, WIDTH)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    _, heads, tokens, width = x.shape
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = torch.empty(1, tokens, heads, width, dtype=x.dtype, device=x.device)
+@triton.jit
+def _turn_heads(
+    x, out, x_head, heads, cos1, cos2, sin1, sin2,
+    HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (head < heads) & (place < HALF)
+    at, to = x + head * x_head + place, out + head * (2 * HALF) + place
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, first * cos1 - second * sin1, mask=inside)
+    tl.store(to + HALF, second * cos2 + first * sin2, mask=inside)
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    _, heads, tokens, width = q.shape
+    outs = [x.new_empty(1, tokens, x.shape[1], width) for x in (q, k)]
     if tokens:
         _turn[(tokens,)](
-            x, out, cos, sin, x.stride(2), x.stride(1), cos.stride(1), heads, back,
-            triton.next_power_of_2(heads), width // 2, triton.next_power_of_2(width // 2),
+            q, k, *outs, cos, sin, q.stride(2), q.stride(1), k.stride(2), k.stride(1),
+            cos.stride(1), heads, k.shape[1], back, triton.next_power_of_2(heads),
+            triton.next_power_of_2(k.shape[1]), width // 2, triton.next_power_of_2(width // 2),
         )  # fmt: skip
-    return out.transpose(1, 2)
+    return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, cos, sin, False), _turned(k, cos, sin, False)
+        return _turned(q, k, cos, sin, False)
 
     @staticmethod
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turned(d_q, cos, sin, True), _turned(d_k, cos, sin, True), None, None
+        return *_turned(d_q, d_k, cos, sin, True), None, None
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from copy import deepcopy
 import pytest
 import tiny_run
 import torch
-from nopad.trainer.fusing import _mlp, _norm, _twin
+from nopad.trainer.fusing import PARTS
+from nopad.trainer.twins import FUSED, twin_of
 
 
 def saved_and_loaded(model):
@@ -24,10 +25,11 @@ def saved_and_loaded(model):
 )
 def test_a_fused_model_is_saved_whole_and_copied(again):
     model = tiny_run.model()
-    kinds = {"LlamaRMSNorm": _norm, "LlamaMLP": _mlp}
-    for part in model.modules():
-        if type(part).__name__ in kinds:
-            part.__class__ = _twin(type(part), kinds[type(part).__name__])
+    for source in PARTS:
+        for part in model.modules():
+            if source.looks_like_one(part):
+                part.__class__ = twin_of(type(part), source.forward)
+    assert sum(hasattr(type(part), FUSED) for part in model.modules()) > 4 * 2
     ids = torch.randint(1, 61, (1, 9))
     gold, other = model(ids).logits, again(model)
     assert [type(part) for part in other.modules()] == [type(part) for part in model.modules()]

@@ -1,0 +1,49 @@
+"""Whether two ways to compute something agree: results and gradients, on a small input."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("nopad.trainer")
+
+
+def agree(
+    stock: Callable[..., Any], fused: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
+) -> bool:
+    """Whether two functions have the same results and gradients, nearly.
+
+    >>> agree(torch.sin, lambda x: (x + 2 * math.pi).sin(), [wave(torch.ones(1), 9)], [])
+    True
+    >>> agree(torch.sin, torch.tanh, [wave(torch.ones(1), 9)], [])
+    False
+    """
+    try:
+        with torch.enable_grad():
+            pairs = zip(*(_outcome(f, inputs, weights) for f in (stock, fused)), strict=True)
+            errors = [((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs]
+    except Exception as error:  # whatever a foreign module makes of it, the kernels are not for it
+        log.info("no fused kernels (%s: %s)", type(error).__name__, error)
+        return False
+    limit = 1e-4 if inputs[0].dtype == torch.float32 else 4e-2
+    return all(error < limit for error in errors)  # unlike max, false where one is no number
+
+
+def _outcome(call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]) -> list[Tensor]:
+    out = call(*inputs)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    given = [x for x in (*inputs, *weights) if x.requires_grad]
+    rises = [wave(o, *o.shape).detach().mul(3).cos() for o in outs]  # not along the inputs
+    grads = torch.autograd.grad(outs, given, rises)
+    return [tensor.detach().float() for tensor in (*outs, *grads)]
+
+
+def wave(like: Tensor, *shape: int) -> Tensor:
+    """Numbers to try something with, without touching a random state."""
+    numbers = torch.linspace(-9, 9, math.prod(shape), device=like.device).sin()
+    return numbers.view(shape).to(like.dtype).requires_grad_()
