@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 512
+ROWS, COLUMNS = 128, 32
+"""What is added up at once of the programs' sums."""
 
 
 @triton.jit
@@ -66,6 +68,18 @@ def _backward(
     tl.store(d_weights + tl.program_id(0) * width + place, d_gain, mask=inside)
 
 
+@triton.jit
+def _add_up(sums, out, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < count) & (place < width)
+        total += tl.sum(tl.load(sums + row * width + place, mask=inside, other=0.0), 0)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(out + column, total, mask=column < width)
+
+
 class _RMSNorm(torch.autograd.Function):
     """The norm of x, or of x + delta; with what was normed, so that its gradient comes here too."""
 
@@ -97,13 +111,17 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         d_out, width, rows = d_out.contiguous(), x.shape[-1], scales.numel()
         programs = max(1, min(PROGRAMS, rows))
-        d_x, sums = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
+        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        sums = x.new_empty(programs, width, dtype=torch.float32)
         block, warps = _shape(width)
         _backward[(programs,)](
             d_out, d_out if d_total is None else d_total.contiguous(), x, weight, scales, d_x,
             sums, rows, width, d_total is not None, block, num_warps=warps,
         )  # fmt: skip
-        return d_x, d_x if wants_delta else None, sums.sum(0).to(weight.dtype), None
+        _add_up[(triton.cdiv(width, COLUMNS),)](
+            sums, d_weight, programs, width, ROWS, COLUMNS, num_warps=8
+        )
+        return d_x, d_x if wants_delta else None, d_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
