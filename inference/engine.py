@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from .borrow import unwrap
 from .completion import Completion, Event, Score
+from .garbage import full_collections_later
 from .group import Group, longest_first
 from .intake import Asked, Intake, Params, each_asked
 from .loop import Loop
@@ -82,8 +83,9 @@ class Engine:
             memory=memory,
             page_size=_page_size(page_size, 256 if on_gpu else 16),
             max_running=_positive("max_running", max_running, 512 if on_gpu else 64),
+            # Without graphs, launching takes its time: large steps hide it.
             tokens_per_step=_positive(
-                "tokens_per_step", tokens_per_step, 16384 if on_gpu else 2048
+                "tokens_per_step", tokens_per_step, 16384 if on_gpu and not graphs else 2048
             ),
             max_length=_positive("max_length", max_length, _positions(self._model)),
             graphs=graphs,
@@ -125,7 +127,8 @@ class Engine:
             deadline: seconds after which unfinished requests return what they have.
         """
         asked = each_asked(prompts, params, priority)
-        with self._session(), tqdm(total=len(asked), disable=not progress, unit="req") as bar:
+        bar = tqdm(total=len(asked), disable=not progress, unit="req")
+        with full_collections_later(), self._session(), bar:
             self._begin()
             groups = self._take_in(asked, deadline)
             bar.update(sum(group.done for group in groups))
@@ -338,7 +341,7 @@ class Engine:
         self._under_way.forget(group)
 
     def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
-        with self._session():
+        with full_collections_later(), self._session():
             self._begin()
             groups = self._intake.to_score(jobs, self._until(deadline), self._tenancy.room)
             self._under_way.add(groups)

@@ -24,13 +24,15 @@ from torch import Tensor
 
 from ..attention import Pages
 from ..attention.backends.triton_decode import DecodeTiles, padded, precision, processors
-from ..attention.backends.triton_tile import block_step
+from ..attention.backends.triton_tile import block_step, pages_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """How queries and keys are made ready: bias and norms, if any, and the angles of positions."""
 
+    positions: Tensor
+    """int64 [M]."""
     cos: Tensor
     """[positions, D]."""
     sin: Tensor
@@ -84,7 +86,7 @@ def _turned(
 
 @triton.jit(do_not_specialize=["rows"])
 def _place(
-    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
+    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, eps, rows,
     cos_stride, slot_stride_k, slot_stride_v,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     PAD: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
@@ -98,7 +100,7 @@ def _place(
     line = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
     near = d < D
-    position = tl.load(lengths + row) - 1
+    position = tl.load(positions + row)
     slot = tl.load(slots + row)
     cos_d = tl.load(cos + position * cos_stride + d, mask=near, other=0.0).to(tl.float32)
     sin_d = tl.load(sin + position * cos_stride + d, mask=near, other=0.0).to(tl.float32)
@@ -122,7 +124,7 @@ def _place(
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def _attend(
-    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
+    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, eps, rows,
     cos_stride, slot_stride_k, slot_stride_v,
     table, shares, share_lse, ended, scale, table_stride,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
@@ -140,7 +142,7 @@ def _attend(
     d = tl.arange(0, PAD)
     near = d < D
     # What the host sent or the step began with is there; the parts are still on their way.
-    before = tl.load(lengths + row) - 1
+    before = tl.load(positions + row).to(tl.int32)
     slot = tl.load(slots + row)
     cos_d = tl.load(cos + before * cos_stride + d, mask=near, other=0.0).to(tl.float32)
     sin_d = tl.load(sin + before * cos_stride + d, mask=near, other=0.0).to(tl.float32)
@@ -203,14 +205,16 @@ def _meet_pages(
     plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
     last = tl.full([ROWS], 0, tl.int32) + before
     for first in range(begin, plain, BLOCK):
+        page = pages_of(pages, first, end, PAGE, BLOCK)
         acc, top, total = block_step(
-            turned, acc, top, total, last, first, end, pages, keys, values,
+            turned, acc, top, total, last, first, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, 1.0, 0,
             False, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
         )  # fmt: skip
     for first in range(plain, end, BLOCK):
+        page = pages_of(pages, first, end, PAGE, BLOCK)
         acc, top, total = block_step(
-            turned, acc, top, total, last, first, end, pages, keys, values,
+            turned, acc, top, total, last, first, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, 1.0, 0,
             True, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
         )  # fmt: skip
@@ -295,8 +299,9 @@ def _given(
     extras = (turn.bias, turn.q_gain, turn.k_gain)
     bias, q_gain, k_gain = (turn.cos if t is None else t for t in extras)
     given = (
-        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.slots, pages.lengths,
-        out, turn.eps, parts.shape[1], turn.cos.stride(0), keys.stride(1), values.stride(1),
+        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.slots,
+        turn.positions, out, turn.eps, parts.shape[1], turn.cos.stride(0), keys.stride(1),
+        values.stride(1),
     )  # fmt: skip
     sizes = {
         "PARTS": len(parts),

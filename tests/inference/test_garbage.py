@@ -1,0 +1,71 @@
+"""Collections of garbage wait, and afterwards everything is as the caller had it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from nopad.inference import Engine, SamplingParams
+from nopad.inference.garbage import full_collections_later, no_collections
+
+
+@pytest.fixture
+def collected():
+    """The generations collected meanwhile."""
+    seen = []
+
+    def note(phase, info):
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    before = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    yield seen
+    gc.set_threshold(*before)
+    gc.callbacks.remove(note)
+
+
+def fill() -> None:
+    kept = [[[i]] for i in range(20000)]
+    assert len(kept) == 20000
+
+
+def test_full_collections_wait_and_young_ones_go_on(collected):
+    with pytest.raises(KeyError), full_collections_later():
+        fill()
+        raise KeyError
+    assert collected and 2 not in collected and gc.get_threshold() == (50, 2, 2)
+    fill()
+    assert 2 in collected
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_none_runs_inside_a_capture(collected, enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), no_collections():
+            collected.clear()
+            fill()
+            assert not collected
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_a_call_has_no_full_collection(tiny, collected):
+    engine = Engine(tiny("llama"))
+    seen = []
+    loop_step = None
+
+    def step():
+        fill()
+        seen.extend(collected)
+        collected.clear()
+        return loop_step()
+
+    engine.generate([[5]], SamplingParams(max_tokens=1))
+    loop_step, engine._loop.step = engine._loop.step, step
+    engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert 0 in seen and 2 not in seen[1:] and gc.get_threshold() == (50, 2, 2)
