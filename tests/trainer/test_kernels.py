@@ -93,10 +93,12 @@ def gradients(model):
     model(**batch).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-expected = {"llama": 5, "gemma2": 2, "cohere": 2}  # norms with 1 + w, turns by pairs
+expected = {"llama": 5, "granite": 4, "gemma2": 2, "cohere": 2}
+# granite scales its residuals, gemma's norms have 1 + w, cohere turns by pairs
 for family, count in expected.items():
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **small)
+    more = {"residual_multiplier": 0.5} if family == "granite" else {}
+    config = AutoConfig.for_model(family, **small, **more)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     gold, names = gradients(model), list(model.state_dict())
     kinds = [type(part) for part in model.modules()]
@@ -119,8 +121,20 @@ for family, count in expected.items():
     if family == "llama":
         mlp, norm, x = model.model.layers[0].mlp, model.model.norm, torch.randn(1, 3, 32)
         mlp.gate_proj.register_forward_pre_hook(lambda *_: None)
-        assert "LlamaMLP" not in fusing.fuse_layers(model).names
+        found = fusing.fuse_layers(model)
+        assert "LlamaMLP" not in found.names
         torch.testing.assert_close(norm(hidden_states=x), norm(x))
+        found.undo()
+        stock = type(model.model.layers[0])
+
+        class Forgetful(stock):
+            def forward(self, hidden_states, position_ids=None, **options):
+                return stock.forward(self, hidden_states, **options)
+
+        model.model.layers[0].__class__ = Forgetful
+        assert "LlamaRMSNorm" in (found := fusing.fuse_layers(model)).names
+        assert "Forgetful" not in found.names, "its attention is given something else"
+        found.undo()
 
 def stock(x):
     return x * 1.0, x * 1.0

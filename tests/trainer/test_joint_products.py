@@ -1,0 +1,102 @@
+"""Queries, keys and values as one operation: exactly what the three layers are apart."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_run
+import torch
+from nopad.trainer import fused_attention
+from nopad.trainer.joint_products import joint_products
+from nopad.trainer.twins import twin_of
+from torch import nn
+
+
+@pytest.fixture
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(6, width, bias=bias) for width, bias in ((8, True), (4, False), (4, True))]
+
+
+def gradients(outs, x, layers, used=(0, 1, 2)):
+    wanted = [t for t in (x, *(p for n in used for p in layers[n].parameters())) if t.requires_grad]
+    return torch.autograd.grad(sum(((n + 1) * outs[n]).sin().sum() for n in used), wanted)
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (2,), (0, 2)])
+@pytest.mark.parametrize("frozen", [None, "x", 1])
+def test_products_and_gradients_are_those_of_the_layers(layers, used, frozen):
+    x = torch.randn(2, 3, 6, requires_grad=frozen != "x")
+    if frozen == 1:
+        layers[1].requires_grad_(False)
+    ours, gold = joint_products(x, layers), [layer(x) for layer in layers]
+    assert all(torch.equal(a, b) for a, b in zip(ours, gold, strict=True))
+    if not any(p.requires_grad for n in used for p in layers[n].parameters()):
+        return
+    pairs = zip(*(gradients(outs, x, layers, used) for outs in (ours, gold)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_does_not_meet_the_loss_has_no_gradient(layers):
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    joint_products(x, layers)[1].sum().backward()
+    assert layers[0].weight.grad is None and layers[2].bias.grad is None
+    assert layers[1].weight.grad is not None
+
+
+class Attention(nn.Module):
+    """Three products of what it is given, or of something else."""
+
+    def __init__(self, of=lambda x: x):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 6) for _ in range(3))
+        self.of = of
+
+    def forward(self, hidden_states, angles):
+        k = self.k_proj(self.of(hidden_states))
+        return self.q_proj(hidden_states) * k + angles * self.v_proj(hidden_states)
+
+
+def test_only_modules_that_ask_for_products_of_their_input_are_fused():
+    cpu = torch.device("cpu")
+    assert fused_attention.looks_like_one(Attention())
+    assert fused_attention.agrees(Attention(), None, cpu)
+    assert not fused_attention.agrees(Attention(of=torch.tanh), None, cpu)
+    assert not fused_attention.agrees(Attention(of=lambda x: 1 / 0), None, cpu)
+
+
+def test_asked_for_something_else_a_layer_answers_as_ever(monkeypatch):
+    monkeypatch.setattr(fused_attention, "serves", lambda x: True)
+    part, x = Attention(of=torch.tanh), torch.randn(1, 3, 6)
+    gold = part(x, angles=2.0)
+    part.__class__ = twin_of(Attention, fused_attention.forward)
+    torch.testing.assert_close(part(x, angles=2.0), gold)
+    torch.testing.assert_close(part(hidden_states=x, angles=2.0), gold)
+    part.k_proj.register_forward_hook(lambda module, given, out: 2 * out)
+    assert not torch.allclose(part(x, angles=2.0), gold), "the hook runs"
+
+
+def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
+    monkeypatch.setattr(fused_attention, "serves", lambda x: True)
+    part, x = Attention(of=lambda x: 1 / 0), torch.randn(1, 3, 6)
+    part.__class__ = twin_of(Attention, fused_attention.forward)
+    with pytest.raises(ZeroDivisionError):
+        part(x, angles=2.0)
+    assert not any("forward" in vars(layer) for layer in part.children())
+
+
+def test_gradients_of_a_model_are_what_they_were(monkeypatch):
+    model, ids = tiny_run.model(), torch.randint(1, 61, (1, 9))
+
+    def weights() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    gold = weights()
+    monkeypatch.setattr(fused_attention, "serves", lambda x: True)
+    for part in model.modules():
+        if fused_attention.looks_like_one(part):
+            part.__class__ = twin_of(type(part), fused_attention.forward)
+    for ours, theirs in zip(weights(), gold, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
