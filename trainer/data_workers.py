@@ -30,6 +30,8 @@ class WorkerWatch:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if _in_main_thread is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return  # a loop that was left is ended with the interpreter: names are gone by then
         # After a death torch's handler would go on raising; it has nothing more to tell.
         if self._before is not None and not self._told and _in_main_thread():
             signal.signal(signal.SIGCHLD, self._before)
