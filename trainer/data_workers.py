@@ -21,7 +21,8 @@ class WorkerWatch:
     def __init__(self, workers: Sequence[Any], last: Callable[[], object]):
         """last: what came from the workers last."""
         self.workers, self.last = workers, last
-        self._reading = self._told = False
+        self._reading = False
+        self._death: RuntimeError | None = None
         self._before: Any = None
 
     def __enter__(self) -> WorkerWatch:
@@ -33,7 +34,7 @@ class WorkerWatch:
         if _in_main_thread is None:  # pyright: ignore[reportUnnecessaryComparison]
             return  # a loop that was left is ended with the interpreter: names are gone by then
         # After a death torch's handler would go on raising; it has nothing more to tell.
-        if self._before is not None and not self._told and _in_main_thread():
+        if self._before is not None and self._death is None and _in_main_thread():
             signal.signal(signal.SIGCHLD, self._before)
 
     @contextmanager
@@ -48,8 +49,10 @@ class WorkerWatch:
             _, in_a_row, reason = str(error).rpartition("RowError: ")
             if in_a_row:  # torch cannot rebuild an error of two parts and quotes its whole trace
                 raise ValueError(reason.strip()) from None
-            if self.workers and not self._told:
+            if self.workers:
                 self._raise_if_dead(within=1.0)
+            if self._death is not None:  # torch may have caught it, and told its own
+                raise self._death from None
             raise
         finally:
             self._reading = False
@@ -62,14 +65,15 @@ class WorkerWatch:
         until = time.monotonic() + within
         while not (dead := [w for w in self.workers if w.exitcode]) and time.monotonic() < until:
             time.sleep(0.01)
-        if not dead or self._told:
+        if not dead or self._death is not None:
             return
-        self._told, self._reading = True, False
+        self._reading = False
         names = ", ".join(f"{w.name} (pid {w.pid}, exit code {w.exitcode})" for w in dead)
-        raise RuntimeError(
+        self._death = RuntimeError(
             f"data worker died: {names}; what came last from the workers was {self.last()}. "
             "Resume from the last checkpoint; fewer workers need less memory"
         )
+        raise self._death
 
 
 def _in_main_thread() -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import tiny_run
+from nopad.trainer.data_workers import WorkerWatch
 from nopad.trainer.loader import PackedLoader
 
 CHILD = """
@@ -54,6 +57,18 @@ def test_whoever_dies_it_is_told_and_nothing_is_left(who):
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert len(workers) == 2 and not alive
     assert [name for name in shared_memory() if name not in before] == []
+
+
+def test_a_death_that_torch_caught_and_told_in_its_own_words_is_told_in_ours():
+    dead = SimpleNamespace(exitcode=-9, name="worker 0", pid=7)
+    with WorkerWatch([dead], lambda: "pack 3") as watch:
+        watch._raise_if_dead = lambda within=0.0: None  # not yet seen
+        with pytest.raises(RuntimeError, match="pid 7, exit code -9.*pack 3"), watch.reading():
+            del watch._raise_if_dead
+            try:
+                watch._hear(signal.SIGCHLD, None)  # it comes while torch waits for data
+            except RuntimeError as error:
+                raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly") from error
 
 
 def shared_memory() -> list[str]:
