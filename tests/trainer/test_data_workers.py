@@ -63,7 +63,7 @@ def test_a_death_that_torch_caught_and_told_in_its_own_words_is_told_in_ours():
     dead = SimpleNamespace(exitcode=-9, name="worker 0", pid=7)
     with WorkerWatch([dead], lambda: "pack 3") as watch:
         watch._raise_if_dead = lambda within=0.0: None  # not yet seen
-        with pytest.raises(RuntimeError, match="pid 7, exit code -9.*pack 3"), watch.reading():
+        with pytest.raises(RuntimeError, match=r"pid 7, exit code -9.*pack 3"), watch.reading():
             del watch._raise_if_dead
             try:
                 watch._hear(signal.SIGCHLD, None)  # it comes while torch waits for data
