@@ -31,9 +31,8 @@ class _Products(torch.autograd.Function):
         rows = x.flatten(0, -2)
         d_flat = [None if d is None else d.flatten(0, -2) for d in d_outs]
         d_x = None
-        for d, weight in zip(d_flat, weights, strict=True):
-            if wants_x and d is not None:
-                d_x = d @ weight if d_x is None else d_x.addmm_(d, weight)
+        for d, weight in _merged(d_flat, weights) if wants_x else ():
+            d_x = d @ weight if d_x is None else d_x.addmm_(d, weight)
         d_weights = [
             d.T @ rows if wanted and d is not None else None
             for d, wanted in zip(d_flat, wants_weight, strict=True)
@@ -43,6 +42,35 @@ class _Products(torch.autograd.Function):
             for d, wanted in zip(d_flat, wants_bias, strict=True)
         ]
         return None if d_x is None else d_x.view_as(x), *d_weights, *d_biases
+
+
+def _merged(gradients: list[Tensor | None], weights: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs to multiply and add up; gradients that lie side by side are one matrix.
+
+    >>> both = torch.ones(2, 5)
+    >>> pairs = _merged([both[:, :3], both[:, 3:]], [torch.ones(3, 4), torch.ones(2, 4)])
+    >>> [(tuple(d.shape), tuple(w.shape)) for d, w in pairs]
+    [((2, 5), (5, 4))]
+    """
+    pairs: list[tuple[Tensor, list[Tensor]]] = []
+    for d, weight in zip(gradients, weights, strict=True):
+        if d is None:
+            continue
+        if pairs and _beside(pairs[-1][0], d):
+            left, ws = pairs.pop()
+            d = left.as_strided((len(d), left.shape[1] + d.shape[1]), left.stride())
+            pairs.append((d, [*ws, weight]))
+        else:
+            pairs.append((d, [weight]))
+    return [(d, ws[0] if len(ws) == 1 else torch.cat(ws)) for d, ws in pairs]
+
+
+def _beside(left: Tensor, right: Tensor) -> bool:
+    """Whether every row of one goes on in the other's."""
+    same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    behind = right.storage_offset() == left.storage_offset() + left.shape[1]
+    wide = left.stride(0) >= left.shape[1] + right.shape[1]
+    return same and behind and wide and left.stride() == right.stride() and left.stride(1) == 1
 
 
 def joint_products(x: Tensor, parts: list[nn.Linear]) -> tuple[Tensor, ...]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 @triton.jit
 def _turn(
-    q, k, q_out, k_out, cos, sin, q_token, q_head, k_token, k_head, angle_token, q_heads, k_heads,
+    q, k, q_out, k_out, cos, sin, q_token, q_head, k_token, k_head, q_out_token, k_out_token,
+    angle_token, q_heads, k_heads,
     BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -29,8 +30,8 @@ def _turn(
     sin2 = tl.load(sin + turn + HALF, mask=side, other=0.0).to(tl.float32)
     if BACK:
         sin1, sin2 = -sin2, -sin1
-    q_at, q_to = q + token * q_token, q_out + token * q_heads * 2 * HALF
-    k_at, k_to = k + token * k_token, k_out + token * k_heads * 2 * HALF
+    q_at, q_to = q + token * q_token, q_out + token * q_out_token
+    k_at, k_to = k + token * k_token, k_out + token * k_out_token
     _turn_heads(q_at, q_to, q_head, q_heads, cos1, cos2, sin1, sin2, Q_HEADS, HALF, WIDTH)
     _turn_heads(k_at, k_to, k_head, k_heads, cos1, cos2, sin1, sin2, K_HEADS, HALF, WIDTH)
 
@@ -52,14 +53,24 @@ def _turn_heads(
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     _, heads, tokens, width = q.shape
-    outs = [x.new_empty(1, tokens, x.shape[1], width) for x in (q, k)]
+    q_out, k_out = _room(q, k, together=back)
     if tokens:
         _turn[(tokens,)](
-            q, k, *outs, cos, sin, q.stride(2), q.stride(1), k.stride(2), k.stride(1),
-            cos.stride(1), heads, k.shape[1], back, triton.next_power_of_2(heads),
-            triton.next_power_of_2(k.shape[1]), width // 2, triton.next_power_of_2(width // 2),
+            q, k, q_out, k_out, cos, sin, q.stride(2), q.stride(1), k.stride(2), k.stride(1),
+            q_out.stride(1), k_out.stride(1), cos.stride(1), heads, k.shape[1], back,
+            triton.next_power_of_2(heads), triton.next_power_of_2(k.shape[1]),
+            width // 2, triton.next_power_of_2(width // 2),
         )  # fmt: skip
-    return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def _room(q: Tensor, k: Tensor, together: bool) -> tuple[Tensor, Tensor]:
+    """Where turned heads go: gradients side by side, so that one product can read both."""
+    _, heads, tokens, width = q.shape
+    if together:
+        both = q.new_empty(1, tokens, heads + k.shape[1], width)
+        return both[:, :, :heads], both[:, :, heads:]
+    return q.new_empty(1, tokens, heads, width), k.new_empty(1, tokens, k.shape[1], width)
 
 
 class _Rotary(torch.autograd.Function):

@@ -6,7 +6,7 @@ import pytest
 import tiny_run
 import torch
 from nopad.trainer import fused_attention
-from nopad.trainer.joint_products import joint_products
+from nopad.trainer.joint_products import _merged, joint_products
 from nopad.trainer.twins import twin_of
 from torch import nn
 
@@ -35,6 +35,26 @@ def test_products_and_gradients_are_those_of_the_layers(layers, used, frozen):
     pairs = zip(*(gradients(outs, x, layers, used) for outs in (ours, gold)), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_lie_side_by_side_are_one_matrix_and_others_are_not():
+    both, weights = torch.randn(5, 9), [torch.randn(n, 4) for n in (4, 2, 3)]
+    apart = [both[:, :4], both[:, 4:6], both[:, 6:]]
+    cases = {
+        1: apart,
+        2: [*apart[:2], apart[2].clone()],
+        3: [x.clone() for x in apart],
+    }
+    assert len(_merged([apart[1], apart[0]], [weights[1], weights[0]])) == 2, "the other way round"
+    assert len(_merged([both[:, :5], both[:, 4:6]], [torch.ones(5, 4), weights[1]])) == 2, "over"
+    assert len(_merged([both[:2, :4], both[2:4, 4:6]], weights[:2])) == 2, "other rows"
+    gold = sum(a @ b for a, b in zip(apart, weights, strict=True))
+    for count, given in cases.items():
+        pairs = _merged(given, weights)
+        assert len(pairs) == count
+        torch.testing.assert_close(sum(a @ b for a, b in pairs), gold)
+    (lone,) = _merged([None, apart[1], None], weights)
+    assert torch.equal(lone[0], apart[1]) and lone[1] is weights[1]
 
 
 def test_what_does_not_meet_the_loss_has_no_gradient(layers):
