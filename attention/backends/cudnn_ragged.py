@@ -5,29 +5,34 @@ call costs more on the host, so short rows are better served by others (see `cho
 
 cuDNN plans a graph for one number of sequences and one longest length, which takes about a second.
 Rows differ in both, so both go up to a power of two: empty sequences are added at the end, and the
-plans in use stay few.
+plans in use stay few. Where sequences lie is worked out once a batch.
 """
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..varlen import Varlen
+from . import cudnn_graph
 from .ask import Ask, Scores
+from .cudnn_graph import Ragged, Shape
 
-_FEWEST, _SHORTEST = 16, 512
+_FEWEST, _SHORTEST, _TOKENS = 16, 512, 1024
 
 
 @cache
 def _load() -> str | None:
-    """Register cuDNN's operations once; return why there are none."""
+    """Look once whether it is there; return why not."""
     try:
         import cudnn
 
-        cudnn.sdpa_torch  # noqa: B018 - looking it up registers the operations
+        cudnn.backend_version()
     except Exception as missing:
         return f"nvidia-cudnn-frontend is not installed ({type(missing).__name__}: {missing})"
     return None
@@ -57,7 +62,12 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The result and the log-sum-exp [T, H, 1] that the backward needs."""
-    return torch.ops.cudnn.sdpa_fwd(q, k, v, scale, **_rule(cu_seqlens, longest))
+    q, k, v = map(_dense, (q, k, v))
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    sums = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
+    graph = cudnn_graph.attend(_shape(q, k, v, len(cu_seqlens) - 1, longest, scale))
+    graph.run({"q": q, "k": k, "v": v, "out": out, "sums": sums}, _ragged(cu_seqlens))
+    return out, sums
 
 
 @_forward.register_fake
@@ -79,12 +89,17 @@ def _gradients(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = _rule(cu_seqlens, longest)
-    padded = _by_sequence(sums, rule["cu_seqlens_q"], rule["max_seqlen_q"])
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return torch.ops.cudnn.sdpa_bwd(
-        grad, q, k, v, out, padded, scale, is_deterministic=deterministic, **rule
+    q, k, v, grad = map(_dense, (q, k, v, grad.contiguous()))
+    shape = replace(
+        _shape(q, k, v, len(cu_seqlens) - 1, longest, scale),
+        tokens=-(-len(q) // _TOKENS) * _TOKENS,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    given = {"q": q, "k": k, "v": v, "out": out, "sums": sums, "grad": grad}
+    made = {"d q": d_q, "d k": d_k, "d v": d_v}
+    cudnn_graph.gradients(shape).run(given | made, _ragged(cu_seqlens))
+    return d_q, d_k, d_v
 
 
 @_gradients.register_fake
@@ -92,13 +107,22 @@ def _(grad, q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _rule(cu_seqlens: Tensor, longest: int) -> dict:
-    """Causal, with as many sequences and as long a longest one as the plan is made for."""
-    count, longest = len(cu_seqlens) - 1, _rung(longest, _SHORTEST)
-    added = _rung(count, _FEWEST) - count
-    bounds = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(added)])
-    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
-    return lengths | {"is_causal": True, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+def _shape(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest: int, scale: float) -> Shape:
+    """What to plan for: few plans serve all rows."""
+    return Shape(
+        device=q.device,
+        dtype=q.dtype,
+        sequences=_rung(sequences, _FEWEST),
+        longest=_rung(longest, _SHORTEST),
+        q=_layout(q),
+        k=_layout(k),
+        v=_layout(v),
+        scale=scale,
+    )
+
+
+def _layout(x: Tensor) -> tuple[int, int, int, int]:
+    return x.shape[1], x.shape[2], x.stride(0), x.stride(1)
 
 
 def _rung(count: int, least: int) -> int:
@@ -110,19 +134,28 @@ def _rung(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def _by_sequence(sums: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    """Spread [T, H, 1] over [sequences, H, longest, 1], as cuDNN's backward reads it.
+def _dense(x: Tensor) -> Tensor:
+    """As kernels read it: a head's numbers side by side, from an address they can load from."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
+    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
-    >>> sums, bounds = torch.tensor([1.0, 2, 3])[:, None, None], torch.tensor([0, 2, 3, 3])
-    >>> _by_sequence(sums, bounds, 2).tolist()
-    [[[[1.0], [2.0]]], [[[3.0], [0.0]]], [[[0.0], [0.0]]]]
-    """
-    tokens, heads, _ = sums.shape
-    place = torch.arange(tokens, device=sums.device, dtype=bounds.dtype)
-    sequence = torch.searchsorted(bounds[1:], place, right=True).clamp_(max=len(bounds) - 2)
-    spread = sums.new_zeros(len(bounds) - 1, heads, longest, 1)
-    spread[sequence, :, place - bounds[sequence], 0] = sums[:, :, 0]
-    return spread
+
+_last: tuple[Any, int, Ragged] | None = None
+"""The row cut last: all layers of a model, forward and backward, have the same."""
+
+
+def _ragged(cu_seqlens: Tensor) -> Ragged:
+    global _last
+    sequences = _rung(len(cu_seqlens) - 1, _FEWEST)
+    if cu_seqlens.is_inference() or (
+        cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        return Ragged(cu_seqlens, sequences)  # a replay would not know of a change
+    kept = _last
+    if kept is None or kept[0]() is not cu_seqlens or kept[1] != cu_seqlens._version:
+        kept = weakref.ref(cu_seqlens), cu_seqlens._version, Ragged(cu_seqlens, sequences)
+        _last = kept
+    return kept[2]
 
 
 def _save(ctx, inputs, output):

@@ -1,22 +1,45 @@
-"""cuDNN's ragged attention: what is handed to its operations, held against the oracle on a CPU.
+"""cuDNN's ragged attention: what is handed to its graphs, held against the oracle on a CPU.
 
-The operations themselves run on a GPU only (test_backends.py); here stand-ins of the same
-signature compute from what they are given, and refuse what cuDNN would.
+The graphs themselves run on a GPU only (test_backends.py); here stand-ins compute from what they
+are given, and refuse what cuDNN would.
 """
 
 import pytest
 import torch
 import torch._dynamo.testing
 from nopad.attention import Varlen
-from nopad.attention.backends import cudnn_ragged
+from nopad.attention.backends import cudnn_graph, cudnn_ragged
 from nopad.attention.backends.ask import Scores
 from nopad.attention.reference import reference
 
 SEEN = []
 
 
-def sequences(bounds):
-    return [slice(*ends) for ends in torch.stack([bounds[:-1], bounds[1:]], 1).tolist()]
+class StandIn:
+    """Computes from what a graph is given, where cuDNN would look for it."""
+
+    def __init__(self, shape, run):
+        self.shape, self._run = shape, run
+
+    def run(self, tensors, ragged):
+        shape, lengths = self.shape, ragged.lengths.flatten()
+        SEEN.append((shape.sequences, shape.longest))
+        assert lengths.dtype == torch.int32 and len(lengths) == shape.sequences
+        assert lengths.max() <= shape.longest
+        for name in "qkv":
+            x, layout = tensors[name], getattr(shape, name)
+            assert (*x.shape[1:], *x.stride()[:2]) == layout and x.stride(2) == 1
+        assert all(tensors[name].is_contiguous() for name in tensors if name not in "qkv")
+        places = {name: self._places(x, ragged) for name, x in tensors.items()}
+        for n in range(shape.sequences):
+            self._run(shape, {name: tensors[name][places[name][n]] for name in tensors})
+
+    def _places(self, x, ragged):
+        offsets = ragged.offsets(x.stride(0)).flatten()
+        assert offsets.dtype == torch.int64 and len(offsets) == self.shape.sequences + 1
+        begins = (offsets // x.stride(0)).tolist()
+        ends = (torch.tensor(begins[:-1]) + ragged.lengths.flatten()).tolist()
+        return [slice(*pair) for pair in zip(begins[:-1], ends, strict=True)]
 
 
 def scores_of(q, k, scale):
@@ -25,43 +48,36 @@ def scores_of(q, k, scale):
     return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -torch.inf)
 
 
-def forward(q, k, v, scale, *, is_causal, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv):
-    """Attention and its log-sum-exp, sequence by sequence."""
-    assert is_causal and cu_seqlens_q is cu_seqlens_kv and max_seqlen_q == max_seqlen_kv
-    SEEN.append((len(cu_seqlens_q) - 1, max_seqlen_q))
-    out, sums = torch.zeros(q.shape), torch.zeros(len(q), q.shape[1], 1)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    for s in sequences(cu_seqlens_q):
-        scores = scores_of(q[s], k[s], scale)
-        sums[s, :, 0] = scores.logsumexp(-1).T
-        out[s] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[s])
-    return out, sums
+def wide(x, q):
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def backward(grad, q, k, v, out, sums, scale, *, is_deterministic, **rule):
-    """Gradients from the log-sum-exp at the place where cuDNN looks for it."""
-    bounds, groups = rule["cu_seqlens_q"], q.shape[1] // k.shape[1]
-    assert sums.shape == (len(bounds) - 1, q.shape[1], rule["max_seqlen_q"], 1)
-    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    dq, dk, dv = (torch.zeros(q.shape) for _ in range(3))
-    for i, s in enumerate(sequences(bounds)):
-        weights = (scores_of(q[s], wide_k[s], scale) - sums[i, :, : s.stop - s.start]).exp()
-        dv[s] = torch.einsum("hqk,qhd->khd", weights, grad[s])
-        inner = torch.einsum("qhd,khd->hqk", grad[s], wide_v[s])
-        inner = weights * (inner - (grad[s] * out[s]).sum(-1).T[:, :, None]) * scale
-        dq[s] = torch.einsum("hqk,khd->qhd", inner, wide_k[s])
-        dk[s] = torch.einsum("hqk,qhd->khd", inner, q[s])
-    return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+def forward(shape, x):
+    """Attention and its log-sum-exp, of one sequence."""
+    scores = scores_of(x["q"], wide(x["k"], x["q"]), shape.scale)
+    x["sums"][:, :, 0] = scores.logsumexp(-1).T
+    x["out"][:] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide(x["v"], x["q"]))
+
+
+def backward(shape, x):
+    """Gradients from the log-sum-exp, of one sequence."""
+    q, k, v, grad = x["q"], wide(x["k"], x["q"]), wide(x["v"], x["q"]), x["grad"]
+    weights = (scores_of(q, k, shape.scale) - x["sums"][:, :, 0].T[:, :, None]).exp()
+    inner = torch.einsum("qhd,khd->hqk", grad, v)
+    inner = weights * (inner - (grad * x["out"]).sum(-1).T[:, :, None]) * shape.scale
+    x["d q"][:] = torch.einsum("hqk,khd->qhd", inner, k)
+    for name, gradient in (
+        ("d k", torch.einsum("hqk,qhd->khd", inner, q)),
+        ("d v", torch.einsum("hqk,qhd->khd", weights, grad)),
+    ):
+        x[name][:] = gradient.unflatten(1, (x[name].shape[1], -1)).sum(2)
 
 
 @pytest.fixture(autouse=True)
-def _operations(monkeypatch):
-    class Operations:
-        sdpa_fwd = staticmethod(forward)
-        sdpa_bwd = staticmethod(backward)
-
+def _graphs(monkeypatch):
     SEEN.clear()
-    monkeypatch.setattr(torch.ops, "cudnn", Operations, raising=False)
+    monkeypatch.setattr(cudnn_graph, "attend", lambda shape: StandIn(shape, forward))
+    monkeypatch.setattr(cudnn_graph, "gradients", lambda shape: StandIn(shape, backward))
 
 
 def row(lengths):
@@ -100,3 +116,29 @@ def test_a_longer_longest_length_compiles_no_second_graph():
         function(q, k, v, varlen).backward()
         assert q.grad is not None and q.grad.abs().sum() > 0
     assert seen.frame_count == 1
+
+
+def test_how_a_row_is_cut_is_worked_out_once_and_again_when_it_changes(monkeypatch):
+    made, ragged = [], cudnn_graph.Ragged
+    monkeypatch.setattr(cudnn_ragged, "Ragged", lambda *a: made.append(a[0].tolist()) or ragged(*a))
+    q, k, v, varlen = row([5, 3])
+    for _ in range(3):
+        cudnn_ragged.packed(q, k, v, varlen, Scores(0.3)).sum().backward()
+    assert made == [[0, 5, 8]]
+    varlen.cu_seqlens[1] = 2  # in place, as a buffer that is filled again
+    other = cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
+    torch.testing.assert_close(other, reference(q, k, v, varlen, scale=0.3))
+    cudnn_ragged.packed(q, k, v, row([4, 4])[3], Scores(0.3)).sum().backward()
+    assert made == [[0, 5, 8], [0, 2, 8], [0, 4, 8]]
+    with torch.inference_mode():  # what has no version is never kept
+        varlen = row([4, 4])[3]
+        for _ in range(2):
+            cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
+    assert made[3:] == [[0, 4, 8]] * 2
+
+
+def test_heads_that_lie_apart_are_laid_side_by_side():
+    q, k, v, varlen = row([5, 3])
+    odd = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    got = cudnn_ragged.packed(odd, k, v, varlen, Scores(0.3))
+    torch.testing.assert_close(got, reference(q, k, v, varlen, scale=0.3))
