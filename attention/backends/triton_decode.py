@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ask import Scores
-from .triton_tile import block_step, finish
+from .triton_tile import finish, take_in
 
 
 @triton.jit(do_not_specialize=["window", "scale", "softcap", "table_stride"])
@@ -32,13 +32,14 @@ def _decode_kernel(
     scale, softcap, window,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
     slot_stride_k, head_stride_k, slot_stride_v, head_stride_v,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, SINGLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
+    splits = tl.num_programs(1)
     sequence = tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
     stop = tl.load(cu_seqlens + sequence + 1)
@@ -51,7 +52,7 @@ def _decode_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(length - first, BLOCK), SPLITS) * BLOCK
+    share = tl.cdiv(tl.cdiv(length - first, BLOCK), splits) * BLOCK
     begin = first + split * share
     end = tl.minimum(begin + share, length)
 
@@ -64,32 +65,19 @@ def _decode_kernel(
         q + token * q_stride_t + head[:, None] * q_stride_h + dk[None, :],
         mask=mine[:, None] & (dk < DK)[None, :], other=0.0,
     )  # fmt: skip
-    acc = tl.zeros([ROWS, PAD_DV], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     last = tl.full([ROWS], 0, tl.int32) + length - 1
-    table_row = table + sequence.to(tl.int64) * table_stride
-    keys += kv_head * head_stride_k
-    values += kv_head * head_stride_v
-
     plain = begin
     if not WINDOW:
         plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    for key in range(begin, plain, BLOCK):
-        acc, top, total = block_step(
-            q_tile, acc, top, total, last, key, end, table_row, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            False, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
-        )  # fmt: skip
-    for key in range(plain, end, BLOCK):
-        acc, top, total = block_step(
-            q_tile, acc, top, total, last, key, end, table_row, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            True, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
-        )  # fmt: skip
+    acc, top, total = take_in(
+        q_tile, last, begin, plain, end, table + sequence.to(tl.int64) * table_stride,
+        keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
+        slot_stride_k, slot_stride_v, scale, softcap, window,
+        WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+    )  # fmt: skip
 
     stored = mine[:, None] & (dv < DV)[None, :]
-    if SPLITS == 1:
+    if SINGLE:
         sink = tl.zeros([ROWS], tl.float32)
         if SINKS:
             sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
@@ -98,7 +86,7 @@ def _decode_kernel(
         tl.store(at, result.to(out.dtype.element_ty), mask=stored)
     else:
         heads = tl.num_programs(0) * GROUP
-        at = (sequence * heads + head) * SPLITS + split
+        at = (sequence * heads + head) * splits + split
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(parts + at[:, None].to(tl.int64) * DV + dv[None, :], result, mask=stored)
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
@@ -151,6 +139,8 @@ class DecodeTiles:
     splits: int
     warps: int
     stages: int
+    registers: int | None = None
+    """The most a thread may take, so that as many programs as are wanted fit a processor."""
 
 
 def decode(
@@ -179,12 +169,12 @@ def decode(
         scores.scale, scores.softcap or 1.0, scores.window or 0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), table.stride(0),
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        GROUP=group, SPLITS=tiles.splits, WINDOW=scores.window is not None,
+        GROUP=group, SINGLE=single, WINDOW=scores.window is not None,
         SOFTCAP=scores.softcap is not None, SINKS=scores.sinks is not None,
         PAGE=page, DK=dk, DV=dv, PAD_DK=padded(dk), PAD_DV=padded(dv),
         ROWS=max(16, triton.next_power_of_2(group)), BLOCK=tiles.block,
         PRECISION=precision(q), LATE=late, launch_pdl=late,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     if not single:
         _join_kernel[(heads, count)](

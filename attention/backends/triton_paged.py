@@ -52,29 +52,30 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
 
 
 def decode_tiles(q: Tensor, keys: Tensor, values: Tensor, count: int, reach: int) -> DecodeTiles:
-    """Eight programs per processor where the keys allow it, so that one long sequence is no tail.
+    """Split sequences until each processor has four programs, all of them running at once.
 
-    Blocks as measured best on an H200: 16 KiB of keys, 32 KiB where a block spans several pages.
+    Found by measuring on an H200: with more, a second round of programs and the joining of more
+    parts cost what is gained. Many rows or wide heads need their registers for the sums.
     """
     wide = max(padded(q.shape[2]), padded(values.shape[-1])) * q.element_size()
-    block = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    if block == 64 and keys.shape[1] % block:
-        block = 128
-    if q.shape[1] // keys.shape[2] > 32:  # many rows: leave registers for their scores
-        block = min(block, 32)
-    wanted = 8 * processors(q.device) // (count * keys.shape[2])
+    group = q.shape[1] // keys.shape[2]
+    if group > 16 or wide > 256:
+        block, warps, stages, registers = 32, 4, 2, None
+    elif wide > 128:
+        block, warps, stages, registers = 32, 2, 3, None
+    else:
+        block, warps, stages, registers = 128, 4, 2, 128
+    wanted = 4 * processors(q.device) // (count * keys.shape[2])
     splits = 1
     while splits * 2 <= min(wanted, 64, reach // block):
         splits *= 2
-    return DecodeTiles(block, splits, warps=4, stages=3 if wide <= 256 else 2)
+    return DecodeTiles(block, splits, warps, stages, registers)
 
 
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
-    """Tall tiles for tensor cores; smaller ones where wide heads or fp32 fill the shared memory."""
+    """Tall tiles for tensor cores; smaller ones where wide heads or fp32 fill the registers."""
     wide = max(padded(q.shape[2]), padded(values.shape[-1])) * q.element_size()
     group = q.shape[1] // keys.shape[2]
-    if wide <= 128:
-        return PrefillTiles(max(128, group), 64, warps=8, stages=2)
     if wide <= 256:
-        return PrefillTiles(max(128, group), 64, warps=4, stages=3)
+        return PrefillTiles(max(128 if wide <= 128 else 64, group), 64, warps=4, stages=3)
     return PrefillTiles(max(64, group), 32, warps=4, stages=2)

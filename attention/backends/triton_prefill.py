@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .ask import Scores
 from .triton_decode import padded, precision
-from .triton_tile import block_step, finish
+from .triton_tile import finish, take_in
 
 
 @triton.jit
@@ -46,9 +46,8 @@ def _prefill_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    tile = (
-        tl.num_programs(1) - 1 - tl.program_id(1)
-    )  # late tiles see the most keys: start them first
+    # late tiles see the most keys: start them first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence = _find_sequence(cu_seqlens, tile, count, TILE)
     start = tl.load(cu_seqlens + sequence)
     queries = tl.load(cu_seqlens + sequence + 1) - start
@@ -69,14 +68,7 @@ def _prefill_kernel(
         q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + dk[None, :],
         mask=mine[:, None] & (dk < DK)[None, :], other=0.0,
     )  # fmt: skip
-    acc = tl.zeros([ROWS, PAD_DV], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     last = length - queries + query
-    table_row = table + sequence.to(tl.int64) * table_stride
-    keys += kv_head * head_stride_k
-    values += kv_head * head_stride_v
-
     first_last = length - queries + first_query
     end = tl.minimum(first_last + TILE, length)
     begin = 0
@@ -84,18 +76,12 @@ def _prefill_kernel(
     if WINDOW:
         begin = tl.maximum(first_last - window + 1, 0) // BLOCK * BLOCK
         plain = begin
-    for key in range(begin, plain, BLOCK):
-        acc, top, total = block_step(
-            q_tile, acc, top, total, last, key, end, table_row, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            False, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
-        )  # fmt: skip
-    for key in range(plain, end, BLOCK):
-        acc, top, total = block_step(
-            q_tile, acc, top, total, last, key, end, table_row, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            True, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
-        )  # fmt: skip
+    acc, top, total = take_in(
+        q_tile, last, begin, plain, end, table + sequence.to(tl.int64) * table_stride,
+        keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
+        slot_stride_k, slot_stride_v, scale, softcap, window,
+        WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+    )  # fmt: skip
 
     sink = tl.zeros([ROWS], tl.float32)
     if SINKS:

@@ -1,4 +1,7 @@
-"""The inner step of both Triton kernels: one tile of queries meets one block of keys in pages.
+"""What both Triton kernels share: a tile of queries takes in the keys of a sequence, in pages.
+
+    pages   ▒▒▒▒ of the next block are looked up while
+    block   ████ of keys and values meets the tile: so their loads can be on the way blocks ahead
 
 Softmax is kept running, in base 2: `top` is the largest score a row has seen, `total` the sum of
 its weights, `acc` its weighted values, the last two relative to `top`.
@@ -13,50 +16,101 @@ import triton.language as tl
 
 
 @triton.jit
-def block_step(
-    q,
-    acc,
-    top,
-    total,
-    last,
-    first_key,
-    end,
-    table_row,
-    keys,
-    values,
-    slot_stride_k,
-    slot_stride_v,
-    scale,
-    softcap,
-    window,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PAGE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    PAD_DK: tl.constexpr,
-    PAD_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
+def take_in(
+    q, last, begin, plain, end, table_row, keys, values, slot_stride_k, slot_stride_v,
+    scale, softcap, window,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Let rows q [M, PAD_DK], each seeing keys up to last [M], take in keys [first_key, +BLOCK).
+):  # fmt: skip
+    """Let rows q [M, PAD_DK], each seeing keys up to last [M], take in keys [begin, end).
 
-    first_key is a multiple of BLOCK; keys at or beyond `end` are not read.
+    Bounds but `end` are multiples of BLOCK. Every row sees all keys before `plain`, so that nothing
+    is masked there; keys at or beyond `end` are not read.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
-    place = first_key + tl.arange(0, BLOCK)
-    inside = place < end
-    if PAGE % BLOCK == 0:  # the whole block lies in one page
-        page = tl.load(table_row + first_key // PAGE).to(tl.int64)
-        slot = page * PAGE + first_key % PAGE + tl.arange(0, BLOCK)
+    acc = tl.zeros([q.shape[0], PAD_DV], tl.float32)
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    page = _pages_of(table_row, begin, plain, False, PAGE, BLOCK)
+    for key in range(begin, plain, BLOCK):
+        ahead = _pages_of(table_row, key + BLOCK, plain, False, PAGE, BLOCK)
+        acc, top, total = _block_step(
+            q, acc, top, total, last, key, end, page, keys, values,
+            slot_stride_k, slot_stride_v, scale, softcap, window,
+            False, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+        )  # fmt: skip
+        page = ahead
+    page = _pages_of(table_row, plain, end, True, PAGE, BLOCK)
+    for key in range(plain, end, BLOCK):
+        ahead = _pages_of(table_row, key + BLOCK, end, True, PAGE, BLOCK)
+        acc, top, total = _block_step(
+            q, acc, top, total, last, key, end, page, keys, values,
+            slot_stride_k, slot_stride_v, scale, softcap, window,
+            True, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+        )  # fmt: skip
+        page = ahead
+    return acc, top, total
+
+
+@triton.jit
+def _pages_of(
+    table_row, first_key, end, PARTLY: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where keys [first_key, +BLOCK) lie: one page if it holds them all, else one for each key.
+
+    The table is not read for keys at or beyond `end`; only PARTLY may that be within the block.
+    """
+    nth = tl.arange(0, BLOCK)
+    read = first_key < end
+    if PAGE % BLOCK == 0:
+        at = table_row + first_key // PAGE
     else:
-        page = tl.load(table_row + place // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = page * PAGE + place % PAGE
+        if BLOCK % PAGE == 0:
+            at = table_row + first_key // PAGE + nth // PAGE
+        else:
+            at = table_row + (first_key + nth) // PAGE
+        read = nth < end - first_key if PARTLY else tl.full([BLOCK], 1, tl.int1) & read
+    return tl.load(at, mask=read, other=0)
+
+
+@triton.jit
+def _in_page(first_key, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Places of keys [first_key, +BLOCK) inside their pages, as (scalar, [BLOCK]) to be added.
+
+    The second does not change from block to block where pages and blocks fit into each other.
+    """
+    nth = tl.arange(0, BLOCK)
+    if PAGE % BLOCK == 0:
+        first, rest = first_key % PAGE, nth
+    elif BLOCK % PAGE == 0:
+        first, rest = 0, nth % PAGE
+    else:
+        first, rest = 0, (first_key + nth) % PAGE
+    return first, rest
+
+
+@triton.jit
+def _block_step(
+    q, acc, top, total, last, first_key, end, page, keys, values,
+    slot_stride_k, slot_stride_v, scale, softcap, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take in keys [first_key, +BLOCK), which lie in `page`."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    nth = tl.arange(0, BLOCK)
+    inside = nth < end - first_key
     dk = tl.arange(0, PAD_DK)
     dv = tl.arange(0, PAD_DV)
-    at_k = keys + slot[None, :] * slot_stride_k + dk[:, None]
-    at_v = values + slot[:, None] * slot_stride_v + dv[None, :]
+    page = page.to(tl.int64)
+    first, rest = _in_page(first_key, PAGE, BLOCK)
+    from_k = keys + (page * (PAGE * slot_stride_k) + first * slot_stride_k)
+    from_v = values + (page * (PAGE * slot_stride_v) + first * slot_stride_v)
+    if PAGE % BLOCK != 0:
+        from_k, from_v = from_k[None, :], from_v[:, None]
+    at_k = from_k + (rest[None, :] * slot_stride_k + dk[:, None])
+    at_v = from_v + (rest[:, None] * slot_stride_v + dv[None, :])
     # values past the end are masked, not only their weights: a page may hold another request's NaN
     if MASKED:
         k = tl.load(at_k, mask=inside[None, :] & (dk < DK)[:, None], other=0.0)
@@ -71,6 +125,7 @@ def block_step(
     else:
         s = s * (scale * LOG2E)
     if MASKED:
+        place = first_key + nth
         seen = inside[None, :] & (place[None, :] <= last[:, None])
         if WINDOW:
             seen = seen & (place[None, :] > last[:, None] - window)
