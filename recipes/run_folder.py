@@ -10,6 +10,7 @@ A checkpoint is sealed and then renamed to its name; a torn or damaged one is pa
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -54,9 +55,10 @@ class RunFolder:
         return cls(path, settings)
 
     def start(self) -> None:
-        """Create the folder and write down what the run is."""
+        """Create the folder and write down what the run is; of a resumed one that is known."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "run.json").write_text(json.dumps(self.settings, indent=2) + "\n")
+        if not (self.path / "run.json").exists():
+            _write(self.path / "run.json", json.dumps(self.settings, indent=2) + "\n")
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
@@ -88,10 +90,25 @@ class RunFolder:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop log lines of steps that a resumed run will take again."""
+        """Drop log lines of steps that a resumed run will take again, and torn ones."""
         path = self.path / "log.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+        _write(path, "".join(line for line in lines if _step_of(line) <= step))
+
+
+def _step_of(line: str) -> float:
+    """The step of a log line; never, where a kill has torn it."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def _numbers(folder: Path, name: str) -> list[int]:
