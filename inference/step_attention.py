@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..attention import Pages
 from ..attention.backends.triton_decode import DecodeTiles, padded, precision, processors
-from ..attention.backends.triton_tile import block_step, pages_of
+from ..attention.backends.triton_tile import take_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,26 +154,29 @@ def _attend(
         WIDE, PARTS, HEADS, GROUP, D, NORM, BIAS, kind,
     )  # fmt: skip
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PAD], tl.float32)
+    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
+    begin = split * share
+    end = tl.minimum(begin + share, before)
+    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
+    acc, top, total = take_in(
+        turned, tl.full([ROWS], 0, tl.int32) + before, begin, plain, end,
+        table + row * table_stride, keys + kv * D, values + kv * D, slot_stride_k, slot_stride_v,
+        scale, 1.0, 0, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
+    )  # fmt: skip
     if split == 0:
         exact = turned.to(tl.float32)
         key = tl.sum(tl.where((line == GROUP)[:, None], exact, 0.0), 0)
         from_v = (HEADS + KV + kv) * D + d
         value = _summed(parts, bias, rows, row, from_v, near, WIDE, PARTS, kind, BIAS)
-        top = tl.sum(exact * key[None, :], 1) * (scale * 1.4426950408889634)
-        total = tl.full([ROWS], 1.0, tl.float32)
-        acc += value[None, :]
+        score = tl.sum(exact * key[None, :], 1) * (scale * 1.4426950408889634)
+        highest = tl.maximum(top, score)
+        fade, weight = tl.exp2(top - highest), tl.exp2(score - highest)
+        acc = acc * fade[:, None] + weight[:, None] * value[None, :]
+        total = total * fade + weight
+        top = highest
         if slot >= 0:
             tl.store(keys + slot * slot_stride_k + kv * D + d, key.to(kind), mask=near)
             tl.store(values + slot * slot_stride_v + kv * D + d, value.to(kind), mask=near)
-
-    acc, top, total = _meet_pages(
-        turned, acc, top, total, before, split, table + row * table_stride, keys + kv * D,
-        values + kv * D, slot_stride_k, slot_stride_v, scale,
-        D, PAD, ROWS, SPLITS, PAGE, BLOCK, PRECISION,
-    )  # fmt: skip
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     stored = (line < GROUP)[:, None] & near[None, :]
     query = row * HEADS + kv * GROUP + line
@@ -189,36 +192,6 @@ def _attend(
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             _join(shares, share_lse, query, line, d, to, stored, SPLITS, GROUP, D, PAD, ROWS)
             tl.store(counter, 0)
-
-
-@triton.jit
-def _meet_pages(
-    turned, acc, top, total, before, split, pages, keys, values, slot_stride_k, slot_stride_v,
-    scale,
-    D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Let the rows take in this split's share of the keys before the new one."""
-    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
-    begin = split * share
-    end = tl.minimum(begin + share, before)
-    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    last = tl.full([ROWS], 0, tl.int32) + before
-    for first in range(begin, plain, BLOCK):
-        page = pages_of(pages, first, end, PAGE, BLOCK)
-        acc, top, total = block_step(
-            turned, acc, top, total, last, first, end, page, keys, values,
-            slot_stride_k, slot_stride_v, scale, 1.0, 0,
-            False, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
-        )  # fmt: skip
-    for first in range(plain, end, BLOCK):
-        page = pages_of(pages, first, end, PAGE, BLOCK)
-        acc, top, total = block_step(
-            turned, acc, top, total, last, first, end, page, keys, values,
-            slot_stride_k, slot_stride_v, scale, 1.0, 0,
-            True, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
-        )  # fmt: skip
-    return acc, top, total
 
 
 @triton.jit
@@ -274,7 +247,7 @@ def attend_parts(
     _attend[(kv, tiles.splits, rows)](
         *given, pages.table, shares, lse, ended, scale, pages.table.stride(0), **sizes,
         SPLITS=tiles.splits, PAGE=page, BLOCK=tiles.block, PRECISION=precision(out),
-        launch_pdl=late, num_warps=tiles.warps, num_stages=tiles.stages,
+        launch_pdl=late, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out
 
