@@ -29,18 +29,29 @@ def count(text: str) -> int:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse `argv`, behind what `--config FILE` says."""
+    """Parse `argv`, whose settings take the place of those that `--config FILE` names."""
     parser.add_argument("--config", type=Path, help="YAML file of these settings")
-    argv = sys.argv[1:] if argv is None else argv
-    first, _ = parser.parse_known_args(argv)
-    if first.config is None:
-        return parser.parse_args(argv)
-    known, words = {action.dest: action for action in parser._actions}, []
-    for name, value in read(first.config).items():
-        if name not in known:
-            raise ValueError(f"{first.config}: no setting {name}; see --help")
-        words += _words(known[name].option_strings[-1], value)
-    return parser.parse_args([*words, *argv])
+    said = _said(parser, sys.argv[1:] if argv is None else argv)
+    if "config" in said:
+        said = _said(parser, _words_of(parser, said["config"])) | said
+    return argparse.Namespace(**vars(parser.parse_args([])) | said)
+
+
+def _said(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
+    """The settings that `argv` names, none of the defaults."""
+    nothing = {action.dest: None for action in parser._actions if action.dest != "help"}
+    found = vars(parser.parse_args(argv, argparse.Namespace(**nothing)))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _words_of(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """Say a YAML file's settings as one would on the command line."""
+    options, words = {action.dest: action.option_strings for action in parser._actions}, []
+    for name, value in read(path).items():
+        if name not in options:
+            raise ValueError(f"{path}: no setting {name}; see --help")
+        words += _words(options[name][-1], value)
+    return words
 
 
 def _words(option: str, value: Any) -> list[str]:

@@ -116,6 +116,16 @@ def test_the_command_line_overrides_the_yaml(tmp_path):
     assert hf_arguments(args).max_steps == -1
 
 
+def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
+    from pretrain import options
+
+    (tmp_path / "run.yaml").write_text("prompt: [Once, There]\nbudget: 64\n")
+    config = ["--config", str(tmp_path / "run.yaml")]
+    assert options(config).prompt == ["Once", "There"]
+    args = options([*config, "--prompt", "Hello", "--prompt", "You"])
+    assert (args.prompt, args.budget, args.steps) == (["Hello", "You"], 64, 800)
+
+
 def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
