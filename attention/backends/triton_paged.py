@@ -73,9 +73,10 @@ def decode_tiles(q: Tensor, keys: Tensor, values: Tensor, count: int, reach: int
 
 
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
-    """Tall tiles for tensor cores; smaller ones where wide heads or fp32 fill the registers."""
+    """Tall tiles for tensor cores, as large as registers hold: spilling makes them crawl."""
     wide = max(padded(q.shape[2]), padded(values.shape[-1])) * q.element_size()
     group = q.shape[1] // keys.shape[2]
+    rows = max(128 if wide <= 128 else 64, group)
     if wide <= 256:
-        return PrefillTiles(max(128 if wide <= 128 else 64, group), 64, warps=4, stages=3)
-    return PrefillTiles(max(64, group), 32, warps=4, stages=2)
+        return PrefillTiles(rows, 64, warps=4 if rows * wide <= 16384 else 8, stages=3)
+    return PrefillTiles(rows, 32, warps=4, stages=2)
