@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,16 @@ def agree(
         return False
     limit = 1e-4 if inputs[0].dtype == torch.float32 else 4e-2
     return all(error < limit for error in errors)  # unlike max, false where one is no number
+
+
+def agrees(part: Any, twin: Any, device: torch.device) -> bool:
+    """Run one module of a single input as it is and as its twin, where it will train."""
+    if any(p.is_meta for p in part.parameters()):
+        return False
+    part = deepcopy(part).to(device).train()  # where it drops out, it must be seen to
+    weights = list(part.parameters())
+    x = wave(weights[0], 1, 5, weights[0].shape[-1])
+    return agree(partial(type(part).forward, part), partial(twin.forward, part), [x], weights)
 
 
 def _outcome(call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]) -> list[Tensor]:

@@ -48,7 +48,7 @@ def agrees(part: Any, twin: Any, device: torch.device) -> bool:
         return False
     shell = copy(part)
     shell._modules = {**part._modules, "self_attn": _StandIn()}
-    shell = deepcopy(shell).to(device)
+    shell = deepcopy(shell).to(device).train()
     weights = list(shell.parameters())
     x = wave(weights[0], 1, 5, _norms(shell)[0].weight.shape[-1])
     names = "attention_mask", "position_ids", "position_embeddings", "cu_seq_lens_q"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused_norm import agrees  # noqa: F401 - proven as norms are
+from .agreement import agrees as agrees
 from .twins import is_plain_linear, serves
 
 NAMES = "gate_proj", "up_proj", "down_proj"

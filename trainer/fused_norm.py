@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .agreement import agree, wave
+from .agreement import agrees as agrees
 from .twins import serves
 
 
@@ -30,13 +27,3 @@ def eps_of(part: Any) -> float | None:
     if not type(part).__name__.endswith("RMSNorm") or getattr(part, "weight", None) is None:
         return None
     return getattr(part, "variance_epsilon", getattr(part, "eps", None))
-
-
-def agrees(part: Any, twin: Any, device: torch.device) -> bool:
-    """Run one module of a single input both ways, where it will train."""
-    if any(p.is_meta for p in part.parameters()):
-        return False
-    part = deepcopy(part).to(device)
-    weights = list(part.parameters())
-    x = wave(weights[0], 1, 5, weights[0].shape[-1])
-    return agree(partial(type(part).forward, part), partial(twin.forward, part), [x], weights)

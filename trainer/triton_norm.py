@@ -133,6 +133,8 @@ def passed_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, and its norm: gradients of both are added in the norm's own backward."""
+    if delta is not None and torch.promote_types(x.dtype, delta.dtype) != x.dtype:
+        x, delta = x + delta, None  # the sum is wider than x
     both: Any = _RMSNorm.apply(x, delta, weight, eps)
     return both
 

@@ -9,8 +9,10 @@ from copy import deepcopy
 import pytest
 import tiny_run
 import torch
+from nopad.trainer.agreement import agrees
 from nopad.trainer.fusing import PARTS
 from nopad.trainer.twins import FUSED, twin_of
+from torch import nn
 
 
 def saved_and_loaded(model):
@@ -35,3 +37,18 @@ def test_a_fused_model_is_saved_whole_and_copied(again):
     assert [type(part) for part in other.modules()] == [type(part) for part in model.modules()]
     assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}
     assert torch.equal(other(ids).logits, gold)
+
+
+class Dropping(nn.Module):
+    def __init__(self, share: float):
+        super().__init__()
+        self.weight, self.share = nn.Parameter(torch.ones(6)), share
+
+    def forward(self, x):
+        return nn.functional.dropout(x * self.weight, self.share, self.training)
+
+
+def test_what_drops_out_in_training_is_not_fused_although_it_does_not_now():
+    twin = twin_of(Dropping, lambda part, x: x * part.weight)
+    assert agrees(Dropping(0.0).eval(), twin, torch.device("cpu"))
+    assert not agrees(Dropping(0.5).eval(), twin, torch.device("cpu"))

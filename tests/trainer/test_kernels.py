@@ -136,6 +136,14 @@ for family, count in expected.items():
         assert "Forgetful" not in found.names, "its attention is given something else"
         found.undo()
 
+from nopad.trainer.triton_norm import passed_norm
+
+x, delta, weight = torch.randn(2, 32).bfloat16(), torch.randn(2, 32), torch.randn(32).bfloat16()
+total, out = passed_norm(x, delta, weight, 1e-6)
+assert torch.equal(total, x + delta) and out.dtype == torch.float32, "what is wider stays so"
+gold = torch.nn.functional.rms_norm(x + delta, (32,), eps=1e-6) * weight
+torch.testing.assert_close(out, gold)
+
 def stock(x):
     return x * 1.0, x * 1.0
 
