@@ -16,14 +16,10 @@ import logging
 import math
 import os
 import sys
-from pathlib import Path
 
 from loading import data_options, load_data, load_model
-from run_folder import RunFolder
+from run_folder import RunFolder, run_options
 from settings import Help, Training, count, exit_status, parse
-
-FREE_TO_CHANGE = {"resume", "output", "config", "workers", "save_every", "eval_every", "prompt",
-                  "log_with"}  # fmt: skip
 
 RATES_EVERY = 10
 """Steps: reading the rates goes over all data so far, and waits for the device."""
@@ -45,14 +41,13 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
-    add("--output", type=Path, help="folder of this run; without it, the next free runs/pretrain-N")
-    add("--resume", nargs="?", const="last", metavar="FOLDER", help="go on with a run, or the last")
+    run_options(add, "pretrain")
     add("--save-every", type=count, default=200, help="steps between checkpoints")
     add("--eval-every", type=count, default=400, help="steps between generations")
     add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
         "beginnings of documents held out of the data")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
-    return parse(parser, argv)
+    return parse(parser, argv, "pretrain")
 
 
 def optimize(args: argparse.Namespace, model, clips: bool):
@@ -264,12 +259,7 @@ class Pretraining:
 def main(argv: list[str] | None = None) -> None:
     """Train as the options say; what the user can mend comes out as a ValueError."""
     args = options(argv)
-    settings = {k: v for k, v in vars(args).items() if k not in FREE_TO_CHANGE}
-    if args.resume:
-        folder = RunFolder.resumed("pretrain", args.resume, settings)
-    else:
-        folder = RunFolder.new("pretrain", args.output, settings)
-    args.output = folder.path
+    folder = RunFolder.of("pretrain", args)
     accelerator = start(args)
     run = Pretraining(args, folder, accelerator)
     if accelerator.is_main_process:

@@ -9,13 +9,56 @@ A checkpoint is sealed and then renamed to its name; a torn or damaged one is pa
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 RUNS = Path("runs")
+
+
+NOT_KEPT = {"resume", "output", "config"}
+FREE_TO_CHANGE = NOT_KEPT | {"workers", "save_every", "eval_every", "prompt", "log_with"}
+"""By a resume: they change neither the data's order nor what is learnt."""
+
+
+def run_options(add: Any, recipe: str) -> None:
+    """Where a run lies, and whether it goes on."""
+    add("--output", type=Path, help=f"folder of the run; without it, the next free runs/{recipe}-N")
+    add("--resume", nargs="?", const="last", metavar="FOLDER",
+        help="go on with a run, or the last, as it was started")  # fmt: skip
+
+
+def run_to_resume(recipe: str, which: str, output: Path | None) -> Path:
+    """The folder of the named run; of the last one, or of `--output`, where none is named."""
+    path = Path(which) if which != "last" else output
+    if path is None:
+        numbers = _numbers(RUNS, recipe)
+        if not numbers:
+            raise ValueError(f"no run to resume under {RUNS}/: start one without --resume")
+        path = RUNS / f"{recipe}-{max(numbers)}"
+    if not (path / "run.json").is_file():
+        raise ValueError(f"{path} is no run folder (it has no run.json): name one of {RUNS}/")
+    return path
+
+
+def started_with(path: Path) -> dict[str, Any]:
+    """The settings a run was started with."""
+    try:
+        return dict(json.loads((path / "run.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / 'run.json'} is damaged: {error}") from None
+
+
+def refuse_changes(path: Path, before: dict[str, Any], said: dict[str, Any]) -> None:
+    """Refuse settings under which a resumed run would be another one."""
+    changed = [k for k in said if k not in FREE_TO_CHANGE and before[k] != said[k]]
+    if changed:
+        was = ", ".join(f"{k}={before[k]!r} (now {said[k]!r})" for k in changed)
+        raise ValueError(f"{path} was started with {was}: leave them out, or start a new run")
 
 
 class RunFolder:
@@ -26,32 +69,24 @@ class RunFolder:
         self.settings = settings
 
     @classmethod
-    def new(cls, name: str, output: Path | None, settings: dict) -> RunFolder:
+    def of(cls, recipe: str, args: argparse.Namespace) -> RunFolder:
+        """The folder of the run that goes on, or of a new one; `args.output` is its path then."""
+        settings = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
+        folder = (
+            cls(args.output, settings) if args.resume else cls.new(recipe, args.output, settings)
+        )
+        args.output = folder.path
+        return folder
+
+    @classmethod
+    def new(cls, recipe: str, output: Path | None, settings: dict) -> RunFolder:
         """Take `output`, or the next free number; never a folder that holds a run already."""
-        path = output or RUNS / f"{name}-{max([0, *_numbers(RUNS, name)]) + 1}"
+        path = output or RUNS / f"{recipe}-{max([0, *_numbers(RUNS, recipe)]) + 1}"
         if (path / "run.json").exists():
             raise ValueError(
                 f"{path} holds a run already: continue it with --resume {path}, "
-                "or choose another --output"
+                "choose another --output, or remove it"
             )
-        return cls(path, settings)
-
-    @classmethod
-    def resumed(cls, name: str, which: str, settings: dict) -> RunFolder:
-        """Open the named run, or the last one, if it was started with the same settings."""
-        path = Path(which)
-        if which == "last":
-            numbers = _numbers(RUNS, name)
-            if not numbers:
-                raise ValueError(f"no run to resume under {RUNS}/: start one without --resume")
-            path = RUNS / f"{name}-{max(numbers)}"
-        if not (path / "run.json").is_file():
-            raise ValueError(f"{path} is no run folder (it has no run.json): name one of {RUNS}/")
-        before = json.loads((path / "run.json").read_text())
-        changed = [key for key in settings if before.get(key) != settings[key]]
-        if changed:
-            was = ", ".join(f"{k}={before.get(k)!r} (now {settings[k]!r})" for k in changed)
-            raise ValueError(f"{path} was started with {was}: pass the same, or start a new run")
         return cls(path, settings)
 
     def start(self) -> None:
@@ -111,6 +146,6 @@ def _write(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _numbers(folder: Path, name: str) -> list[int]:
-    matches = (re.fullmatch(rf"{name}-(\d+)", path.name) for path in folder.glob(f"{name}-*"))
+def _numbers(folder: Path, recipe: str) -> list[int]:
+    matches = (re.fullmatch(rf"{recipe}-(\d+)", path.name) for path in folder.glob(f"{recipe}-*"))
     return [int(match[1]) for match in matches if match]

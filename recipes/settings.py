@@ -1,6 +1,8 @@
 """Settings of a recipe: the command line, and a YAML file of the same names that it overrides.
 
 python recipes/sft.py --config sft.yaml --learning-rate 1e-5
+
+A run that is resumed takes what neither of them says from what it was started with.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from run_folder import refuse_changes, run_to_resume, started_with
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -28,13 +32,24 @@ def count(text: str) -> int:
     return int(text)
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse `argv`, whose settings take the place of those that `--config FILE` names."""
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None = None, recipe: str = ""
+) -> argparse.Namespace:
+    """Parse `argv`, whose settings take the place of those that `--config FILE` names.
+
+    With `--resume`, both take the place of what that run of the recipe was started with.
+    """
     parser.add_argument("--config", type=Path, help="YAML file of these settings")
     said = _said(parser, sys.argv[1:] if argv is None else argv)
     if "config" in said:
         said = _said(parser, _words_of(parser, said["config"])) | said
-    return argparse.Namespace(**vars(parser.parse_args([])) | said)
+    settings = vars(parser.parse_args([]))
+    if "resume" in said:
+        path = run_to_resume(recipe, said["resume"], said.get("output"))
+        settings |= {k: v for k, v in started_with(path).items() if k in settings}
+        refuse_changes(path, settings, said)
+        said["output"] = path
+    return argparse.Namespace(**settings | said)
 
 
 def _said(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:

@@ -1,10 +1,52 @@
-"""The folder of a run: what a kill has torn in it does not stand in the way of a resume."""
+"""The folder of a run: a resume goes on as the run was started, whatever a kill has torn in it."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pretrain
+import pytest
 from run_folder import RunFolder
+
+STARTED = ["--budget", "64", "--prompt", "Once", "--learning-rate", "1e-4", "--save-every", "3"]
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch) -> Path:
+    """Where two runs lie, the last of them with settings of its own."""
+    monkeypatch.chdir(tmp_path)
+    RunFolder.of("pretrain", pretrain.options([])).start()
+    RunFolder.of("pretrain", pretrain.options(STARTED)).start()
+    return tmp_path
+
+
+def test_a_resumed_run_goes_on_as_it_was_started(started):
+    before = vars(pretrain.options(STARTED))
+    last = Path("runs/pretrain-2")
+    for resume in (["--resume"], ["--resume", str(last)], ["--output", str(last), "--resume"]):
+        now = vars(pretrain.options(resume))
+        told = {"resume": resume[1] if len(resume) == 2 else "last", "output": last}
+        assert now == {**before, **told}
+        assert RunFolder.of("pretrain", pretrain.options(resume)).path == last
+
+
+def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(started):
+    args = pretrain.options(["--resume", "--prompt", "There", "--save-every", "5"])
+    assert (args.prompt, args.save_every, args.budget) == (["There"], 5, 64)
+    (started / "new.yaml").write_text("learning-rate: 1e-3\n")
+    for other in (["--budget", "32"], ["--data", "d"]):
+        with pytest.raises(ValueError, match=rf"pretrain-2 was started with .*{other[0][2:]}"):
+            pretrain.options(["--resume", *other])
+    with pytest.raises(ValueError, match=r"learning_rate.*0\.0001 \(now 0\.001\)"):
+        pretrain.options(["--resume", "--config", "new.yaml"])
+    assert pretrain.options(["--resume", "--learning-rate", "0.0001"]).learning_rate == 1e-4
+
+
+def test_a_damaged_run_json_is_named(started):
+    (started / "runs/pretrain-2/run.json").write_text('{"budget"')
+    with pytest.raises(ValueError, match=r"pretrain-2/run\.json is damaged"):
+        pretrain.options(["--resume"])
 
 
 def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(tmp_path):
