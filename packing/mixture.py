@@ -34,11 +34,13 @@ class Mixture:
     ([0, 1, 0, 0, 0, 1, 0, 0], 0)
     """
 
-    def __init__(self, weights: Sequence[Weight], stop: Stop = "first"):
+    def __init__(self, weights: Sequence[Weight], stop: Stop = "first", readers: int = 1):
+        """readers: how many draw side by side, so that each sees one in so many tokens."""
         if stop not in ("first", "cycle", "all"):
             raise ValueError(f"stop {stop!r}: choose first, cycle or all")
         self.stop = stop
-        self.at, self.shares = _knots(weights)
+        at, self.shares = _knots(weights)
+        self.at = at // readers
         self.drawn = np.zeros(len(weights), np.int64)
         """Tokens drawn from each source so far."""
         self.restart()

@@ -58,7 +58,7 @@ class ShardPacks:
         self.settings, self.shard = settings, shard
         self.epoch, self.until = epoch, until
         self.packer = Packer(**settings.packer)
-        self.mixture = Mixture(settings.weights, settings.stop)
+        self.mixture = Mixture(settings.weights, settings.stop, readers=settings.shards)
         self.rows = [
             RowsInOrder(
                 source,
@@ -83,6 +83,8 @@ class ShardPacks:
         self._error: Exception | None = None
         self._behind: dict | None = None
         self._kept = 0
+        self._before = self.mixture.drawn.copy()
+        """Tokens drawn from each source when its lap began."""
 
     def next(self) -> Pack | None:
         """Give the next pack, or None once the shard has ended."""
@@ -158,7 +160,8 @@ class ShardPacks:
             if short < 0 or self.mixture.ran_out(short):
                 self._next_epoch()
             elif self.mixture.stop == "cycle":
-                self.rows[short].next_lap()
+                self._check_lap(short)
+                self._next_lap(short)
         return None
 
     def _next_epoch(self) -> None:
@@ -168,9 +171,22 @@ class ShardPacks:
         if self.until is None:
             self._check_kept()
         self.mixture.restart()
-        for ready, rows in zip(self._ready, self.rows, strict=True):
+        for source, ready in enumerate(self._ready):
             ready.clear()
-            rows.next_lap()
+            self._next_lap(source)
+
+    def _next_lap(self, source: int) -> None:
+        self._before[source] = self.mixture.drawn[source]
+        self.rows[source].next_lap()
+
+    def _check_lap(self, source: int) -> None:
+        """Refuse to wait for a source that gave nothing in a whole lap: it never will."""
+        if self.mixture.drawn[source] == self._before[source]:
+            raise ValueError(
+                f"source {source} of the mixture has nothing to give in shard {self.shard} of "
+                f"{self.settings.shards}: its rows were left out, or there are none; "
+                "use fewer shards"
+            )
 
     def _check_kept(self) -> None:
         """Refuse a run without end whose shard has nothing to give: it would turn for ever."""
@@ -271,6 +287,7 @@ class ShardPacks:
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
+        self._before[:] = -1  # not in the state: the lap under way is not looked at
         places = np.cumsum(from_text(state["places"]))
         order = from_text(state["order"]) if state["order"] else np.zeros(len(places), np.int64)
         held: dict[int, Sample] = {}

@@ -1,6 +1,6 @@
 """The state of a run: small versioned JSON, the same on every rank.
 
-    {"version": 1, "settings": {...}, "data": "fingerprint",
+    {"version": 2, "settings": {...}, "data": "fingerprint",
      "position": {"epoch", "start", "index", "until"},     packs below `index` were stepped
      "shards": {"0": "...", ...}}                          cursors, where lengths are unknown
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-VERSION = 1
+VERSION = 2
+"""Grows with the format, and when the same data and settings would give other packs."""
 FIELDS = {"version", "settings", "data", "position", "shards", "worker"}
 POSITION = ("epoch", "start", "index", "until")
 

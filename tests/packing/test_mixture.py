@@ -1,5 +1,7 @@
 """Mixtures: shares of tokens follow the weights at every moment, and sources end as asked."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -115,3 +117,30 @@ def test_a_source_without_weight_is_not_waited_for(weight, ahead):
     )
     tokens = np.concatenate([pack.tokens for pack in data])
     assert (tokens == 1).sum() >= 18 and (tokens == 2).sum() <= (0 if weight == 0 else 40)
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_a_shard_without_a_row_of_a_cycled_source_is_refused_by_name(epochs):
+    one, two = sources(5, 40)
+    mixture = [(one, 1), (two, 1)]
+    settings = {"budget": 8, "stop": "cycle", "ahead": False, "epochs": epochs}
+    data = PackedDataset(mixture, shards=8, **settings)
+    with pytest.raises(ValueError, match="source 0 of the mixture has nothing .* shard 5 of 8"):
+        list(islice(data, 1000))
+    fewer = PackedDataset(mixture, shards=5, **settings)
+    tokens = np.concatenate([pack.tokens for pack in islice(fewer, 1000)])
+    assert abs((tokens == 1).mean() - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_shards_follow_a_drifting_weight_as_the_whole_does(shards):
+    one, two = sources(800, 800)
+    drift = [(0, 1.0), (3200, 0.0)], [(0, 0.0), (3200, 1.0)]
+    mixture = list(zip((one, two), drift, strict=True))
+    shown = []
+    for options in ({"ahead": True}, {"ahead": False, "shards": shards}):
+        packs = PackedDataset(mixture, budget=16, pool=4, shuffle=False, **options)
+        tokens = np.concatenate([pack.tokens for pack in packs])[:3200]
+        shown.append((tokens.reshape(4, -1) == 1).mean(1))
+    assert np.abs(shown[0] - [0.875, 0.625, 0.375, 0.125]).max() < 0.03
+    assert np.abs(shown[1] - shown[0]).max() < 0.06

@@ -92,8 +92,9 @@ def test_a_changed_file_is_refused(jsonl):
 MALFORMED = {
     "no dict": lambda s: [1],
     "no version": lambda s: {k: v for k, v in s.items() if k != "version"},
-    "newer version": lambda s: {**s, "version": 2},
-    "version as text": lambda s: {**s, "version": "1"},
+    "older version": lambda s: {**s, "version": 1},
+    "newer version": lambda s: {**s, "version": 3},
+    "version as text": lambda s: {**s, "version": "2"},
     "unknown field": lambda s: {**s, "path": "/etc/passwd"},
     "no position": lambda s: {k: v for k, v in s.items() if k != "position"},
     "settings as list": lambda s: {**s, "settings": []},

@@ -90,7 +90,7 @@ def check_states(make, tmp_path):
     next(packs)
     state = json.loads(json.dumps(data.state_dict()))
     for change in (
-        {"version": 2},
+        {"version": 3},
         {"data": "other"},
         {"settings": {**state["settings"], "seed": 9}},
         {"position": {**state["position"], "index": -1}},
@@ -260,7 +260,7 @@ FAULTS = {
     "settings are not compared": (state_module, "_check_settings", no_check),
     "positions are not checked": (state_module, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
-    "the version is not compared": (state_module, "VERSION", 2),
+    "the version is not compared": (state_module, "VERSION", 3),
     "the checksum is not compared": (state_file, "_sealed", lambda state: json.dumps(
         {"state": state}).encode()),
     "the state before is not kept": (state_file, "_keep", no_check),
