@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from loading import check_vocabulary
+from run_folder import RunFolder, run_options
 from settings import Training, count
 
 
-def hf_options(parser: argparse.ArgumentParser, output: str, learning_rate: float) -> None:
+def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
     """Add what every recipe on the HF Trainer takes."""
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=float, default=1.0, help="passes over the data")
@@ -21,8 +22,7 @@ def hf_options(parser: argparse.ArgumentParser, output: str, learning_rate: floa
     add("--compile", action="store_true", help="compile the decoder layer; T is then constant")
     add("--checkpointing", action="store_true", help="recompute activations to save memory")
     add = parser.add_argument_group("run").add_argument
-    add("--output", default=output, help="folder of checkpoints and of the model")
-    add("--resume", action="store_true", help="go on from the newest whole checkpoint there")
+    run_options(add, recipe)
     add("--save-every", type=count, default=100, help="steps between checkpoints")
     add("--log-every", type=count, default=10, help="steps between lines of the log")
     add("--log-with", default="none", help="tensorboard, wandb, ...")
@@ -52,7 +52,9 @@ def hf_arguments(args: argparse.Namespace):
     )
 
 
-def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequence = ()) -> None:
+def hf_train(
+    args: argparse.Namespace, folder: RunFolder, model, data, tokenizer, examples: Sequence = ()
+) -> None:
     """Train on packs with the HF Trainer; stop when asked, and leave a model that loads.
 
     examples: prompts with answers, to be continued every `args.eval_every` steps.
@@ -67,8 +69,16 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequenc
     class Begun(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             Training.begun = True
+            if state.is_world_process_zero:
+                folder.start()
 
-    trainer = PackedTrainer(
+    class Resumable(PackedTrainer):
+        def get_batch_samples(self, *given):
+            # A resumed run that is done already would take a step more: its loop looks after steps.
+            done = self.state.global_step >= self.state.max_steps
+            return ([], None) if done else super().get_batch_samples(*given)
+
+    trainer = Resumable(
         model,
         hf_arguments(args),
         PackedCollator(fill=args.compile),
@@ -86,7 +96,7 @@ def hf_train(args: argparse.Namespace, model, data, tokenizer, examples: Sequenc
 
         evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
         trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
-    trainer.train(resume_from_checkpoint=args.resume or None)
+    trainer.train(resume_from_checkpoint=bool(args.resume) or None)
     whole = trainer.state.global_step >= trainer.state.max_steps
     if whole:
         trainer.save_model()

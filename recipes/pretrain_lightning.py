@@ -13,6 +13,7 @@ from pathlib import Path
 
 from held_out import continuing
 from loading import data_options, load_data, load_model
+from run_folder import RunFolder, run_options
 from settings import Help, Training, count, exit_status, parse
 
 
@@ -33,14 +34,13 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--devices", type=int, default=1, help="processes on this machine")
     add("--strategy", default="auto", help="ddp, fsdp, ...")
     add = parser.add_argument_group("run").add_argument
-    add("--output", type=Path, default=Path("runs/lightning"), help="folder of this run")
-    add("--resume", nargs="?", const="last", metavar="FILE", help="go on from this, or the last")
+    run_options(add, "pretrain_lightning")
     add("--save-every", type=count, default=50, help="steps between checkpoints")
     add("--eval-every", type=count, default=50, help="steps between generations")
-    return parse(parser, argv)
+    return parse(parser, argv, "pretrain_lightning")
 
 
-def module(args: argparse.Namespace, model):
+def module(args: argparse.Namespace, folder: RunFolder, model):
     """The smallest Lightning module: a forward, and an optimizer with its schedule."""
     import lightning.pytorch as pl
     import torch
@@ -53,6 +53,8 @@ def module(args: argparse.Namespace, model):
 
         def training_step(self, batch, _):
             Training.begun = True
+            if self.trainer.is_global_zero:
+                folder.start()
             return self.model(**batch).loss
 
         def configure_optimizers(self):
@@ -69,9 +71,9 @@ def checkpoint(args: argparse.Namespace) -> Path | None:
 
     if args.resume is None:
         return None
-    path = args.output / "last.ckpt" if args.resume == "last" else Path(args.resume)
+    path = args.output / "last.ckpt"
     if not path.is_file():
-        raise ValueError(f"there is no {path} to go on from: start without --resume")
+        raise ValueError(f"there is no {path} to go on from: start a new run")
     check_archive(path)
     return path
 
@@ -79,6 +81,7 @@ def checkpoint(args: argparse.Namespace) -> Path | None:
 def main(argv: list[str] | None = None) -> None:
     """Train as the options say."""
     args = options(argv)
+    folder = RunFolder.of("pretrain_lightning", args)
     import lightning.pytorch as pl
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
     from nopad.trainer.with_lightning_eval import EvalCallback
@@ -106,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         enable_model_summary=False,
         default_root_dir=args.output,
     )
-    trainer.fit(module(args, model), data, ckpt_path=resumed, weights_only=True)
+    trainer.fit(module(args, folder, model), data, ckpt_path=resumed, weights_only=True)
     whole = trainer.global_step == args.steps
     if whole:
         trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)

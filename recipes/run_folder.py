@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 RUNS = Path("runs")
-
-
+SAVED = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
+"""What a run leaves in its folder, whichever trainer it runs on."""
 NOT_KEPT = {"resume", "output", "config"}
-FREE_TO_CHANGE = NOT_KEPT | {"workers", "save_every", "eval_every", "prompt", "log_with"}
+FREE_TO_CHANGE = NOT_KEPT | {
+    "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
+    "prompt", "log_every", "log_with",
+}  # fmt: skip
 """By a resume: they change neither the data's order nor what is learnt."""
 
 
@@ -64,16 +67,17 @@ def refuse_changes(path: Path, before: dict[str, Any], said: dict[str, Any]) -> 
 class RunFolder:
     """Choose, check and fill the folder of one run."""
 
-    def __init__(self, path: Path, settings: dict):
-        self.path = path
-        self.settings = settings
+    def __init__(self, path: Path, settings: dict, started: bool = False):
+        self.path, self.settings, self.started = path, settings, started
 
     @classmethod
     def of(cls, recipe: str, args: argparse.Namespace) -> RunFolder:
         """The folder of the run that goes on, or of a new one; `args.output` is its path then."""
         settings = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
         folder = (
-            cls(args.output, settings) if args.resume else cls.new(recipe, args.output, settings)
+            cls(args.output, settings, started=True)
+            if args.resume
+            else cls.new(recipe, args.output, settings)
         )
         args.output = folder.path
         return folder
@@ -82,7 +86,7 @@ class RunFolder:
     def new(cls, recipe: str, output: Path | None, settings: dict) -> RunFolder:
         """Take `output`, or the next free number; never a folder that holds a run already."""
         path = output or RUNS / f"{recipe}-{max([0, *_numbers(RUNS, recipe)]) + 1}"
-        if (path / "run.json").exists():
+        if any(found for pattern in SAVED for found in path.glob(pattern)):
             raise ValueError(
                 f"{path} holds a run already: continue it with --resume {path}, "
                 "choose another --output, or remove it"
@@ -90,10 +94,15 @@ class RunFolder:
         return cls(path, settings)
 
     def start(self) -> None:
-        """Create the folder and write down what the run is; of a resumed one that is known."""
+        """Create the folder and write down what the run is, if that is not done yet.
+
+        On one rank, when all have met: none may find the folder taken by its own run.
+        """
+        if self.started:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
-        if not (self.path / "run.json").exists():
-            _write(self.path / "run.json", json.dumps(self.settings, indent=2) + "\n")
+        _write(self.path / "run.json", json.dumps(self.settings, indent=2) + "\n")
+        self.started = True
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"

@@ -14,6 +14,7 @@ import sys
 
 from hf_training import hf_options, hf_train
 from loading import load_tokenizer, naming
+from run_folder import RunFolder
 from settings import Help, count, exit_status, parse
 
 
@@ -38,8 +39,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=count, default=100, help="steps between generations")
     add("--eval-examples", type=int, default=32, help="conversations not trained on but continued "
         "and held against their answers, one in 50 at most; 0: none")  # fmt: skip
-    hf_options(parser, "runs/sft", learning_rate=2e-5)
-    args = parse(parser, argv)
+    hf_options(parser, "sft", learning_rate=2e-5)
+    args = parse(parser, argv, "sft")
     for name in ("model", "data"):
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is needed")
@@ -88,9 +89,10 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     args = options(argv)
+    folder = RunFolder.of("sft", args)
     set_seed(args.seed)
     tokenizer, data, examples = load_data(args)
-    hf_train(args, load_model(args), data, tokenizer, examples)
+    hf_train(args, folder, load_model(args), data, tokenizer, examples)
 
 
 if __name__ == "__main__":

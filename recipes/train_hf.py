@@ -12,6 +12,7 @@ import sys
 
 from hf_training import hf_options, hf_train
 from loading import data_options, load_data, load_model
+from run_folder import RunFolder
 from settings import Help, exit_status, parse
 
 
@@ -22,8 +23,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=Help,
     )
     data_options(parser, budget=2048)
-    hf_options(parser, "runs/train_hf", learning_rate=1e-3)
-    args = parse(parser, argv)
+    hf_options(parser, "train_hf", learning_rate=1e-3)
+    args = parse(parser, argv, "train_hf")
     if args.data is None and args.steps is None:
         args.steps = 150  # a look at Python's sources, not a pass over them
     return args
@@ -34,9 +35,10 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     args = options(argv)
+    folder = RunFolder.of("train_hf", args)
     set_seed(args.seed)
     tokenizer, data, _ = load_data(args, held_out=0)
-    hf_train(args, load_model(args, tokenizer), data, tokenizer)
+    hf_train(args, folder, load_model(args, tokenizer), data, tokenizer)
 
 
 if __name__ == "__main__":

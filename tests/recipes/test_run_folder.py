@@ -43,6 +43,13 @@ def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(sta
     assert pretrain.options(["--resume", "--learning-rate", "0.0001"]).learning_rate == 1e-4
 
 
+@pytest.mark.parametrize("left", ["run.json", "checkpoint-5", "last.ckpt", "model.safetensors"])
+def test_a_folder_that_holds_a_run_is_not_taken_for_another(tmp_path, left):
+    (tmp_path / left).touch()
+    with pytest.raises(ValueError, match=r"holds a run already: continue it with --resume"):
+        RunFolder.new("train_hf", tmp_path, {})
+
+
 def test_a_damaged_run_json_is_named(started):
     (started / "runs/pretrain-2/run.json").write_text('{"budget"')
     with pytest.raises(ValueError, match=r"pretrain-2/run\.json is damaged"):
@@ -64,6 +71,6 @@ def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(t
 
 def test_what_a_run_was_started_with_is_written_once_and_at_once(tmp_path):
     RunFolder(tmp_path, {"seed": 7}).start()
-    RunFolder(tmp_path, {"seed": 8}).start()
+    RunFolder(tmp_path, {"seed": 8}, started=True).start()
     assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 7}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

@@ -44,6 +44,30 @@ def test_fine_tuning_with_adapters_learns_from_answers_only(tmp_path, base):
     assert "done: out" in done.stdout
 
 
+@pytest.mark.parametrize("recipe", ["train_hf", "pretrain_lightning"])
+def test_a_run_is_neither_written_over_nor_resumed_as_another(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    inputs = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
+    inputs += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64"]
+    in_process(recipe, [*inputs, "--steps", "2", "--save-every", "1"])
+    run = tmp_path / "runs" / f"{recipe}-1"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"{recipe}-1 holds a run already"):
+        in_process(recipe, [*inputs, "--steps", "2", "--output", run])
+    for other in (["--steps", "4"], ["--learning-rate", "0.5"]):
+        with pytest.raises(ValueError, match=f"{recipe}-1 was started with .*{other[0][2:5]}"):
+            in_process(recipe, ["--resume", *other])
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    in_process(recipe, ["--resume"])
+    assert f"done: runs/{recipe}-1, step 2" in capsys.readouterr().out
+    for path in run.glob("*.safetensors"):
+        assert path.read_bytes() == before[path], "a run that was done took a step more"
+
+
 def in_process(recipe: str, arguments: list) -> None:
     """The recipe's main, here: it must raise before it trains."""
     importlib.import_module(recipe).main([*map(str, arguments)])
