@@ -1,19 +1,20 @@
 """Rows to samples: text, prompt and completion, chat messages, or ready token ids.
 
     {"text": ...}                     ids + eos                 every token but the first counts
-    {"prompt": ..., "completion": ...} ids of both + eos        the completion counts
+    {"prompt": ..., "completion": ...} ids of the whole + eos   the completion counts
     {"messages": [...], "tools"?}     the tokenizer's template  the assistant's turns count
     {"input_ids": [...], "labels"?}   as they are, checked      the labels say what counts
 
-Text is tokenized in batches. A row that cannot be read becomes a ValueError in its place, so that
-its neighbours are unharmed and whoever asked can raise it or leave it out.
+Text is tokenized in batches; a prompt and its completion as the one text they are, and a token
+that holds something of both counts. A row that cannot be read becomes a ValueError in its place,
+so that its neighbours are unharmed and whoever asked can raise it or leave it out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,26 +56,25 @@ class Encoder:
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         """Give the sample of each row, or the reason why there is none."""
         out: list[Any] = [None] * len(rows)
-        heads: dict[int, str] = {}
-        tails: dict[int, str] = {}
+        texts: dict[int, str] = {}
+        prompts: dict[int, str] = {}
         for i, row in enumerate(rows):
             try:
-                texts = self._texts_of(row)
-                if texts is None:
+                found = self._texts_of(row)
+                if found is None:
                     out[i] = self._encode_row(row)
                     continue
-                heads[i] = texts[0]
-                if len(texts) == 2:
-                    tails[i] = texts[1]
+                texts[i] = "".join(found)
+                if len(found) == 2:
+                    prompts[i] = found[0]
             except Exception as error:  # a tokenizer or its template may raise anything
                 out[i] = _as_value_error(error)
-        if heads:
+        if texts:
             self._check_end()
-        found = zip(heads, self._ids_of_all(list(heads.values()), special=True), strict=True)
-        ends = dict(zip(tails, self._ids_of_all(list(tails.values()), special=False), strict=True))
-        for i, ids in found:
+        all_ids = self._ids_of_all(list(texts.values()), ends=bool(prompts))
+        for i, ids in zip(texts, all_ids, strict=True):
             try:
-                out[i] = self._joined(ids, ends.get(i))
+                out[i] = self._sample(ids, prompts.get(i))
             except ValueError as error:
                 out[i] = error
         return out
@@ -92,19 +92,29 @@ class Encoder:
             return None
         return _text(pair[0], "prompt"), _text(pair[1], "completion")
 
-    def _joined(self, ids: np.ndarray | ValueError, tail: np.ndarray | ValueError | None) -> Sample:
-        """Build the sample of a text, or of a prompt that does not count and its completion."""
-        if isinstance(ids, ValueError):
-            raise ids
-        if isinstance(tail, ValueError):
-            raise tail
-        if tail is None:
-            return checked_sample(self._ended(ids), None, self.vocab_size)
-        if len(ids) and ids[-1] == self.eos:
-            ids = ids[:-1]  # a tokenizer that ends every text must not end the prompt
-        after = checked_ids(self._ended(tail), "completion")
-        labels = np.concatenate([np.full(len(ids), IGNORE), after])
-        return checked_sample(np.concatenate([ids, after]), labels, self.vocab_size)
+    def _sample(self, found: _Ids | ValueError, prompt: str | None) -> Sample:
+        """Build the sample of a text, which may begin with a prompt that does not count."""
+        if isinstance(found, ValueError):
+            raise found
+        ids = self._ended(found.ids)
+        if prompt is None:
+            return checked_sample(ids, None, self.vocab_size)
+        first = self._first_behind(prompt, found)
+        after = checked_ids(ids[first:], "completion")
+        labels = np.concatenate([np.full(first, IGNORE), after])
+        return checked_sample(ids, labels, self.vocab_size)
+
+    def _first_behind(self, prompt: str, found: _Ids) -> int:
+        """Find the first token of a text that reaches beyond the prompt it begins with."""
+        if found.ends is not None:
+            beyond = found.ends > len(prompt)
+            return int(np.argmax(beyond)) if beyond.any() else len(found.ids)
+        (alone,) = self._ids_of_all([prompt])
+        if isinstance(alone, ValueError):
+            raise alone
+        shorter = min(len(alone.ids), len(found.ids))
+        differ = alone.ids[:shorter] != found.ids[:shorter]
+        return int(np.argmax(differ)) if differ.any() else shorter
 
     def _encode_row(self, row: Any) -> Sample:
         if isinstance(row, Sample):
@@ -142,26 +152,31 @@ class Encoder:
             return np.append(ids, self.eos)
         return ids
 
-    def _ids_of_all(self, texts: list[str], special: bool) -> list[np.ndarray | ValueError]:
-        """Tokenize in one call; if that fails, one by one, to find out which text it was."""
+    def _ids_of_all(self, texts: list[str], ends: bool = False) -> list[_Ids | ValueError]:
+        """Tokenize in one call; if that fails, one by one, to find out which text it was.
+
+        ends: say where tokens end, if the tokenizer knows it.
+        """
         if not texts:
             return []
         try:
             tokenizer = self._needed_tokenizer()
             if not hasattr(tokenizer, "get_vocab"):
                 return [self._guarded(text) for text in texts]
+            ends = ends and getattr(tokenizer, "is_fast", False)
             batch = tokenizer(
-                texts, add_special_tokens=special, return_attention_mask=False, verbose=False
+                texts, return_attention_mask=False, return_offsets_mapping=ends, verbose=False
             )
-            return [np.asarray(ids, np.int64) for ids in batch["input_ids"]]
+            places = batch["offset_mapping"] if ends else [None] * len(texts)
+            return [_Ids.of(*both) for both in zip(batch["input_ids"], places, strict=True)]
         except Exception as error:  # a tokenizer may raise anything on hostile text
             if len(texts) == 1:
                 return [_as_value_error(error)]
-            return [ids for text in texts for ids in self._ids_of_all([text], special)]
+            return [ids for text in texts for ids in self._ids_of_all([text], ends)]
 
-    def _guarded(self, text: str) -> np.ndarray | ValueError:
+    def _guarded(self, text: str) -> _Ids | ValueError:
         try:
-            return checked_ids(self.tokenizer(text), "the tokenizer's output")
+            return _Ids(checked_ids(self.tokenizer(text), "the tokenizer's output"))
         except Exception as error:  # a tokenizer may raise anything on hostile text
             return _as_value_error(error)
 
@@ -169,6 +184,19 @@ class Encoder:
         if self.tokenizer is None:
             raise ValueError("a row of text needs a tokenizer: pass tokenizer=")
         return self.tokenizer
+
+
+class _Ids(NamedTuple):
+    """The tokens of one text."""
+
+    ids: np.ndarray
+    ends: np.ndarray | None = None
+    """The character behind each token; 0 for such as stand for none."""
+
+    @classmethod
+    def of(cls, ids: list[int], places: list[tuple[int, int]] | None) -> _Ids:
+        ends = None if places is None else np.array([end for _, end in places], np.int64)
+        return cls(np.asarray(ids, np.int64), ends)
 
 
 def _eos_id(tokenizer: Any, eos: bool | int) -> int | None:

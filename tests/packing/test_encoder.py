@@ -49,6 +49,45 @@ def test_only_the_completion_counts(tokenizer):
     assert sample.labels.tolist() == [IGNORE] * 5 + [9, 2]
 
 
+MERGES = [("▁", "a"), ("t", "i"), ("m", "e"), ("ti", "me"), ("▁", "time"), ("▁", "y")]
+
+
+@pytest.fixture(scope="module")
+def spaced():
+    """A tokenizer that puts a space before every text and ends every text, as some do."""
+    pieces = "<unk> </s> ▁ ▁a ti me time ▁time t i m e a : y ▁y".split()
+    inner = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, MERGES, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+class Slow:
+    """The same tokenizer, that does not know where its tokens come from."""
+
+    def __init__(self, inner):
+        self.inner, self.eos_token_id = inner, inner.eos_token_id
+
+    def __call__(self, text):
+        return self.inner(text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", [lambda fast: fast, Slow])
+@pytest.mark.parametrize(
+    ("prompt", "completion", "counted"),
+    [("a ", "time", ["▁time"]), ("a", " time", ["▁time"]), ("a:", "y", ["y"]), ("a t", "ime", [])],
+)
+def test_a_prompt_and_its_completion_are_tokenized_as_one_text(
+    spaced, kind, prompt, completion, counted
+):
+    sample = one(Encoder(kind(spaced)), {"prompt": prompt, "completion": completion})
+    assert sample.tokens.tolist() == spaced(prompt + completion)["input_ids"]
+    marks = spaced.convert_ids_to_tokens(sample.tokens[sample.labels != IGNORE].tolist())
+    assert marks == [*(counted or ["▁time"]), "</s>"]
+
+
 def test_the_column_can_be_named(tokenizer):
     assert one(Encoder(tokenizer, column="body"), {"body": "hello"}).tokens.tolist() == [1, 3, 2]
     with pytest.raises(ValueError, match="column="):
@@ -147,5 +186,5 @@ def test_a_tokenizer_that_only_knows_its_size_bounds_the_ids():
 def test_rows_without_chat_do_not_care_what_their_tools_are(tokenizer, tools):
     row = {"text": "hello", "tools": tools}
     assert one(Encoder(tokenizer), row).tokens.tolist() == [1, 3, 2]
-    pair = {"prompt": "what", "completion": "fine", "tools": tools}
+    pair = {"prompt": "what", "completion": " fine", "tools": tools}
     assert one(Encoder(tokenizer), pair).tokens.tolist() == [1, 5, 9, 2]

@@ -125,7 +125,7 @@ def test_a_shard_without_a_row_of_a_cycled_source_is_refused_by_name(epochs):
     mixture = [(one, 1), (two, 1)]
     settings = {"budget": 8, "stop": "cycle", "ahead": False, "epochs": epochs}
     data = PackedDataset(mixture, shards=8, **settings)
-    with pytest.raises(ValueError, match="source 0 of the mixture has nothing .* shard 5 of 8"):
+    with pytest.raises(ValueError, match=r"source 0 of the mixture has nothing .* shard 5 of 8"):
         list(islice(data, 1000))
     fewer = PackedDataset(mixture, shards=5, **settings)
     tokens = np.concatenate([pack.tokens for pack in islice(fewer, 1000)])
