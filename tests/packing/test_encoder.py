@@ -55,7 +55,24 @@ MERGES = [("▁", "a"), ("t", "i"), ("m", "e"), ("ti", "me"), ("▁", "time"), (
 @pytest.fixture(scope="module")
 def spaced():
     """A tokenizer that puts a space before every text and ends every text, as some do."""
-    pieces = "<unk> </s> ▁ ▁a ti me time ▁time t i m e a : y ▁y".split()
+    pieces = [
+        "<unk>",
+        "</s>",
+        "▁",
+        "▁a",
+        "ti",
+        "me",
+        "time",
+        "▁time",
+        "t",
+        "i",
+        "m",
+        "e",
+        "a",
+        ":",
+        "y",
+        "▁y",
+    ]
     inner = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, MERGES, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.post_processor = processors.TemplateProcessing(
