@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512
+PROGRAMS = 264
 ROWS, COLUMNS = 128, 32
 """What is added up at once of the programs' sums."""
 
@@ -53,8 +53,8 @@ def _backward(
     inside = place < width
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     d_gain = tl.zeros([WIDTH], tl.float32)
-    for number in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        at = number * width + place
+    for number in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=3):
+        at = tl.cast(number, tl.int64) * width + place
         scale = tl.load(scales + number)
         normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
         rise = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
