@@ -99,6 +99,7 @@ class PackedDataset(IterableDataset):
         self.packs = build(opened, weights, choices, self.skipped)
         self.settings = settings_of(self.packs, choices, weights)
         self.rank, self.world, self.epochs = rank, world, epochs
+        self._parents: tuple[int, int] | None = None
         self._begin_pass(0)
 
     @cached_property
@@ -229,16 +230,24 @@ class PackedDataset(IterableDataset):
         self._worker: dict | None = None
         self._over = False
 
+    def __getstate__(self) -> dict:
+        # A worker that is not forked is no member of its parent's process group.
+        return {**self.__dict__, "_parents": self._ranks()}
+
     def _share(self) -> Share:
         info = get_worker_info()
-        rank, world = self.rank, self.world
-        live = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if world is None and live:
-            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        elif world is None:
-            rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return Share(rank or 0, world, worker, workers)
+        return Share(*self._ranks(), worker, workers)
+
+    def _ranks(self) -> tuple[int, int]:
+        """Find out which of how many processes this one, or this worker's parent, is."""
+        if self.rank is not None and self.world is not None:
+            return self.rank, self.world
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if get_worker_info() is not None and self._parents is not None:
+            return self._parents
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _check(

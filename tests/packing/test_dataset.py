@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
 
 import numpy as np
 import pytest
+import torch
 from nopad.packing import PackedDataset
 from nopad.packing.state import merge_states
 from torch.utils.data import DataLoader
@@ -67,6 +69,23 @@ def test_with_known_lengths_any_number_of_ranks_sees_equally_many_packs(make, to
     together = [tools.digest(pack) for pack in run.packs()]
     assert together[: len(alone)] == alone and len(together) % world == 0
     assert all(not content for _, content in together[len(alone) :])
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
+def test_workers_read_for_their_parents_rank_however_they_were_started(monkeypatch, start):
+    data = PackedDataset([[n + 1] * 4 for n in range(8)], budget=4, shuffle=False)
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=start)
+    assert [pack.index for pack in loader] == [1, 3, 5, 7]
+
+
+def test_a_dataset_that_was_sent_to_another_rank_reads_for_that_one(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    data = PackedDataset([[n + 1] * 4 for n in range(4)], budget=4, shuffle=False)
+    sent = pickle.dumps(data)
+    monkeypatch.setenv("RANK", "1")
+    assert [pack.index for pack in pickle.loads(sent)] == [1, 3]
 
 
 def test_readers_that_do_not_divide_the_shards_are_told_what_does(make):
