@@ -84,6 +84,7 @@ class PackedDataset(IterableDataset):
         budget, seed, pool, align, pad = whole(
             budget=budget, seed=seed, pool=pool, align=align, pad=pad
         )
+        epochs, packs, shards = _whole_or_none(epochs=epochs, packs=packs, shards=shards)
         _check(budget, on_error, epochs, packs, shards)
         if (rank is None) != (world is None):
             raise ValueError(f"rank {rank} and world {world} go together: give both, or neither")
@@ -248,6 +249,10 @@ class PackedDataset(IterableDataset):
         if get_worker_info() is not None and self._parents is not None:
             return self._parents
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _whole_or_none(**settings: int | None) -> list[int | None]:
+    return [None if one is None else whole(**{name: one})[0] for name, one in settings.items()]
 
 
 def _check(

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -296,11 +297,14 @@ def test_a_shard_without_rows_is_refused_where_there_is_no_end():
         ({"budget": 8.0}, "budget 8.0 must be a whole number"),
         ({"pool": 1.5}, "pool 1.5 must be a whole number"),
         ({"seed": None}, "seed None must be a whole number"),
+        ({"epochs": 1.5}, "epochs 1.5 must be a whole number"),
+        ({"packs": 2.5}, "packs 2.5 must be a whole number"),
+        ({"shards": 2.0}, "shards 2.0 must be a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(options, told):
     with pytest.raises(ValueError, match=told):
-        list(PackedDataset([[1, 2, 3]], **{"budget": 8, **options}))
+        list(islice(PackedDataset([[1, 2, 3]], **{"budget": 8, **options}), 9))
 
 
 def test_settings_of_numpy_are_the_same_settings(tools):
