@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 
 from ..packing import IGNORE, Pack, pack_lengths
+from ..packing.ahead import BATCH, Skipped, encoded
 from . import pack_map
 from .asking import count, new_file, parser
 from .loading import load_tokenizer
 
-MOST_LENGTHS = 1 << 20
+MOST_LENGTHS = 1 << 24
+"""Samples that are looked at, where their lengths are known."""
 MOST_PACKS = 256
+"""Whose tokens are read of a stream, to measure its first samples."""
 MOST_SAMPLES = 16
 """Of a pack that is shown as text."""
 
@@ -44,11 +47,11 @@ def main(argv: list[str]) -> int:
         rank=0,
         world=1,
     )
-    packs = list(islice(data, MOST_PACKS))
-    lengths = _lengths(data, packs)
-    print(_summary(lengths, known=_store(data) is not None))
+    lengths, total = measured(data)
+    print(_summary(lengths, total))
     print(histogram(lengths), budgets(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would waste {padding_waste(lengths):.1%}\n")
+    packs = list(islice(data, max(args.packs, args.decode)))
     shown = [pack.lengths for pack in packs[: args.packs]]
     width = max(20, shutil.get_terminal_size().columns - 32)
     print(pack_map.terminal(shown, args.budget, width, colour=sys.stdout.isatty()))
@@ -78,25 +81,28 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return made.parse_args(argv)
 
 
-def _store(data: Any) -> Any:
-    return getattr(data.packs, "store", None)
-
-
-def _lengths(data: Any, packs: list[Pack]) -> np.ndarray:
-    """The lengths of the samples, as far as they are known without reading everything."""
-    store = _store(data)
+def measured(data: Any) -> tuple[np.ndarray, int | None]:
+    """The lengths of the first samples, and how many there are; None where nobody knows."""
+    store = getattr(data.packs, "store", None)
     if store is not None:
-        return np.asarray(store.lengths[:MOST_LENGTHS], np.int64)
-    return np.concatenate([np.zeros(0, np.int64), *(pack.lengths for pack in packs)])
+        return np.asarray(store.lengths[:MOST_LENGTHS], np.int64), len(store)
+    stream, lengths, tokens = data.packs.settings, [], 0
+    rows, skipped = stream.sources[0].read(0, 1), Skipped() if stream.skip else None
+    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):
+        found = [len(sample) for _, sample in encoded(batch, stream.encoder, skipped)]
+        lengths, tokens = lengths + found, tokens + sum(found)
+    over = next(rows, None) is None
+    return np.array(lengths, np.int64), len(lengths) if over else None
 
 
-def _summary(lengths: np.ndarray, known: bool) -> str:
+def _summary(lengths: np.ndarray, total: int | None) -> str:
     if not len(lengths):
         raise ValueError("there is nothing to inspect: the data is empty")
     middle, late = np.percentile(lengths, [50, 99]).astype(int).tolist()
-    of = "samples" if known else "samples in the first packs"
+    first = "" if total == len(lengths) else "the first "
+    of = f" of {total:,}" if first and total is not None else ""
     return (
-        f"{len(lengths):,} {of}, {lengths.sum():,} tokens; "
+        f"{first}{len(lengths):,}{of} samples, {lengths.sum():,} tokens; "
         f"length: median {middle}, p99 {late}, longest {lengths.max()}"
     )
 

@@ -32,6 +32,30 @@ def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
     assert page.read_text().count("<p>") == 3
 
 
+def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkeypatch, capsys):
+    """What is not encoded ahead is packed in parts: they are no samples."""
+    monkeypatch.setattr("nopad.packing.building.SMALL", 0)
+    monkeypatch.setattr("nopad.cli.inspection.MOST_PACKS", 1000)
+    path = tmp_path / "long.jsonl"
+    rows = [{"input_ids": [1] * (200 if i % 3 == 0 else 10)} for i in range(300)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["inspect", str(path), "--budget", "64"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("300 samples, 22,000 tokens; length: median 10, p99 200, longest 200")
+    monkeypatch.setattr("nopad.cli.inspection.MOST_PACKS", 8)
+    assert main(["inspect", str(path), "--budget", "64"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the first 256 samples, ") and "longest 200" in said
+    waste = padding_waste(np.array([len(row["input_ids"]) for row in rows[:256]]))
+    assert f"would waste {waste:.1%}" in said
+
+
+def test_of_many_samples_it_says_that_they_are_the_first(data, monkeypatch, capsys):
+    monkeypatch.setattr("nopad.cli.inspection.MOST_LENGTHS", 150)
+    assert main(["inspect", str(data), "--budget", "128"]) == 0
+    assert capsys.readouterr().out.startswith("the first 150 of 200 samples, ")
+
+
 def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none.jsonl")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
