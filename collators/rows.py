@@ -9,16 +9,19 @@ import numpy as np
 
 from ..packing import IGNORE, Pack, Sample
 from ..packing.compiled import compiled
+from ..packing.ids import check_masks, checked_sample
 
 
 def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
-    """Read a trainer's feature dict as a sample."""
+    """Read a trainer's feature dict as a sample; what packing would refuse is refused here too."""
     if isinstance(row, Sample):
         return row
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
-    labels: Any = row.get("labels")
-    return Sample(np.asarray(row["input_ids"]), labels)
+    check_masks(row, row.get("attention_mask"))
+    return checked_sample(row["input_ids"], row.get("labels"))
 
 
 def lay_rows(

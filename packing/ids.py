@@ -65,7 +65,7 @@ def check_masks(columns: Collection[str], attention_mask: Any = None) -> None:
             raise ValueError(
                 f"{mask} without labels: give labels, {IGNORE} where a token does not count"
             )
-    if attention_mask is not None and not np.all(attention_mask):
+    if attention_mask is not None and not np.all(np.asarray(attention_mask)):
         raise ValueError("attention_mask holds 0, so there is padding: tokenize without it")
 
 

@@ -89,6 +89,30 @@ def test_rows_without_tokens_raise():
         PackedCollator()([])
 
 
+@pytest.mark.parametrize("collator", [PackedCollator(), PaddedCollator()])
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}, "attention_mask holds 0"),
+        ({"input_ids": [5, 6], "attention_mask": torch.tensor([1, 0])}, "attention_mask holds 0"),
+        ({"input_ids": [5, 6], "completion_mask": [0, 1]}, "completion_mask without labels"),
+        ({"input_ids": [5, 6], "assistant_masks": [0, 1]}, "assistant_masks without labels"),
+        ({"input_ids": [5, -6]}, "input_ids holds -6"),
+        ({"input_ids": [5, 6], "labels": [5, -6]}, "labels holds -6"),
+        ({"input_ids": [5.0, 6.0]}, "input_ids must be integers"),
+        ([5, 6], "a row must be a dict"),
+    ],
+)
+def test_what_packing_refuses_is_refused_of_plain_rows_too(collator, row, told):
+    with pytest.raises(ValueError, match=told):
+        collator([{"input_ids": [1, 2]}, row])
+
+
+def test_a_mask_that_says_no_more_than_the_labels_may_stand_beside_them():
+    row = {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1], "labels": [IGNORE, IGNORE, 7]}
+    assert PackedCollator()([row])["labels"].tolist() == [[IGNORE, IGNORE, 7]]
+
+
 def test_the_batch_equals_that_of_the_stock_flattening_collator():
     from transformers import DataCollatorWithFlattening
 
