@@ -130,24 +130,31 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 
 
 def _lengths(data: PackedDataset) -> np.ndarray:
-    """The lengths of the first documents, none where they are not known before reading."""
+    """The lengths of all documents, none where they are not known before reading."""
     store = getattr(getattr(data, "packs", None), "store", None)
-    return np.zeros(0, np.int64) if store is None else np.asarray(store.lengths[:MOST_LENGTHS])
+    return np.zeros(0, np.int64) if store is None else np.asarray(store.lengths)
 
 
 def _foretell(data: PackedDataset) -> list[str]:
-    lengths = _lengths(data)
-    if not len(lengths):
-        return [f"packs of {data.settings['budget']}, lengths not known before reading"]
+    """Say how many packs come, how full, and what becomes of long samples."""
+    known, budget, asked = _lengths(data), data.settings["budget"], data.packs.packs
+    if not len(known):
+        run = "" if asked is None else f"{asked:,} "
+        return [f"{run}packs of {budget}, lengths not known before reading"]
+    lengths = known[:MOST_LENGTHS]
     names = ("budget", "pool", "strategy", "overflow", "align")
     planned: dict = data.packs.planner  # pyright: ignore[reportAttributeAccessIssue]
     planner = Planner(**{name: planned[name] for name in names if name in planned})
     held = len(planner.feed(lengths).items) + len(planner.finish().items)
-    counts = planner.counts
-    fill = counts.packed_tokens / max(1, counts.packs * data.settings["budget"])
+    counts, cut = planner.counts, len(known) > len(lengths)
+    packs = round(counts.packs * len(known) / len(lengths))
+    whole, kind = f"{'about ' * cut}{packs:,}", f"packs of {budget}"
+    run = f"{whole} {kind}" if asked is None else f"{asked:,} {kind} in all, {whole}"
+    fill = counts.packed_tokens / max(1, counts.packs * budget)
     return [
-        f"{counts.packs:,} packs of {data.settings['budget']} an epoch, fill {fill:.1%}, "
-        f"{held / max(1, counts.packs):.1f} samples or parts a pack; split {counts.split:,}, "
+        f"{run} an epoch, fill {fill:.1%}, "
+        f"{held / max(1, counts.packs):.1f} samples or parts a pack; "
+        f"{f'of the first {len(lengths):,} samples ' * cut}split {counts.split:,}, "
         f"truncated {counts.truncated:,}, dropped {counts.dropped:,}"
     ]
 

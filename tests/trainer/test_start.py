@@ -16,6 +16,24 @@ def test_the_banner_says_what_runs_and_what_to_expect():
     assert "packs of 32 an epoch, fill 9" in second and "dropped 0" in second
 
 
+def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch():
+    rows = [[1, 2, 3, 4]] * 40
+    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8, packs=3))
+    assert told.startswith("3 packs of 8 in all, 20 an epoch, fill 100.0%")
+    stream = PackedDataset(rows, budget=8, packs=3, ahead=False)
+    assert check_run(tiny_run.model(), stream)[1].startswith("3 packs of 8, lengths not known")
+
+
+def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):
+    monkeypatch.setattr("nopad.trainer.start.MOST_LENGTHS", 10)
+    rows = [[1, 2, 3, 4]] * 40
+    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8))
+    assert told.startswith("about 20 packs of 8 an epoch, fill 100.0%")
+    assert "; of the first 10 samples split 0," in told
+    with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
+        check_run(tiny_run.model(), PackedDataset([*rows, [1] * 100], budget=128))
+
+
 def test_a_model_that_cannot_be_packed_is_refused():
     from transformers import MambaConfig, MambaForCausalLM
 
