@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from .pack import Pack
 from .planned import PlannedPacks, Position
 from .planner import Strategy, whole
 from .progress import Progress, done
-from .state import VERSION, check_state
+from .state import VERSION, check_state, pass_end
 
 
 class PackedDataset(IterableDataset):
@@ -201,8 +201,20 @@ class PackedDataset(IterableDataset):
         return {**state, "worker": {**worker, "epoch": epoch, "start": start}}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue where the state was taken; it must be of the same data and settings."""
+        """Continue where the state was taken; it must be of the same data and settings.
+
+        Where lengths are known, `epochs` may be another: the pass has then so many in all. A
+        stream's last epoch ends with packs of what was held back, so there it must be the same.
+        """
         check_state(state, self.settings, self.data)
+        position = Position(**state["position"])
+        if state["epochs"] != self.epochs:
+            if not isinstance(self.packs, PlannedPacks):
+                raise ValueError(
+                    f"the state was made with epochs={state['epochs']}, this stream has "
+                    f"epochs={self.epochs}: give both the same"
+                )
+            position = replace(position, until=pass_end(state, self.epochs))
         worker = state.get("worker")
         info = get_worker_info()
         here = None if info is None else (info.id, info.num_workers)
@@ -212,7 +224,7 @@ class PackedDataset(IterableDataset):
                 "or save the state of the packs that were stepped, which any number can continue"
             )
         cursors = {int(shard): dict(at) for shard, at in state.get("shards", {}).items()}
-        self._begin = Progress(Position(**state["position"]), cursors)
+        self._begin = Progress(position, cursors)
         self._given, self._done, self._worker, self._over = self._begin, None, worker, False
 
     def _state(self, position: Position, shards: dict) -> dict:
@@ -220,6 +232,7 @@ class PackedDataset(IterableDataset):
             "version": VERSION,
             "settings": dict(self.settings),
             "data": self.data,
+            "epochs": self.epochs,
             "position": asdict(position),
         }
         return {**state, "shards": shards} if shards else state

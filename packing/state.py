@@ -1,6 +1,6 @@
 """The state of a run: small versioned JSON, the same on every rank.
 
-    {"version": 2, "settings": {...}, "data": "fingerprint",
+    {"version": 2, "settings": {...}, "data": "fingerprint", "epochs": 3,
      "position": {"epoch", "start", "index", "until"},     packs below `index` were stepped
      "shards": {"0": "...", ...}}                          cursors, where lengths are unknown
 
@@ -15,7 +15,7 @@ from typing import Any
 
 VERSION = 2
 """Grows with the format, and when the same data and settings would give other packs."""
-FIELDS = {"version", "settings", "data", "position", "shards", "worker"}
+FIELDS = {"version", "settings", "data", "epochs", "position", "shards", "worker"}
 POSITION = ("epoch", "start", "index", "until")
 
 
@@ -28,7 +28,7 @@ def check_state(state: Any, settings: dict, data: str) -> None:
             f"the state has version {state['version']}, this nopad reads {VERSION}: "
             "use the nopad that wrote it"
         )
-    if set(state) - FIELDS or not {"settings", "data", "position"} <= set(state):
+    if set(state) - FIELDS or FIELDS - {"shards", "worker"} - set(state):
         raise ValueError(f"the state has the fields {sorted(state)}, expected {sorted(FIELDS)}")
     _check_settings(state["settings"], settings)
     if state["data"] != data:
@@ -36,6 +36,7 @@ def check_state(state: Any, settings: dict, data: str) -> None:
             f"the state was made with other data: fingerprint {state['data']}, here {data}"
         )
     _check_position(state["position"])
+    _check_epochs(state["epochs"], state["position"]["until"])
     _check_shards(state.get("shards", {}), settings.get("shards") or 0)
 
 
@@ -59,6 +60,12 @@ def _check_position(position: Any) -> None:
             raise ValueError(f"the state's {name} is {value!r}: expected a number from 0")
 
 
+def _check_epochs(epochs: Any, until: int | None) -> None:
+    endless = epochs is None and until is None
+    if not endless and not (is_count(epochs) and is_count(until) and 1 <= epochs <= until):
+        raise ValueError(f"the state's epochs={epochs!r} and until={until!r} contradict each other")
+
+
 def _check_shards(shards: Any, count: int) -> None:
     if not isinstance(shards, dict):
         raise ValueError(f"the state's shards are {type(shards).__name__}, not a dict")
@@ -70,6 +77,23 @@ def _check_shards(shards: Any, count: int) -> None:
             raise ValueError(f"the state of shard {name} must have the fields made, state, ended")
         if not is_count(at["made"]) or not isinstance(at["ended"], bool):
             raise ValueError(f"the state of shard {name} has made={at['made']!r}, not a number")
+
+
+def pass_end(state: dict, epochs: int | None) -> int | None:
+    """Give the epoch before which a state's pass ends if it is made of so many; None: never.
+
+    >>> state = {"epochs": 1, "position": {"epoch": 0, "start": 0, "index": 9, "until": 1}}
+    >>> pass_end(state, 3)
+    3
+    """
+    first = 0 if state["epochs"] is None else state["position"]["until"] - state["epochs"]
+    at, until = state["position"]["epoch"], None if epochs is None else first + epochs
+    if until is not None and at >= until:
+        raise ValueError(
+            f"the state was made with epochs={state['epochs']} and stands in epoch {at - first}, "
+            f"counted from 0; this dataset has epochs={epochs}, nothing would be left: raise it"
+        )
+    return until
 
 
 def is_count(value: Any) -> bool:

@@ -103,8 +103,26 @@ MALFORMED = {
     "index text": lambda s: {**s, "position": {**s["position"], "index": "3"}},
     "index bool": lambda s: {**s, "position": {**s["position"], "index": True}},
     "epoch float": lambda s: {**s, "position": {**s["position"], "epoch": 0.5}},
+    "epochs text": lambda s: {**s, "epochs": "1"},
+    "epochs none": lambda s: {**s, "epochs": None},
+    "epochs beyond": lambda s: {**s, "epochs": 2},
+    "no epochs": lambda s: {k: v for k, v in s.items() if k != "epochs"},
     "extra in position": lambda s: {**s, "position": {**s["position"], "file": "x"}},
 }
+
+
+def test_a_stream_with_another_number_of_epochs_is_refused_naming_both():
+    state = state_of(lambda: iter(ROWS), shards=2, epochs=2)
+    other = PackedDataset(lambda: iter(ROWS), **BASE, shards=2, epochs=3)
+    with pytest.raises(ValueError, match=r"made with epochs=2, this stream has epochs=3"):
+        other.load_state_dict(state)
+
+
+def test_a_state_beyond_the_datasets_epochs_is_refused_naming_both():
+    data = PackedDataset(ROWS, **BASE, epochs=3)
+    assert len(list(data)) == sum(map(data.count, range(3)))
+    with pytest.raises(ValueError, match=r"epochs=3 and stands in epoch 2, .* has epochs=2"):
+        PackedDataset(ROWS, **BASE, epochs=2).load_state_dict(data.state_dict())
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -157,3 +157,31 @@ def test_a_resume_with_rows_left_out_continues_the_same(tools, jsonl):
         data = make()
         data.load_state_dict(json.loads(states[cut]))
         assert [tools.digest(pack) for pack in data] == digests[cut:]
+
+
+@pytest.mark.parametrize("before, after", [(1, 3), (3, 2), (None, 2), (1, None), (2, 2)])
+@pytest.mark.parametrize("share", [0.4, 1])
+def test_a_resume_may_change_the_number_of_epochs(kinds, tools, before, after, share):
+    make = kinds["planned"]
+    whole = [tools.digest(pack) for pack in make(epochs=4)]
+    first, last = (sum(map(make().count, range(n or 4))) for n in (1, after))
+    data, done = make(epochs=before), int(first * share)
+    assert [tools.digest(p) for p in itertools.islice(iter(data), done)] == whole[:done]
+    state = json.loads(json.dumps(data.state_dict()))
+    again = make(epochs=after)
+    again.load_state_dict(state)
+    rest = itertools.islice(iter(again), len(whole) - done if after is None else None)
+    assert [tools.digest(pack) for pack in rest] == whole[done:last]
+
+
+def test_more_epochs_follow_the_pass_that_was_under_way(kinds, tools):
+    """The second pass of one epoch each, continued as one of three: the epochs 1, 2 and 3."""
+    make = kinds["planned"]
+    whole = [tools.digest(pack) for pack in make(epochs=4)]
+    first, data = make().count(0), make(epochs=1)
+    assert [tools.digest(pack) for pack in data] == whole[:first]
+    next(iter(data))
+    again = make(epochs=3)
+    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    seen = [content for _, content in map(tools.digest, again)]
+    assert seen == [content for _, content in whole[first + 1 :]]
