@@ -110,7 +110,7 @@ class PackedDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[Pack]:
         if self._over:
-            self._begin_pass(self._begin.position.until or 0)
+            self._begin_pass(self._following_epoch())
         share, begin = self._share(), self._begin
         given = Progress(begin.position, dict(begin.cursors))
         position = begin.position
@@ -188,6 +188,8 @@ class PackedDataset(IterableDataset):
     def state_dict(self) -> dict:
         """Give the state: small JSON that any number of ranks and workers can continue from.
 
+        Of packs that a DataLoader's workers read, this process knows only what `stepped` told it;
+        without that the state stays the beginning, and a StatefulDataLoader's own has to be saved.
         Where lengths are unknown a rank knows its own shards only: `merge_states` joins them.
         """
         info = get_worker_info()
@@ -247,6 +249,13 @@ class PackedDataset(IterableDataset):
     def __getstate__(self) -> dict:
         # A worker that is not forked is no member of its parent's process group.
         return {**self.__dict__, "_parents": self._ranks()}
+
+    def _following_epoch(self) -> int:
+        """Give the epoch that the next pass begins with."""
+        if self._begin.position.until is not None:
+            return self._begin.position.until
+        _, epoch, _ = self._given.last or (0, self._begin.position.epoch, 0)
+        return epoch + 1  # a run without end was ended by `packs`, in the middle of this one
 
     def _share(self) -> Share:
         info = get_worker_info()

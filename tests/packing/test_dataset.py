@@ -154,6 +154,25 @@ def test_a_pass_follows_a_pass_with_the_next_epochs_order(make, tools):
     assert full(tools, data) == second
 
 
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_pass_that_packs_ended_is_followed_by_another_order(make, tools, kind, world):
+    def passes(rank):
+        data = make(kind, rank, world, epochs=None, packs=16)
+        return [[tools.digest(pack) for pack in data] for _ in range(3)]
+
+    ranks = [passes(rank) for rank in range(world)]
+    one, two, three = (
+        [p for pair in zip(*some, strict=True) for p in pair] for some in zip(*ranks, strict=True)
+    )
+    assert [[index for index, _ in some] for some in (one, two, three)] == [list(range(16))] * 3
+    assert len({content for some in (one, two, three) for _, content in some}) == 48
+    if kind == "planned":
+        data = make(kind, epochs=3)
+        later = [tools.digest(pack) for pack in data][data.count(0) :]
+        assert [content for _, content in two] == [content for _, content in later[:16]]
+
+
 def test_set_epoch_does_not_throw_a_resumed_position_away(make, tools):
     data = make("planned")
     packs = iter(data)
