@@ -16,7 +16,10 @@ import numpy as np
 import torch
 
 from ..packing import IGNORE, Sample
+from ..packing.ids import checked_ids, checked_sample
 from .packed import PackedCollator
+
+PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 class PreferenceCollator:
@@ -31,35 +34,39 @@ class PreferenceCollator:
     """
 
     def __init__(self, *, max_length: int | None = None, **packed: Any):
-        """max_length: the longest sequence; a longer prompt loses its head, an answer its tail.
+        """max_length: the longest sequence; an answer loses its tail, and then the prompt its head.
 
-        packed: what `PackedCollator` takes.
+        A prompt is cut once for its pair, so that both answers are judged behind the same one.
+        packed: what `PackedCollator` takes, but for fixed shapes: a pair is as long as it is.
         """
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"max_length={max_length}: a prompt and an answer need a token each")
+        for name in ("fill", "fixed_sequences", "stack"):
+            if packed.get(name):
+                raise ValueError(f"{name}={packed[name]}: pairs have no budget to be filled up to")
         self.max_length = max_length
         self._packed = PackedCollator(**packed)
 
     def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        samples = [
-            self._sample(pair, answer)
-            for pair in pairs
-            for answer in ("chosen_ids", "rejected_ids")
-        ]
+        samples = [sample for pair in pairs for sample in self._samples(pair)]
         batch = self._packed(samples)
         batch["is_chosen"] = torch.arange(len(samples)) % 2 == 0
         return batch
 
-    def _sample(self, pair: Mapping[str, Any], answer: str) -> Sample:
-        if answer not in pair or "prompt_ids" not in pair:
-            raise ValueError(f"a pair needs `prompt_ids` and `{answer}`, got {sorted(pair)}")
-        prompt = np.asarray(pair["prompt_ids"], np.int64)
-        reply = np.asarray(pair[answer], np.int64)
-        if not len(prompt) or not len(reply):
-            raise ValueError(f"`prompt_ids` and `{answer}` need at least one token each")
+    def _samples(self, pair: Mapping[str, Any]) -> list[Sample]:
+        """Give the chosen and the rejected answer, each behind the prompt they share."""
+        for name in PARTS:
+            if name not in pair:
+                raise ValueError(f"a pair needs `prompt_ids` and `{name}`, got {sorted(pair)}")
+        prompt, *answers = (checked_ids(pair[name], name) for name in PARTS)
         if self.max_length is not None:
-            reply = reply[: self.max_length - 1]
-            prompt = prompt[-(self.max_length - len(reply)) :]
-        labels = np.concatenate([np.full(len(prompt), IGNORE), reply])
-        return Sample(np.concatenate([prompt, reply]), labels)
+            answers = [answer[: self.max_length - 1] for answer in answers]
+            prompt = prompt[-(self.max_length - max(map(len, answers))) :]
+        mark = np.full(len(prompt), IGNORE)
+        return [
+            checked_sample(np.concatenate([prompt, answer]), np.concatenate([mark, answer]))
+            for answer in answers
+        ]
 
 
 def sequence_log_probs(

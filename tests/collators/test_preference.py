@@ -15,9 +15,37 @@ def test_answers_count_and_prompts_do_not():
     assert batch["is_chosen"].tolist() == [True, False, True, False]
 
 
-def test_too_long_a_pair_loses_the_prompt_s_head_first():
+def test_too_long_a_pair_loses_its_prompt_s_head_once_for_both():
     batch = PreferenceCollator(max_length=4)([PAIR])
-    assert batch["input_ids"].tolist() == [[2, 3, 4, 5, 3, 6, 7, 8]]
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 3, 6, 7, 8]]
+    batch = PreferenceCollator(max_length=3)([PAIR])
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 3, 6, 7]]
+    assert batch["labels"].tolist() == [[-100, 4, 5, -100, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("part", "ids", "told"),
+    [
+        ("prompt_ids", [1.9, 2], "prompt_ids must be integers, got float64"),
+        ("chosen_ids", [3.7], "chosen_ids must be integers, got float64"),
+        ("prompt_ids", [-1, 2], "holds -1"),
+        ("rejected_ids", [-6], "holds -6"),
+        ("rejected_ids", [], "rejected_ids is empty"),
+    ],
+)
+def test_ids_that_are_none_are_refused(part, ids, told):
+    with pytest.raises(ValueError, match=told):
+        PreferenceCollator()([{**PAIR, part: ids}])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_length": 0}, {"max_length": 1}, {"fixed_sequences": 8}, {"fill": True}, {"stack": True}],
+)
+def test_lengths_and_shapes_that_a_pair_cannot_have_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        PreferenceCollator(**options)
 
 
 @pytest.mark.parametrize("missing", ["prompt_ids", "chosen_ids", "rejected_ids"])
