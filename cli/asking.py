@@ -1,13 +1,21 @@
-"""What the commands' options share: how `--help` tells them, and files tried before any work."""
+"""What the commands' options share: how `--help` and errors tell them, how data is read, numbers,
+and files tried before any work.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ARGUMENT = re.compile(
+    r"""\b(attn_implementation|budget|column|dtype|eos|glob|on_error|overflow|tokenizer)="""
+    r"""(?:"(\w+)"|('[^']+'|\w+))?"""
+)
+"""A setting as Python says it, with its value if there is one."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -31,6 +39,44 @@ def model_options(add: Any) -> None:
     add("--tokenizer", help="folder or hub name; without it, the model's")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights")
     add("--device", help="cuda, cuda:1, cpu ...; without it, what there is")
+
+
+def data_options(add: Any) -> None:
+    """How data is read, besides where it lies."""
+    add("--glob", help="which files of a folder, such as '*.jsonl'")
+    add("--on-error", default="raise", choices=("raise", "skip"),
+        help="what to do at a row that cannot be used: stop, or leave it out")  # fmt: skip
+    add("--eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's")
+    add("--dtype", choices=("uint16", "uint32"), help="of tokens in a flat .bin file")
+
+
+def data_choices(args: argparse.Namespace) -> dict[str, Any]:
+    """These options, as `PackedDataset` takes them."""
+    eos = True if args.eos is None else args.eos
+    return {"glob": args.glob, "on_error": args.on_error, "eos": eos, "dtype": args.dtype}
+
+
+def in_options(message: object, **renamed: str) -> str:
+    """Say what an error says of Python's arguments in words of the command line.
+
+    >>> in_options('no eos: pass eos= an id, or eos=False (on_error="skip" leaves it out)')
+    'no eos: pass --eos an id, or --eos none (--on-error skip leaves it out)'
+    """
+
+    def option(found: re.Match) -> str:
+        name, value = found[1], found[2] or found[3]
+        words = "--" + str(renamed.get(name, name)).replace("_", "-")
+        return f"{words} {'none' if value == 'False' else value}" if value else words
+
+    return ARGUMENT.sub(option, str(message))
+
+
+def _end(text: str) -> int | bool:
+    if text == "none":
+        return False
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: an id, or none")
+    return int(text)
 
 
 def new_file(text: str) -> Path:

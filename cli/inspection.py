@@ -20,7 +20,7 @@ import numpy as np
 from ..packing import IGNORE, Pack, pack_lengths
 from ..packing.ahead import BATCH, Skipped, encoded
 from . import pack_map
-from .asking import count, new_file, parser
+from .asking import count, data_choices, data_options, in_options, new_file, parser
 from .loading import load_tokenizer
 
 MOST_LENGTHS = 1 << 24
@@ -34,9 +34,16 @@ MOST_SAMPLES = 16
 def main(argv: list[str]) -> int:
     """Inspect a data set; return the exit status."""
     args = _options(argv)
+    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    try:
+        return _inspect(args, tokenizer)
+    except ValueError as error:
+        raise ValueError(in_options(error)) from error
+
+
+def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     from ..packing import PackedDataset
 
-    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
     data = PackedDataset(
         args.data,
         tokenizer=tokenizer,
@@ -46,9 +53,13 @@ def main(argv: list[str]) -> int:
         seed=args.seed,
         rank=0,
         world=1,
+        **data_choices(args),
     )
-    lengths, total = measured(data)
+    skipped = data.skipped
+    lengths, total = measured(data, skipped)
     print(_summary(lengths, total))
+    if skipped.rows:
+        print(f"{skipped.rows:,} rows left out, the first: {in_options(skipped.reasons[0])}")
     print(histogram(lengths), budgets(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would waste {padding_waste(lengths):.1%}\n")
     packs = list(islice(data, max(args.packs, args.decode)))
@@ -70,6 +81,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--column", default="text", help="column that holds the text")
+    data_options(add)
     add("--budget", type=int, default=8192, help="tokens a pack may hold")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what becomes of samples longer than a pack")  # fmt: skip
@@ -81,15 +93,18 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return made.parse_args(argv)
 
 
-def measured(data: Any) -> tuple[np.ndarray, int | None]:
-    """The lengths of the first samples, and how many there are; None where nobody knows."""
+def measured(data: Any, skipped: Skipped) -> tuple[np.ndarray, int | None]:
+    """The lengths of the first samples, and how many there are; None where nobody knows.
+
+    skipped: where rows of a stream are counted that had to be left out.
+    """
     store = getattr(data.packs, "store", None)
     if store is not None:
         return np.asarray(store.lengths[:MOST_LENGTHS], np.int64), len(store)
     stream, lengths, tokens = data.packs.settings, [], 0
-    rows, skipped = stream.sources[0].read(0, 1), Skipped() if stream.skip else None
+    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip else None
     while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):
-        found = [len(sample) for _, sample in encoded(batch, stream.encoder, skipped)]
+        found = [len(sample) for _, sample in encoded(batch, stream.encoder, counted)]
         lengths, tokens = lengths + found, tokens + sum(found)
     over = next(rows, None) is None
     return np.array(lengths, np.int64), len(lengths) if over else None

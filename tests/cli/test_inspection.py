@@ -56,6 +56,42 @@ def test_of_many_samples_it_says_that_they_are_the_first(data, monkeypatch, caps
     assert capsys.readouterr().out.startswith("the first 150 of 200 samples, ")
 
 
+def test_a_folder_of_several_kinds_is_told_with_the_option_that_chooses(data, capsys):
+    (data.parent / "LICENSE").write_text("All rights reserved.")
+    assert main(["inspect", str(data.parent)]) == 2
+    assert capsys.readouterr().err.endswith("files: choose some with --glob\n")
+    assert main(["inspect", str(data.parent), "--glob", "*.jsonl"]) == 0
+    assert "200 samples" in capsys.readouterr().out
+
+
+def test_flat_tokens_are_inspected(tmp_path, capsys):
+    np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(tmp_path / "flat.bin")
+    assert main(["inspect", str(tmp_path / "flat.bin")]) == 2
+    assert "need --dtype (uint16 or uint32) and --eos (an id)" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "flat.bin"), "--dtype", "uint16", "--eos", "0"]) == 0
+    assert "2 samples, 7 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_a_bad_row_stops_it_or_is_left_out_and_counted(data, small, monkeypatch, capsys):
+    monkeypatch.setattr("nopad.packing.building.SMALL", small)
+    with data.open("a") as file:
+        file.write('{"input_ids": []}\n')
+    assert main(["inspect", str(data), "--budget", "128"]) == 2
+    assert (
+        "ids.jsonl, line 201: " in (told := capsys.readouterr().err) and "--on-error skip" in told
+    )
+    assert main(["inspect", str(data), "--budget", "128", "--on-error", "skip"]) == 0
+    said = capsys.readouterr().out
+    assert "200 samples" in said and "1 rows left out, the first: ids.jsonl, line 201: " in said
+
+
+def test_text_without_a_tokenizer_is_told_of_the_option(tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n{"body": "Once"}\n')
+    assert main(["inspect", str(tmp_path / "text.jsonl")]) == 2
+    assert "pass --tokenizer (--on-error skip leaves" in capsys.readouterr().err
+
+
 def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none.jsonl")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
