@@ -67,11 +67,13 @@ class PackedCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, packs: Pack | Sequence[Pack] | Sequence[Mapping | Sample]) -> dict[str, Any]:
-        packs = [packs] if isinstance(packs, Pack) else _as_packs(packs)
+        packs = [packs] if isinstance(packs, Pack) else self._as_packs(packs)
         # An empty pack still needs one token, or the model has nothing to run on.
         widths = [pack.budget if self.fill else len(pack.tokens) or 1 for pack in packs]
         rows, bounds, longest = lay_rows(packs, widths, self.pad_token_id, self.fixed_sequences)
         if self.stack:
+            if len(set(widths)) > 1:
+                raise ValueError(f"packs of the budgets {sorted(set(widths))} make no even rows")
             rows = rows.reshape(3, len(packs), -1)
         if self.fixed_sequences is not None:
             longest = self._fixed_length(longest, max(widths))
@@ -103,14 +105,18 @@ class PackedCollator:
             )
         return fixed
 
-
-def _as_packs(rows: Sequence[Any]) -> Sequence[Pack]:
-    if not len(rows):
-        raise ValueError("an empty list cannot be collated: pass at least one sample or pack")
-    if all(isinstance(row, Pack) for row in rows):
-        return rows
-    samples = [as_sample(row) for row in rows]
-    return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
+    def _as_packs(self, rows: Sequence[Any]) -> Sequence[Pack]:
+        if not len(rows):
+            raise ValueError("an empty list cannot be collated: pass at least one sample or pack")
+        if all(isinstance(row, Pack) for row in rows):
+            return rows
+        if self.fill:
+            raise ValueError(
+                "fill, stack and fixed_sequences fill rows up to the budget of their packs, and "
+                "plain samples have none: pass packs"
+            )
+        samples = [as_sample(row) for row in rows]
+        return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
 
 
 def sample_weights(labels: np.ndarray, bounds: np.ndarray) -> np.ndarray:

@@ -57,6 +57,17 @@ def test_fixed_shapes_do_not_depend_on_the_pack():
     assert len(shapes) == 1
 
 
+@pytest.mark.parametrize("options", [{"fixed_sequences": 4}, {"fill": True}, {"stack": True}])
+def test_plain_samples_cannot_be_filled_up_to_a_budget(options):
+    with pytest.raises(ValueError, match="plain samples have none: pass packs"):
+        PackedCollator(**options)([{"input_ids": [1, 2, 3]}])
+
+
+def test_packs_of_different_budgets_are_not_stacked():
+    with pytest.raises(ValueError, match=r"packs of the budgets \[4, 8\] make no even rows"):
+        PackedCollator(stack=True)([pack_of([3], 8), pack_of([3], 4)])
+
+
 def test_more_sequences_than_fixed_raise_and_name_the_way_out():
     with pytest.raises(ValueError, match=r"4 sequences, but fixed_sequences=3: raise it"):
         PackedCollator(fixed_sequences=3)(pack_of([1, 1, 1], 16))
