@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..fingerprint import Fingerprint
+from ..fingerprint import FIRST_ROWS, Fingerprint
 from ..ids import check_masks
 from ..state import is_count
 from ..token_store import Shelf
@@ -95,7 +95,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 class TableRows(Indexed):
-    """Rows of a Dataset that still have to be encoded."""
+    """Rows of a Dataset that still have to be encoded; known by its size and some 256 of them."""
 
     def __init__(self, data: Any, name: str):
         self.data, self.name = data.with_format(None), name
@@ -111,12 +111,12 @@ class TableRows(Indexed):
         data = self.data.select(range(0, len(self.data), max(1, len(self.data) // 256)))
         mark = Fingerprint("dataset", len(self.data), self.data.column_names)
         for row in data:
-            mark.data(repr(row))
+            mark.row(row)
         return mark.text()
 
 
 class StreamedRows(RowSource):
-    """Rows of an IterableDataset, in its own order."""
+    """Rows of an IterableDataset, in its own order; known by its first 32."""
 
     def __init__(self, data: Any, name: str):
         if "Shuffled" in _chain(data._ex_iterable):
@@ -152,8 +152,10 @@ class StreamedRows(RowSource):
             raise ValueError(f"{self.name}: the cursor {str(cursor)[:60]!r} is not a place in it")
 
     def fingerprint(self):
-        rows = [repr(row)[:4096] for row in islice(self.data.iter(batch_size=1), 4)]
-        return Fingerprint("stream", self.data.num_shards, *rows).text()
+        mark = Fingerprint("stream", self.data.num_shards)
+        for row in islice(self.data.iter(batch_size=1), FIRST_ROWS):
+            mark.row(row)
+        return mark.text()
 
 
 def _chain(examples: Any) -> str:

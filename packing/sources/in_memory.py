@@ -2,8 +2,9 @@
 
 A list is known by number. An iterable or a function is read again for every shard and every
 resume, so its rows must come in the same order each time; rows before the cursor are made and
-passed over. An iterator can be read only once: one shard, and a resume means that the caller
-hands in a fresh one, whose first rows are passed over.
+passed over, and of other rows a state notices only the first 32. An iterator can be read only
+once: one shard, and a resume means that the caller hands in a fresh one, whose first rows are
+passed over.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from ..fingerprint import Fingerprint
-from ..sample import Sample
+from ..fingerprint import FIRST_ROWS, Fingerprint
 from .source import Indexed, Row, RowSource
 
 
@@ -40,13 +38,7 @@ class Listed(Indexed):
     def fingerprint(self):
         mark = Fingerprint("list", len(self.list))
         for number in range(len(self.list)):
-            row = self.list[number]
-            if isinstance(row, Sample):
-                mark.array(row.tokens).array(row.labels)
-            elif isinstance(row, np.ndarray) and row.dtype != object:
-                mark.array(row)
-            else:
-                mark.data(repr(row))
+            mark.row(self.list[number])
         return mark.text()
 
 
@@ -88,8 +80,10 @@ class Iterated(RowSource):
     def fingerprint(self):
         if self.once:
             return "iterator"
+        mark = Fingerprint("rows")
         try:
-            first = repr(next(self._rows_from(0, 1), None))[:4096]
+            for row in islice(self._rows_from(0, 1), FIRST_ROWS):
+                mark.row(row)
         except Exception:  # it will be raised with its place when the rows are read
-            first = ""
-        return Fingerprint("rows", first).text()
+            pass
+        return mark.text()

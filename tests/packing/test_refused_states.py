@@ -3,8 +3,10 @@
 import copy
 import json
 
+import datasets
 import numpy as np
 import pytest
+import torch
 from nopad.packing import PackedDataset
 from nopad.packing.shard import pack_text, unpack_text
 from nopad.packing.state import merge_states
@@ -79,6 +81,33 @@ def change_one(rows):
 def test_other_data_is_refused(rows):
     with pytest.raises(ValueError, match="made with other data"):
         PackedDataset(rows, **BASE).load_state_dict(state_of())
+
+
+def long_rows(kind, value=7):
+    """Rows whose text would leave out their middle."""
+    rows = [np.arange(1, 2001) for _ in range(8)]
+    rows[3][1000] = value
+    if kind == "tensors":
+        return [{"input_ids": torch.from_numpy(row)} for row in rows]
+    if kind == "streamed":
+        table = {"input_ids": [row.tolist() for row in rows]}
+        return datasets.Dataset.from_dict(table).to_iterable_dataset()
+    return [{"input_ids": row} for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "tensors", "streamed"])
+def test_another_token_in_the_middle_of_a_row_is_refused(kind):
+    options = {"ahead": False, "shards": 1, "shuffle": False}
+    state = state_of(long_rows(kind), **options)
+    PackedDataset(long_rows(kind), **BASE, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(long_rows(kind, 9), **BASE, **options).load_state_dict(state)
+
+
+def test_a_function_that_gives_other_rows_behind_its_first_is_refused():
+    state = state_of(lambda: iter(ROWS))
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(lambda: iter(change_one(ROWS)), **BASE).load_state_dict(state)
 
 
 def test_a_changed_file_is_refused(jsonl):
