@@ -1,10 +1,15 @@
-"""Encode a small source at once, so that its lengths are known and everything can be planned."""
+"""Encode a small source at once, so that its lengths are known and everything can be planned.
+
+What cannot be used is left out here, if the user said so, and counted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+
+import numpy as np
 
 from .encoder import Encoder
 from .sample import Sample
@@ -55,3 +60,13 @@ def encode_ahead(
     while batch := list(islice(rows, BATCH)):
         samples += [sample for _, sample in encoded(batch, encoder, skipped)]
     return Shelf.of(samples, source.name, number)
+
+
+def filled(shelf: Shelf, skipped: Skipped) -> Shelf:
+    """Leave a shelf's empty documents out, counted."""
+    keep = shelf.lengths != 0
+    for number in np.flatnonzero(~keep).tolist():
+        skipped.add(RowError(f"{shelf.name}, document {shelf.first + number}", "it is empty"))
+    if keep.all():
+        return shelf
+    return replace(shelf, begins=shelf.begins[keep], lengths=shelf.lengths[keep])

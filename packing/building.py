@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .ahead import SMALL, Skipped, encode_ahead
+from .ahead import SMALL, Skipped, encode_ahead, filled
 from .encoder import Encoder
 from .fingerprint import Fingerprint, tokenizer_fingerprint
 from .mixture import Stop, Weight
@@ -83,7 +83,7 @@ def _planned(opened, weights, choices: Choices, skipped: Skipped) -> PlannedPack
             counted = skipped if choices.skip else None
             shelves.append(encode_ahead(one, choices.encoder, counted, number))
         else:
-            shelves += one
+            shelves += [filled(shelf, skipped) for shelf in one] if choices.skip else one
     packer = dict(choices.packer)
     extras = {name: packer.pop(name) for name in ("continue_positions", "pad")}
     return PlannedPacks(

@@ -38,6 +38,8 @@ class Shelf:
     labels: np.ndarray | None = None
     """As long as `flat`; left out, every token of a document but its first counts."""
     source: int = 0
+    first: int = 0
+    """The number of its first document in the source, for messages."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> Shelf:
@@ -89,8 +91,10 @@ class TokenStore:
             if not len(shelf.lengths):
                 continue
             if shelf.lengths.min() < 1:
-                row = int(np.argmin(shelf.lengths))
-                raise ValueError(f"{shelf.name}, document {row} is empty: leave it out")
+                number = shelf.first + int(np.argmin(shelf.lengths))
+                raise ValueError(
+                    f'{shelf.name}, document {number} is empty: on_error="skip" leaves it out'
+                )
             first, end = int(shelf.begins.min()), int((shelf.begins + shelf.lengths).max())
             least = min(len(part) for part in (shelf.flat, shelf.labels) if part is not None)
             if first < 0 or end > least:
@@ -149,7 +153,8 @@ class TokenStore:
         name = self.shelves[int(self.shelf_of(document)[0])].name
         raise ValueError(
             f"{name}, document {self.numbers(document)[0]} holds the {what} {ids[place]}: ids go "
-            f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}"
+            f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; ready tokens are "
+            "looked at only when they are packed, too late for on_error"
         )
 
     def shelf_of(self, documents: np.ndarray) -> np.ndarray:

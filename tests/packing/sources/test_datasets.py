@@ -188,3 +188,22 @@ def test_masks_that_would_be_passed_over_are_refused(rows):
 def test_a_mask_that_is_no_list_says_nothing_of_padding(rows, mask):
     data = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": [mask] * len(rows)})
     assert parts(PackedDataset(data, budget=256)) == sorted(rows)
+
+
+def test_empty_rows_of_ready_tokens_are_named_or_left_out_and_counted():
+    parts = [{"input_ids": [[1, 2], [3]]}, {"input_ids": [[4], [], [5, 6]]}]
+    data = datasets.concatenate_datasets([datasets.Dataset.from_dict(part) for part in parts])
+    with pytest.raises(ValueError, match="document 3 is empty: on_error"):
+        PackedDataset(data, budget=8)
+    options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
+    packs = PackedDataset(data, **options)
+    assert [pack.tolist() for pack in (p.tokens for p in packs)] == [[1, 2, 3, 4, 5, 6]]
+    left_out = packs.report()["skipped"]
+    assert left_out["rows"] == 1 and "dataset, document 3: it is empty" in left_out["reasons"][0]
+
+
+def test_an_id_beyond_the_vocabulary_says_why_it_is_not_left_out():
+    data = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 99]]})
+    packs = PackedDataset(data, budget=8, vocab_size=10, on_error="skip")
+    with pytest.raises(ValueError, match=r"document 1 holds the id 99: .* too late for on_error"):
+        list(packs)
