@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from .encoder import Encoder
+from .overflow import too_long
 from .sample import Sample
 from .sources.source import Row, RowError, RowSource
 from .token_store import Shelf
@@ -36,14 +37,19 @@ class Skipped:
 
 
 def encoded(
-    rows: list[Row], encoder: Encoder, skipped: Skipped | None
+    rows: list[Row], encoder: Encoder, skipped: Skipped | None, longest: int | None = None
 ) -> Iterator[tuple[int, Sample]]:
-    """Give (place, sample) of the good rows; count the bad ones, or raise at the first."""
+    """Give (place, sample) of the good rows; count the bad ones, or raise at the first.
+
+    longest: a sample of more tokens is refused, whether or not bad rows are.
+    """
     good = [row.value for row in rows if not isinstance(row.value, ValueError)]
     samples = iter(encoder.encode(good))
     for place, row in enumerate(rows):
         sample = row.value if isinstance(row.value, ValueError) else next(samples)
         if isinstance(sample, Sample):
+            if longest is not None and len(sample) > longest:
+                raise too_long(row.where, len(sample), longest)
             yield place, sample
             continue
         error = RowError(row.where, sample)
@@ -53,20 +59,28 @@ def encoded(
 
 
 def encode_ahead(
-    source: RowSource, encoder: Encoder, skipped: Skipped | None, number: int = 0
+    source: RowSource,
+    encoder: Encoder,
+    skipped: Skipped | None,
+    number: int = 0,
+    longest: int | None = None,
 ) -> Shelf:
     """Read and encode every row of a source."""
     rows, samples = source.read(0, 1), []
     while batch := list(islice(rows, BATCH)):
-        samples += [sample for _, sample in encoded(batch, encoder, skipped)]
+        samples += [sample for _, sample in encoded(batch, encoder, skipped, longest)]
     return Shelf.of(samples, source.name, number)
 
 
-def filled(shelf: Shelf, skipped: Skipped) -> Shelf:
-    """Leave a shelf's empty documents out, counted."""
-    keep = shelf.lengths != 0
-    for number in np.flatnonzero(~keep).tolist():
-        skipped.add(RowError(f"{shelf.name}, document {shelf.first + number}", "it is empty"))
-    if keep.all():
-        return shelf
-    return replace(shelf, begins=shelf.begins[keep], lengths=shelf.lengths[keep])
+def filled(shelves: list[Shelf], skipped: Skipped) -> list[Shelf]:
+    """Leave the empty documents of a source out, counted."""
+    first, kept = 0, []
+    for shelf in shelves:
+        keep = shelf.lengths != 0
+        for number in np.flatnonzero(~keep).tolist():
+            skipped.add(RowError(f"{shelf.name}, document {first + number}", "it is empty"))
+        first += len(keep)
+        if not keep.all():
+            shelf = replace(shelf, begins=shelf.begins[keep], lengths=shelf.lengths[keep])
+        kept.append(shelf)
+    return kept

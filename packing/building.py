@@ -11,6 +11,7 @@ from .ahead import SMALL, Skipped, encode_ahead, filled
 from .encoder import Encoder
 from .fingerprint import Fingerprint, tokenizer_fingerprint
 from .mixture import Stop, Weight
+from .overflow import limit
 from .planned import PlannedPacks
 from .shard import ShardSettings
 from .sharded import ShardedPacks
@@ -81,9 +82,10 @@ def _planned(opened, weights, choices: Choices, skipped: Skipped) -> PlannedPack
     for number, one in enumerate(opened):
         if isinstance(one, RowSource):
             counted = skipped if choices.skip else None
-            shelves.append(encode_ahead(one, choices.encoder, counted, number))
+            longest = limit(choices.packer)
+            shelves.append(encode_ahead(one, choices.encoder, counted, number, longest))
         else:
-            shelves += [filled(shelf, skipped) for shelf in one] if choices.skip else one
+            shelves += filled(one, skipped) if choices.skip else one
     packer = dict(choices.packer)
     extras = {name: packer.pop(name) for name in ("continue_positions", "pad")}
     return PlannedPacks(

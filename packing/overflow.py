@@ -7,8 +7,9 @@ budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -53,10 +54,7 @@ def cut(lengths: np.ndarray, room: int, overflow: Overflow, counts: Counts) -> S
     long = lengths > room
     if overflow == "error":
         worst = int(np.argmax(long))
-        raise ValueError(
-            f"item {items[worst]} has {lengths[worst]} tokens, a pack holds {room}: raise the "
-            'budget, or choose overflow="split", "truncate" or "drop"'
-        )
+        raise too_long(f"item {items[worst]}", int(lengths[worst]), room)
     if overflow == "split":
         counts.split += int(long.sum())
         return _parts(items, lengths, room)
@@ -67,6 +65,21 @@ def cut(lengths: np.ndarray, room: int, overflow: Overflow, counts: Counts) -> S
     counts.dropped += int(long.sum())
     counts.dropped_tokens += int(lengths[long].sum())
     return Segments(items[~long], np.zeros_like(items[~long]), lengths[~long])
+
+
+def too_long(where: object, length: int, room: int) -> ValueError:
+    """Say that what stands there is longer than a pack."""
+    return ValueError(
+        f"{where} has {length} tokens, a pack holds {room}: raise the budget, "
+        'or choose overflow="split", "truncate" or "drop"'
+    )
+
+
+def limit(packer: Mapping[str, Any]) -> int | None:
+    """Give the tokens that a sample may have under a packer's settings; None: any number."""
+    if packer["overflow"] != "error":
+        return None
+    return packer["budget"] // packer["align"] * packer["align"]
 
 
 def _parts(items: np.ndarray, lengths: np.ndarray, room: int) -> Segments:

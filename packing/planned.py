@@ -25,7 +25,7 @@ from .epoch_order import MixedOrder, epoch_order
 from .levelling import Leveller
 from .mixture import Stop, Weight
 from .order import Share
-from .overflow import Counts
+from .overflow import Counts, limit, too_long
 from .pack import Pack
 from .plan import Plan
 from .planner import Planner
@@ -72,6 +72,7 @@ class PlannedPacks:
         self.vocab_size = vocab_size
         self.stop: Stop = stop
         self.store, self.planner = store, planner
+        self._longest = limit({"overflow": "split", "align": 1, **planner})
         self.seed, self.shuffle, self.level = seed, shuffle, level
         self.weights = weights
         self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
@@ -83,13 +84,22 @@ class PlannedPacks:
         named, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
             named = np.concatenate([named, documents])
-            plan = planner.feed(self.store.lengths[documents])
+            lengths = self.store.lengths[documents]
+            self._check_lengths(documents, lengths)
+            plan = planner.feed(lengths)
             yield leveller.feed(_renamed(plan, named, first))
             needed = max(first, planner.state_dict()["first"])
             named, first = named[needed - first :], needed
         yield leveller.feed(_renamed(planner.finish(), named, first))
         yield leveller.finish()
         self.counts = planner.counts
+
+    def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
+        """Refuse what is too long by its own number, since the planner knows only its place."""
+        if self._longest is not None and len(lengths) and lengths.max() > self._longest:
+            worst = int(np.argmax(lengths > self._longest))
+            where = self.store.place(int(documents[worst]))
+            raise too_long(where, int(lengths[worst]), self._longest)
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
         if len(self.weights) == 1:

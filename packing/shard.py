@@ -24,6 +24,7 @@ from .ahead import Skipped
 from .compact import from_text, to_text
 from .encoder import Encoder
 from .mixture import Mixture, Stop, Weight
+from .overflow import limit, too_long
 from .pack import Pack
 from .packer import Packer
 from .rows_in_order import RowsInOrder
@@ -58,6 +59,7 @@ class ShardPacks:
         self.settings, self.shard = settings, shard
         self.epoch, self.until = epoch, until
         self.packer = Packer(**settings.packer)
+        self._longest = limit(settings.packer)
         self.mixture = Mixture(settings.weights, settings.stop, readers=settings.shards)
         self.rows = [
             RowsInOrder(
@@ -215,6 +217,8 @@ class ShardPacks:
         for row in rows:
             one = row.value if isinstance(row.value, ValueError) else next(samples)
             if isinstance(one, Sample):
+                if self._longest is not None and len(one) > self._longest:
+                    raise too_long(row.where, len(one), self._longest)
                 out.append(replace(one, source=source) if source else one)
             else:
                 out.append(RowError(row.where, one))

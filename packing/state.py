@@ -61,8 +61,10 @@ def _check_position(position: Any) -> None:
 
 
 def _check_epochs(epochs: Any, until: int | None) -> None:
-    endless = epochs is None and until is None
-    if not endless and not (is_count(epochs) and is_count(until) and 1 <= epochs <= until):
+    if epochs is None and until is None:
+        return
+    missing = epochs is None or until is None
+    if missing or not is_count(epochs) or not 1 <= epochs <= until:
         raise ValueError(f"the state's epochs={epochs!r} and until={until!r} contradict each other")
 
 

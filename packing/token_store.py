@@ -38,8 +38,6 @@ class Shelf:
     labels: np.ndarray | None = None
     """As long as `flat`; left out, every token of a document but its first counts."""
     source: int = 0
-    first: int = 0
-    """The number of its first document in the source, for messages."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> Shelf:
@@ -87,19 +85,17 @@ class TokenStore:
 
     def check(self) -> None:
         """Refuse empty documents, and such as the compiled loops would read past the end of."""
-        for shelf in self.shelves:
+        for first, shelf in zip(self.firsts.tolist(), self.shelves, strict=False):
             if not len(shelf.lengths):
                 continue
             if shelf.lengths.min() < 1:
-                number = shelf.first + int(np.argmin(shelf.lengths))
-                raise ValueError(
-                    f'{shelf.name}, document {number} is empty: on_error="skip" leaves it out'
-                )
-            first, end = int(shelf.begins.min()), int((shelf.begins + shelf.lengths).max())
+                where = self.place(first + int(np.argmin(shelf.lengths)))
+                raise ValueError(f'{where} is empty: on_error="skip" leaves it out')
+            begin, end = int(shelf.begins.min()), int((shelf.begins + shelf.lengths).max())
             least = min(len(part) for part in (shelf.flat, shelf.labels) if part is not None)
-            if first < 0 or end > least:
+            if begin < 0 or end > least:
                 raise ValueError(
-                    f"{shelf.name}: documents reach from {first} to {end}, it holds {least} tokens"
+                    f"{shelf.name}: documents reach from {begin} to {end}, it holds {least} tokens"
                 )
 
     def source_bounds(self, sources: int) -> list[int]:
@@ -149,13 +145,17 @@ class TokenStore:
             bad = ((ids < 0) | (ids >= limit)) & (ids != IGNORE)
         place = int(np.argmax(bad))
         segment = int(np.searchsorted(rows.places, place, side="right")) - 1
-        document = rows.documents[segment : segment + 1]
-        name = self.shelves[int(self.shelf_of(document)[0])].name
+        where = self.place(int(rows.documents[segment]))
         raise ValueError(
-            f"{name}, document {self.numbers(document)[0]} holds the {what} {ids[place]}: ids go "
+            f"{where} holds the {what} {ids[place]}: ids go "
             f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; ready tokens are "
             "looked at only when they are packed, too late for on_error"
         )
+
+    def place(self, document: int) -> str:
+        """Name a document for messages, by its number in its source."""
+        one = np.array([document])
+        return f"{self.shelves[int(self.shelf_of(one)[0])].name}, document {self.numbers(one)[0]}"
 
     def shelf_of(self, documents: np.ndarray) -> np.ndarray:
         """Give the shelf each document stands on."""

@@ -58,7 +58,7 @@ def _check_masks(data: Any, name: str) -> None:
 def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:
     flat, begins, lengths = _flat(arrays[0], name, row)
     if len(arrays) == 1:
-        return Shelf(name, flat, begins, lengths, None, source, row)
+        return Shelf(name, flat, begins, lengths, None, source)
     labels, label_begins, label_lengths = _flat(arrays[1], name, row)
     if not np.array_equal(lengths, label_lengths):
         odd = int(np.flatnonzero(lengths != label_lengths)[0])
@@ -71,7 +71,7 @@ def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:
         )
         flat = np.concatenate([np.zeros(0, np.int64), *map(np.asarray, arrays[0].to_numpy(False))])
         begins = np.cumsum(lengths) - lengths
-    return Shelf(name, flat, begins, lengths, labels, source, row)
+    return Shelf(name, flat, begins, lengths, labels, source)
 
 
 def _flat(array: Any, name: str, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,8 +11,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from nopad.packing import PackedDataset
+from nopad.packing import PackedDataset, Sample
 from nopad.packing.state import merge_states
+from nopad.packing.token_store import Shelf, TokenStore
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -242,7 +243,7 @@ def test_accelerates_stateful_loader_resumes_exactly(tmp_path):
         import numpy as np, torch
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
-        from nopad.packing import PackedDataset
+        from nopad.packing import PackedDataset, Sample
         from torchdata.stateful_dataloader import StatefulDataLoader
         rows = [np.full(5 + i % 17, i) for i in range(200)]
         def batches(loader):
@@ -332,3 +333,22 @@ def test_settings_of_numpy_are_the_same_settings(tools):
     theirs = PackedDataset(rows, budget=np.int64(64), seed=np.int32(3), pool=np.uint8(8))
     assert [tools.digest(p) for p in theirs] == [tools.digest(p) for p in own]
     assert json.dumps(theirs.state_dict()) == json.dumps(own.state_dict())
+
+
+@pytest.mark.parametrize("skip", ["raise", "skip"])
+@pytest.mark.parametrize("kind", ["list", "file", "store", "stream of a list", "stream of a file"])
+def test_a_document_that_is_too_long_is_named_by_its_own_place(jsonl, kind, skip):
+    rows = [[1] * 3 for _ in range(50)]
+    rows[37] = [1] * 100
+    options = {"budget": 8, "overflow": "error", "on_error": skip}
+    if "stream" in kind:
+        options |= {"ahead": False, "shards": 2}
+    source, place = rows, "list, row 37"
+    if "file" in kind:
+        source, place = jsonl(rows), "rows.jsonl, line 38"
+    if kind == "store":
+        samples = [Sample(np.array(row)) for row in rows]
+        shelves = [Shelf.of(samples[:30], "first"), Shelf.of(samples[30:], "second")]
+        source, place = TokenStore(shelves), "second, document 37"
+    with pytest.raises(ValueError, match=f"{place} has 100 tokens, a pack holds 8: raise the"):
+        list(PackedDataset(source, **options))
