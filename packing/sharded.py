@@ -79,10 +79,12 @@ class ShardedPacks:
         """Guess the packs of an epoch from the first rows of each source and its size."""
         tokens = 0.0
         for source in self.settings.sources:
+            if source.size is None:  # and what can be read only once must not be read here
+                return None
             rows = [row.value for row in islice(source.read(0, 1), 256)]
             samples = self.settings.encoder.encode(rows)
             found = sum(len(sample) for sample in samples if isinstance(sample, Sample))
-            if source.size is None or not rows:
+            if not rows:
                 return None
             tokens += found * source.size / max(1, sum(len(str(row)) for row in rows))
         return ceil(tokens / self.settings.packer["budget"])

@@ -29,6 +29,13 @@ def test_an_iterator_is_read_once_and_continued_with_a_fresh_one(tools):
     assert head + [tools.digest(p) for p in again] == [tools.digest(p) for p in make()]
 
 
+def test_an_estimate_takes_nothing_from_an_iterator():
+    rows = [[n + 1] * 4 for n in range(300)]
+    data = PackedDataset(iter(rows), budget=4, shuffle=False, strategy="sequential")
+    assert data.estimate() is None
+    assert [pack.tokens.tolist() for pack in data] == rows
+
+
 def test_an_iterator_cannot_give_a_second_epoch_or_shard(tools):
     rows = tools.documents(30)
     with pytest.raises(ValueError, match="only once"):
