@@ -41,7 +41,7 @@ def model_options(add: Any) -> None:
     add("--device", help="cuda, cuda:1, cpu ...; without it, what there is")
 
 
-def data_options(add: Any) -> None:
+def reading_options(add: Any) -> None:
     """How data is read, besides where it lies."""
     add("--glob", help="which files of a folder, such as '*.jsonl'")
     add("--on-error", default="raise", choices=("raise", "skip"),
@@ -50,7 +50,7 @@ def data_options(add: Any) -> None:
     add("--dtype", choices=("uint16", "uint32"), help="of tokens in a flat .bin file")
 
 
-def data_choices(args: argparse.Namespace) -> dict[str, Any]:
+def reading_choices(args: argparse.Namespace) -> dict[str, Any]:
     """These options, as `PackedDataset` takes them."""
     eos = True if args.eos is None else args.eos
     return {"glob": args.glob, "on_error": args.on_error, "eos": eos, "dtype": args.dtype}

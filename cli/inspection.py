@@ -20,7 +20,7 @@ import numpy as np
 from ..packing import IGNORE, Pack, pack_lengths
 from ..packing.ahead import BATCH, Skipped, encoded
 from . import pack_map
-from .asking import count, data_choices, data_options, in_options, new_file, parser
+from .asking import count, in_options, new_file, parser, reading_choices, reading_options
 from .loading import load_tokenizer
 
 MOST_LENGTHS = 1 << 24
@@ -53,7 +53,7 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
         seed=args.seed,
         rank=0,
         world=1,
-        **data_choices(args),
+        **reading_choices(args),
     )
     skipped = data.skipped
     lengths, total = measured(data, skipped)
@@ -81,7 +81,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--column", default="text", help="column that holds the text")
-    data_options(add)
+    reading_options(add)
     add("--budget", type=int, default=8192, help="tokens a pack may hold")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what becomes of samples longer than a pack")  # fmt: skip

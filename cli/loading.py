@@ -10,16 +10,20 @@ from typing import Any
 
 def checkpoint(name: str) -> str:
     """The folder of that name, seen to hold a checkpoint; or a name to ask the hub for."""
-    path = Path(name).expanduser()
+    path = Path(found(name))
     if path.is_file():
         raise ValueError(f"{name} is a file: give the checkpoint's folder")
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ValueError(f"{name} is no checkpoint: there is no config.json in it")
-        return str(path)
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
-        raise ValueError(f"there is no folder {name}")
-    return name
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"{name} is no checkpoint: there is no config.json in it")
+    return str(path)
+
+
+def found(name: str) -> str:
+    """The file or folder of that name, or a name to ask the hub for."""
+    path = Path(name).expanduser()
+    if not path.exists() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
+        raise ValueError(f"there is no {'file' if path.suffix == '.json' else 'folder'} {name}")
+    return str(path)
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:
@@ -39,7 +43,7 @@ def load_tokenizer(name: str) -> Any:
     """A tokenizer of a folder or of the hub."""
     from transformers import AutoTokenizer
 
-    place = os.path.expanduser(name)
+    place = found(name)
     try:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, KeyError, ValueError) as error:
