@@ -5,19 +5,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from nopad.cli.asking import reading_choices, reading_options
+from nopad.cli.loading import found, load_tokenizer
 
 
 def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
     """Add what says which data and which model."""
     add = parser.add_argument_group("data and model").add_argument
-    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, saved `datasets` folder or "
-        "hub name; without it, Python's standard library")  # fmt: skip
+    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, tokens, saved `datasets` "
+        "folder or hub name; without it, Python's standard library")  # fmt: skip
     add("--text-column", default="text", help="column that holds the text")
+    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
     add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
+    shared_options(add, budget)
+
+
+def shared_options(add: Any, budget: int) -> None:
+    """What every recipe can be told about reading and packing."""
+    reading_options(add)
     add("--budget", type=int, default=budget, help="tokens a pack may hold")
     add("--workers", type=int, default=0, help="data loading processes per rank")
-    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
     add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
     add("--seed", type=int, default=0, help="of new weights and of the order of packs")
 
@@ -27,14 +38,20 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
 
     Data that holds no text is continued from Python's standard library.
     """
+    import stdlib_corpus
     from held_out import split
     from nopad.packing import PackedDataset
 
-    tokenizer, source, examples = _tokenizer_and_source(args)
+    named = args.tokenizer or args.model
+    tokenizer = load_tokenizer(named) if named else stdlib_corpus.tokenizer(library()[0])
     with naming(args.data or "the standard library"):
         if args.data is not None:
-            source, own = split(args.data, held_out, args.text_column)
-            examples = own or examples
+            opened = open_data(args, tokenizer, args.text_column)
+            source, examples = split(opened, held_out, args.text_column)
+        else:
+            texts, examples = library()
+            rows = [{args.text_column: text} for text in texts]
+            source = rows if named else stdlib_corpus.encoded(texts)
         dataset = PackedDataset(
             source,
             tokenizer=tokenizer,
@@ -42,9 +59,31 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
             budget=args.budget,
             seed=args.seed,
             epochs=None,
+            **reading_choices(args),
         )
         next(iter(dataset))  # bad data speaks up before anything is written
-    return tokenizer, dataset, examples
+    return tokenizer, dataset, examples or (library()[1] if held_out else [])
+
+
+def open_data(args: argparse.Namespace, tokenizer, column: str = "text"):
+    """The source of `--data`, so that some of it can be held out."""
+    from nopad.packing.building import open_all
+    from nopad.packing.encoder import Encoder
+    from nopad.packing.token_store import TokenStore
+
+    encoder = Encoder(tokenizer, column=column, eos=reading_choices(args)["eos"])
+    (opened,) = open_all([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
+    return TokenStore(opened) if isinstance(opened, list) else opened
+
+
+@cache
+def library() -> tuple[list[str], list]:
+    """Documents of Python's standard library to train on, and examples of the others."""
+    import stdlib_corpus
+    from held_out import beginning_of
+
+    texts, others = stdlib_corpus.held_out(stdlib_corpus.documents())
+    return texts, [example for text in others if (example := beginning_of(text))]
 
 
 @contextmanager
@@ -58,30 +97,6 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from error
 
 
-def load_tokenizer(name: str):
-    """The tokenizer of a folder or of the hub."""
-    from transformers import AutoTokenizer
-
-    with naming(name):
-        return AutoTokenizer.from_pretrained(name)
-
-
-def _tokenizer_and_source(args: argparse.Namespace):
-    """Those of the options, and of the standard library what they leave open."""
-    import stdlib_corpus
-    from held_out import beginning_of
-
-    texts, others = stdlib_corpus.held_out(stdlib_corpus.documents())
-    examples = [example for text in others if (example := beginning_of(text))]
-    if args.tokenizer or args.model:
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
-    else:
-        tokenizer = stdlib_corpus.tokenizer(texts)
-        if args.data is None:
-            return tokenizer, stdlib_corpus.encoded(texts), examples
-    return tokenizer, [{args.text_column: text} for text in texts], examples
-
-
 def load_model(args: argparse.Namespace, tokenizer):
     """The model of `--model`, with its weights if it has some; else a small Llama."""
     import nopad.attention  # noqa: F401  registers the attention implementation
@@ -90,13 +105,14 @@ def load_model(args: argparse.Namespace, tokenizer):
     settings = {"attn_implementation": args.attention}
     if args.model is None:
         model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
-    elif Path(args.model).suffix == ".json" or not _has_weights(Path(args.model)):
-        with naming(args.model):
-            config = AutoConfig.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_config(config, **settings)
     else:
         with naming(args.model):
-            model = AutoModelForCausalLM.from_pretrained(args.model, **settings)
+            name = found(args.model)
+            if name.endswith(".json") or not _has_weights(Path(name)):
+                config = AutoConfig.from_pretrained(name)
+                model = AutoModelForCausalLM.from_config(config, **settings)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(name, **settings)
     check_vocabulary(model, tokenizer)
     return model.train()  # what was loaded comes in evaluation
 

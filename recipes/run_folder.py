@@ -58,10 +58,14 @@ def started_with(path: Path) -> dict[str, Any]:
 
 def refuse_changes(path: Path, before: dict[str, Any], said: dict[str, Any]) -> None:
     """Refuse settings under which a resumed run would be another one."""
-    changed = [k for k in said if k not in FREE_TO_CHANGE and before[k] != said[k]]
+    changed = []
+    for name in [k for k in said if k not in FREE_TO_CHANGE and before[k] != said[k]]:
+        option = "--" + name.replace("_", "-")
+        was = f"no {option}" if before[name] is None else f"{option} {before[name]}"
+        changed.append(f"{was} (now {said[name]})")
     if changed:
-        was = ", ".join(f"{k}={before[k]!r} (now {said[k]!r})" for k in changed)
-        raise ValueError(f"{path} was started with {was}: leave them out, or start a new run")
+        was = ", ".join(changed)
+        raise ValueError(f"{path} was started with {was}: leave that out, or start a new run")
 
 
 class RunFolder:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nopad.cli.asking import in_options
 from run_folder import refuse_changes, run_to_resume, started_with
 
 
@@ -109,6 +110,7 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
     except (ValueError, OSError) as error:
         if Training.begun:
             raise
-        print(f"{recipe}: {' '.join(str(error).split())}", file=sys.stderr)
+        told = in_options(error, column="text_column", attn_implementation="attention")
+        print(f"{recipe}: {' '.join(told.split())}", file=sys.stderr)
         return 2
     return 0

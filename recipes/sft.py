@@ -13,7 +13,9 @@ import argparse
 import sys
 
 from hf_training import hf_options, hf_train
-from loading import load_tokenizer, naming
+from loading import naming, open_data, shared_options
+from nopad.cli.asking import reading_choices
+from nopad.cli.loading import checkpoint, load_tokenizer
 from run_folder import RunFolder
 from settings import Help, count, exit_status, parse
 
@@ -29,13 +31,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", help="jsonl[.gz|.zst], parquet, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; without it, the model's")
     add("--chat-template", help="Jinja file, for tokenizers that have no template")
-    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
     add("--overflow", default="error", choices=["error", "truncate", "split", "drop"],
         help="what becomes of a conversation longer than a pack")  # fmt: skip
-    add("--budget", type=int, default=2048, help="tokens a pack may hold")
-    add("--workers", type=int, default=0, help="data loading processes per rank")
-    add("--seed", type=int, default=0, help="of the order of packs, and of new adapters")
+    shared_options(add, budget=2048)
     add("--eval-every", type=count, default=100, help="steps between generations")
     add("--eval-examples", type=int, default=32, help="conversations not trained on but continued "
         "and held against their answers, one in 50 at most; 0: none")  # fmt: skip
@@ -52,17 +51,18 @@ def load_data(args: argparse.Namespace):
     from held_out import split
     from nopad.packing import PackedDataset
 
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    tokenizer = load_tokenizer(args.tokenizer or checkpoint(args.model))
     if args.chat_template:
         with open(args.chat_template) as file:
             tokenizer.chat_template = file.read()
-    source, examples = split(args.data, args.eval_examples)
+    source, examples = split(open_data(args, tokenizer), args.eval_examples)
     packs = PackedDataset(
         source,
         tokenizer=tokenizer,
         budget=args.budget,
         overflow=args.overflow,
         seed=args.seed,
+        **reading_choices(args),
     )
     return tokenizer, packs, examples
 
@@ -73,7 +73,8 @@ def load_model(args: argparse.Namespace):
     from transformers import AutoModelForCausalLM
 
     with naming(args.model):
-        model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attention)
+        name = checkpoint(args.model)
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=args.attention)
     if not args.lora:
         return model
     from peft import LoraConfig, get_peft_model

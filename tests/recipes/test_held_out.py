@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import held_out
 import loading
+import pretrain
 import pytest
 import small_inputs
 
@@ -42,8 +42,7 @@ def test_texts_are_held_out_too_and_continued_from_their_beginnings(tmp_path, co
     texts = [f"{number:03} " + f"{number} words and more " * (number % 20) for number in range(900)]
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
-    args = argparse.Namespace(data=str(path), text_column=column, tokenizer=None, model=None,
-                              budget=256, seed=0)  # fmt: skip
+    args = pretrain.options(["--data", str(path), "--text-column", column, "--budget", "256"])
     tokenizer, packs, examples = loading.load_data(args)
     beginnings = {example.prompt + example.reference for example in examples}
     held = [text for text in texts if text[:200] in beginnings]

@@ -1,0 +1,89 @@
+"""What recipes load: data as the options say, and nothing that nobody asked for."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import loading
+import numpy as np
+import pretrain
+import pytest
+import settings
+import sft
+import small_inputs
+import stdlib_corpus
+
+
+def options(folder: Path, data: Path, *more: str):
+    given = ["--data", data, "--tokenizer", small_inputs.tokenizer(folder), "--budget", "64", *more]
+    return pretrain.options([*map(str, given)])
+
+
+def test_a_bad_row_stops_a_recipe_with_the_option_that_leaves_it_out(tmp_path, capsys):
+    data = small_inputs.texts(tmp_path)
+    whole = [pack.tokens.tolist() for pack in islice(_packs(options(tmp_path, data)), 9)]
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join([*lines[:7], '{"text": ""}\n', *lines[7:]]))
+    status = settings.exit_status("pretrain", lambda _: _packs(options(tmp_path, data)))
+    told = capsys.readouterr().err
+    assert status == 2 and "texts.jsonl, line 8: text is empty" in told
+    assert "(--on-error skip leaves such rows out, counted)" in told
+    packs = _packs(options(tmp_path, data, "--on-error", "skip"))
+    assert [pack.tokens.tolist() for pack in islice(packs, 9)] == whole
+
+
+def _packs(args):
+    return loading.load_data(args)[1]
+
+
+def test_a_glob_chooses_among_the_files_of_a_folder(tmp_path):
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    small_inputs.texts(inputs)
+    (inputs / "LICENSE").write_text("All rights reserved.")
+    with pytest.raises(ValueError, match="choose some with glob="):
+        _packs(options(tmp_path, inputs))
+    assert _packs(options(tmp_path, inputs, "--glob", "*.jsonl")).count() > 1
+
+
+def test_flat_tokens_are_packed_as_they_lie(tmp_path):
+    np.array([5, 6, 101, 7, 8, 9, 101], np.uint16).tofile(tmp_path / "flat.bin")
+    packs = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16"))
+    assert sorted(next(iter(packs)).lengths.tolist()) == [3, 4]
+    other = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--eos", "6"))
+    assert sorted(next(iter(other)).lengths.tolist()) == [2, 5]
+
+
+def test_fine_tuning_reads_data_by_the_same_options(tmp_path):
+    data = small_inputs.chats(tmp_path)
+    data.write_text(data.read_text() + '{"messages": []}\n')
+    small_inputs.model(tmp_path)
+    given = ["--data", data, "--model", tmp_path / "model", "--tokenizer"]
+    given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 81"):
+        sft.load_data(sft.options(given))
+    _, packs, _ = sft.load_data(sft.options([*given, "--on-error", "skip"]))
+    assert packs.skipped.rows == 1
+
+
+def test_the_standard_library_is_read_only_where_it_is_needed(tmp_path, monkeypatch):
+    loading.library.cache_clear()
+    monkeypatch.setattr(stdlib_corpus, "documents", None)
+    path = tmp_path / "texts.jsonl"
+    texts = [f"w{number} " + "w1 w2 w3 w4 w5 " * 20 for number in range(400)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    _, packs, examples = loading.load_data(options(tmp_path, path))
+    assert examples and next(iter(packs))
+
+
+@pytest.mark.parametrize("recipe", [pretrain, sft])
+def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = small_inputs.chats(tmp_path)
+    args = recipe.options(["--model", "./nomodel", "--data", str(data)])
+    with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
+        (sft if recipe is sft else loading).load_data(args)
+    with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
+        sft.load_model(args) if recipe is sft else loading.load_model(args, None)
