@@ -83,9 +83,8 @@ class Engine:
             memory=memory,
             page_size=_page_size(page_size, 256 if on_gpu else 16),
             max_running=_positive("max_running", max_running, 512 if on_gpu else 64),
-            # Without graphs, launching takes its time: large steps hide it.
             tokens_per_step=_positive(
-                "tokens_per_step", tokens_per_step, 16384 if on_gpu and not graphs else 2048
+                "tokens_per_step", tokens_per_step, 16384 if on_gpu else 2048
             ),
             max_length=_positive("max_length", max_length, _positions(self._model)),
             graphs=graphs,
@@ -133,7 +132,7 @@ class Engine:
             groups = self._take_in(asked, deadline)
             bar.update(sum(group.done for group in groups))
             self._finish_all(groups, longest_first(groups), bar.update)
-        return [group.result() for group in groups]
+            return [group.result() for group in groups]
 
     def stream(
         self,
@@ -346,7 +345,7 @@ class Engine:
             groups = self._intake.to_score(jobs, self._until(deadline), self._tenancy.room)
             self._under_way.add(groups)
             self._finish_all(groups, longest_first(groups))
-        return [scored(group) for group in groups]
+            return [scored(group) for group in groups]
 
     def _dial(self, name: str) -> int:
         place = self._tenancy.settings if self._machine is None else self._loop.scheduler

@@ -122,7 +122,7 @@ class Group:
 def longest_first(groups: Iterable[Group]) -> deque[Request]:
     """All requests, those that may run longest at the head: short ones fill the gaps at the end."""
     requests = [request for group in groups for request in group.requests]
-    return deque(sorted(requests, key=lambda r: (len(r.prompt) - r.limit, -r.limit)))
+    return deque(sorted(requests, key=lambda r: -r.limit))
 
 
 def _context(request: Request) -> list[int]:

@@ -118,10 +118,8 @@ def _only_device(model: Any) -> torch.device:
 
 def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
     """What graphs of every batch size keep, but no more than a quarter of the memory."""
-    config = model.config.get_text_config()
-    hidden = getattr(config, "hidden_size", 0)
-    wanted = graph_bytes(settings.max_running, config.vocab_size, dtype.itemsize, hidden)
-    return max(1, min(wanted, budget // 4))
+    vocabulary = model.config.get_text_config().vocab_size
+    return max(1, min(graph_bytes(settings.max_running, vocabulary, dtype.itemsize), budget // 4))
 
 
 def _compute_dtype(model: Any) -> torch.dtype:

@@ -21,7 +21,7 @@ from ..attention.allocator import Copy
 from ..attention.backends.ask import NotInAGraph
 from ..attention.backends.choice import reader_of_pages
 from .batch import Step
-from .graphs import StepGraphs
+from .graphs import DecodeGraphs
 from .loop import OutOfMemory, Results
 from .memory import does_not_fit
 from .sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
@@ -61,7 +61,7 @@ class DeviceRunner:
         self._proven = False
         self._stats = stats
         self._room = room_for_graphs
-        self._graphs = StepGraphs(cache, self._newest, self._room) if self._room else None
+        self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
         self.may_capture = True
         """Whether forwards are now such that a graph may hold them, and may be replayed."""
         self._refused: set[str | None] = set()
@@ -87,7 +87,7 @@ class DeviceRunner:
             logits, tokens, padded = replayed
             self._stats.note_graph(padded, len(self._graphs))
             if not step.choice.plain:
-                tokens = self._sample(step, logits[: len(step.yielding)])
+                tokens = self._sample(step, logits)
         else:
             logits = self._forward(step)
             tokens = self._sample(step, logits[: len(step.yielding)])
@@ -119,7 +119,7 @@ class DeviceRunner:
     def forget_graphs(self) -> None:
         """Drop captured graphs: the weights have moved."""
         if self._graphs is not None:
-            self._graphs = StepGraphs(self.cache, self._newest, self._room)
+            self._graphs = DecodeGraphs(self.cache, self._newest, self._room)
 
     def _forward(self, step: Step) -> Tensor:
         """Logits [R, V] of the wanted rows."""

@@ -58,7 +58,6 @@ class ShortWay:
         """A residual on its way to the next norm, and the parts that are to be added to it."""
         self._angles: list[tuple[Tensor, Tensor]] = []
         """Cosines and sines by position; graphs hold addresses, so shorter ones stay."""
-        self._positions: Tensor | None = None
         self._ended: Tensor | None = None
 
     def __call__(self, modules: Sequence[nn.Module], places: StandIns, stale: bool) -> None:
@@ -81,7 +80,7 @@ class ShortWay:
     def _taken(self) -> Pages | None:
         """The pages of this step, if it goes the short way."""
         varlen: Varlen | None = carried()
-        if not self._fits or not capturing() or varlen is None:
+        if not self._fits or not capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
 
@@ -97,7 +96,6 @@ class ShortWay:
             every = torch.arange(pages.max_length, device=x.device)
             cos, sin = longer(x, every[None])
             self._angles.append((cos[0].contiguous(), sin[0].contiguous()))
-        self._positions = position_ids[0]
         return self._angles[-1]
 
     def _layer(self, layer: Any, longer: Any, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -107,8 +105,7 @@ class ShortWay:
         attn, mlp, late = layer.self_attn, layer.mlp, launches_early(hidden.device)
         residual, x = self._settle(hidden, layer.input_layernorm)
         weight, bias = self._stacked.weights(attn)
-        assert self._positions is not None
-        turn = Turn(self._positions, *self._angles[-1], bias, *_gains(attn))
+        turn = Turn(*self._angles[-1], bias, *_gains(attn))
         a = self._attend(attn, multiply(x, weight), turn, late)
         parts = multiply(a.flatten(1), attn.o_proj.weight)
         norm = layer.post_attention_layernorm
@@ -126,7 +123,7 @@ class ShortWay:
         kv, dim = keys.shape[2:]
         testify(layer, "call", (kv, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
-        if varlen.max_length > 1 or rows > _FEW or not _by_own_kernels(keys, heads):
+        if rows > _FEW or not _by_own_kernels(keys, heads):
             q = place(parts, turn, pages, layer, heads, late)
             return attend_written(q, varlen, layer=layer, scale=attn.scaling)
         if self._ended is None:
@@ -148,7 +145,7 @@ class ShortWay:
         return settle(flat, parts, norm.weight, _eps(norm), launches_early(flat.device))
 
     def _forget(self) -> None:
-        self._owed = self._positions = None
+        self._owed = None
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:

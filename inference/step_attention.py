@@ -24,15 +24,12 @@ from torch import Tensor
 
 from ..attention import Pages
 from ..attention.backends.triton_decode import DecodeTiles, padded, precision, processors
-from ..attention.backends.triton_tile import take_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """How queries and keys are made ready: bias and norms, if any, and the angles of positions."""
 
-    positions: Tensor
-    """int64 [M]."""
     cos: Tensor
     """[positions, D]."""
     sin: Tensor
@@ -86,7 +83,7 @@ def _turned(
 
 @triton.jit(do_not_specialize=["rows"])
 def _place(
-    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, eps, rows,
+    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
     cos_stride, slot_stride_k, slot_stride_v,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     PAD: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
@@ -100,7 +97,7 @@ def _place(
     line = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
     near = d < D
-    position = tl.load(positions + row)
+    position = tl.load(lengths + row) - 1
     slot = tl.load(slots + row)
     cos_d = tl.load(cos + position * cos_stride + d, mask=near, other=0.0).to(tl.float32)
     sin_d = tl.load(sin + position * cos_stride + d, mask=near, other=0.0).to(tl.float32)
@@ -124,7 +121,7 @@ def _place(
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def _attend(
-    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, eps, rows,
+    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
     cos_stride, slot_stride_k, slot_stride_v,
     table, shares, share_lse, ended, scale, table_stride,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
@@ -142,7 +139,7 @@ def _attend(
     d = tl.arange(0, PAD)
     near = d < D
     # What the host sent or the step began with is there; the parts are still on their way.
-    before = tl.load(positions + row).to(tl.int32)
+    before = tl.load(lengths + row) - 1
     slot = tl.load(slots + row)
     cos_d = tl.load(cos + before * cos_stride + d, mask=near, other=0.0).to(tl.float32)
     sin_d = tl.load(sin + before * cos_stride + d, mask=near, other=0.0).to(tl.float32)
@@ -154,29 +151,26 @@ def _attend(
         WIDE, PARTS, HEADS, GROUP, D, NORM, BIAS, kind,
     )  # fmt: skip
 
-    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
-    begin = split * share
-    end = tl.minimum(begin + share, before)
-    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    acc, top, total = take_in(
-        turned, tl.full([ROWS], 0, tl.int32) + before, begin, plain, end,
-        table + row * table_stride, keys + kv * D, values + kv * D, slot_stride_k, slot_stride_v,
-        scale, 1.0, 0, False, False, PAGE, D, D, PAD, PAD, BLOCK, PRECISION,
-    )  # fmt: skip
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PAD], tl.float32)
     if split == 0:
         exact = turned.to(tl.float32)
         key = tl.sum(tl.where((line == GROUP)[:, None], exact, 0.0), 0)
         from_v = (HEADS + KV + kv) * D + d
         value = _summed(parts, bias, rows, row, from_v, near, WIDE, PARTS, kind, BIAS)
-        score = tl.sum(exact * key[None, :], 1) * (scale * 1.4426950408889634)
-        highest = tl.maximum(top, score)
-        fade, weight = tl.exp2(top - highest), tl.exp2(score - highest)
-        acc = acc * fade[:, None] + weight[:, None] * value[None, :]
-        total = total * fade + weight
-        top = highest
+        top = tl.sum(exact * key[None, :], 1) * (scale * 1.4426950408889634)
+        total = tl.full([ROWS], 1.0, tl.float32)
+        acc += value[None, :]
         if slot >= 0:
             tl.store(keys + slot * slot_stride_k + kv * D + d, key.to(kind), mask=near)
             tl.store(values + slot * slot_stride_v + kv * D + d, value.to(kind), mask=near)
+
+    acc, top, total = _meet_pages(
+        turned, acc, top, total, before, split, table + row * table_stride, keys + kv * D,
+        values + kv * D, slot_stride_k, slot_stride_v, scale,
+        D, PAD, SPLITS, PAGE, BLOCK, PRECISION,
+    )  # fmt: skip
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     stored = (line < GROUP)[:, None] & near[None, :]
     query = row * HEADS + kv * GROUP + line
@@ -192,6 +186,73 @@ def _attend(
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             _join(shares, share_lse, query, line, d, to, stored, SPLITS, GROUP, D, PAD, ROWS)
             tl.store(counter, 0)
+
+
+@triton.jit
+def _meet_pages(
+    turned, acc, top, total, before, split, pages, keys, values, slot_stride_k, slot_stride_v,
+    scale,
+    D: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let the rows take in this split's share of the keys before the new one."""
+    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
+    begin = split * share
+    end = tl.minimum(begin + share, before)
+    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
+    for first in range(begin, plain, BLOCK):
+        acc, top, total = _take_in(
+            turned, acc, top, total, first, end, pages, keys, values, slot_stride_k,
+            slot_stride_v, scale, False, D, PAD, PAGE, BLOCK, PRECISION,
+        )  # fmt: skip
+    for first in range(plain, end, BLOCK):
+        acc, top, total = _take_in(
+            turned, acc, top, total, first, end, pages, keys, values, slot_stride_k,
+            slot_stride_v, scale, True, D, PAD, PAGE, BLOCK, PRECISION,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def _take_in(
+    turned, acc, top, total, first, end, pages, keys, values, slot_stride_k, slot_stride_v, scale,
+    MASKED: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let the rows take in keys [first, +BLOCK); MASKED: but none at or beyond `end`.
+
+    Attention's kernels look up their pages a block ahead, which pays in long loops; a split here
+    has a block or two.
+    """
+    place = first + tl.arange(0, BLOCK)
+    inside = place < end
+    if PAGE % BLOCK == 0:  # the whole block lies in one page
+        page = tl.load(pages + first // PAGE).to(tl.int64)
+        slot = page * PAGE + first % PAGE + tl.arange(0, BLOCK)
+    else:
+        page = tl.load(pages + place // PAGE, mask=inside, other=0).to(tl.int64)
+        slot = page * PAGE + place % PAGE
+    d = tl.arange(0, PAD)
+    at_k = keys + slot[None, :] * slot_stride_k + d[:, None]
+    at_v = values + slot[:, None] * slot_stride_v + d[None, :]
+    # values past the end are masked, not only their weights: a page may hold another request's NaN
+    if MASKED:
+        k = tl.load(at_k, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(at_v, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    else:
+        k = tl.load(at_k) if D == PAD else tl.load(at_k, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(at_v) if D == PAD else tl.load(at_v, mask=(d < D)[None, :], other=0.0)
+    s = tl.dot(turned, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
+    if MASKED:
+        s = tl.where(inside[None, :], s, float("-inf"))
+    highest = tl.maximum(top, tl.max(s, 1))
+    floor = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(s - floor[:, None])
+    fade = tl.exp2(top - floor)
+    total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, highest, total
 
 
 @triton.jit
@@ -247,7 +308,7 @@ def attend_parts(
     _attend[(kv, tiles.splits, rows)](
         *given, pages.table, shares, lse, ended, scale, pages.table.stride(0), **sizes,
         SPLITS=tiles.splits, PAGE=page, BLOCK=tiles.block, PRECISION=precision(out),
-        launch_pdl=late, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        launch_pdl=late, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
@@ -272,9 +333,8 @@ def _given(
     extras = (turn.bias, turn.q_gain, turn.k_gain)
     bias, q_gain, k_gain = (turn.cos if t is None else t for t in extras)
     given = (
-        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.slots,
-        turn.positions, out, turn.eps, parts.shape[1], turn.cos.stride(0), keys.stride(1),
-        values.stride(1),
+        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.slots, pages.lengths,
+        out, turn.eps, parts.shape[1], turn.cos.stride(0), keys.stride(1), values.stride(1),
     )  # fmt: skip
     sizes = {
         "PARTS": len(parts),

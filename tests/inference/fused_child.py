@@ -95,7 +95,7 @@ def check_attention(heads: int, kv: int, dim: int, norm: bool, bias: bool) -> No
     ))  # fmt: skip
     bounds = torch.arange(count + 1, dtype=torch.int32)
     want = attend(q, k, v, Varlen(bounds, 1, of[1]), layer=0)
-    turn = Turn(at, angles.cos(), angles.sin(), shift, *gains, 1e-6)
+    turn = Turn(angles.cos(), angles.sin(), shift, *gains, 1e-6)
     assert_close(place(parts, turn, of[0], 0, heads, late=False), q, rtol=1e-4, atol=1e-5)
     for splits in (1, 2, 4):
         ended = torch.zeros(count, kv, dtype=torch.int32)

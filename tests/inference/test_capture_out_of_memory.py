@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams, capturing
-from nopad.inference.graphs import StepGraphs, _recording
+from nopad.inference.graphs import DecodeGraphs, _recording
 
 FULL = [
     torch.OutOfMemoryError("seeded"),
@@ -20,10 +20,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def made(monkeypatch) -> StepGraphs:
+def made(monkeypatch) -> DecodeGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing: Any = None
-    return StepGraphs(nothing, torch.zeros(65, dtype=torch.int64), room=1)
+    return DecodeGraphs(nothing, torch.zeros(65, dtype=torch.int64), room=1)
 
 
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
@@ -32,7 +32,7 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
 ):
     tried = []
 
-    def capture(shape, inputs, forward):
+    def capture(arrays, forward):
         tried.append(1)
         raise full
 
@@ -66,7 +66,7 @@ def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
 
 
 def test_an_error_that_is_not_about_memory_is_told(tiny, made, monkeypatch):
-    def capture(shape, inputs, forward):
+    def capture(arrays, forward):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     engine = Engine(tiny("llama"), page_size=16)
@@ -116,7 +116,7 @@ def test_a_branch_that_does_not_fit_leaves_no_fork_open(monkeypatch, failing, br
 class BrokenGraph:
     """A graph whose capture cannot be ended, as after a branch that was never joined."""
 
-    def capture_begin(self, pool):
+    def capture_begin(self, pool, capture_error_mode):
         pass
 
     def capture_end(self):

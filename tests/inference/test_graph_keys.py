@@ -12,41 +12,40 @@ import torch
 from nopad.attention.backends.ask import NotInAGraph
 from nopad.attention.backends.choice import reading_pages_by
 from nopad.inference import Engine, SamplingParams, tenancy
-from nopad.inference.graphs import StepGraphs
+from nopad.inference.graphs import DecodeGraphs
 from nopad.inference.runner import DeviceRunner
 from nopad.inference.slots import Slots
 from nopad.inference.stats import Stats
 
 
-def step(rows: int = 3, pages: int = 2, tokens: int | None = None) -> Any:
-    tokens = rows if tokens is None else tokens
+def step(rows: int = 3, pages: int = 2) -> Any:
     return SimpleNamespace(
-        requests=[None] * rows, yielding=[None] * rows, rows=[None] * rows, ids=[None] * tokens,
+        requests=[None] * rows, yielding=[None] * rows, rows=[None] * rows, max_tokens=1,
         table=np.zeros((rows, pages), np.int32),
     )  # fmt: skip
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> StepGraphs:
+def graphs(monkeypatch) -> DecodeGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing: Any = None
-    return StepGraphs(nothing, torch.zeros(5, dtype=torch.int64), room=1)
+    return DecodeGraphs(nothing, torch.zeros(5, dtype=torch.int64), room=1)
 
 
 def test_a_backend_asked_for_by_name_has_graphs_of_its_own(graphs, monkeypatch):
-    plain = graphs._shape(step())
+    plain = graphs._key(step())
     with reading_pages_by("flash2"):
-        named = graphs._shape(step())
+        named = graphs._key(step())
     monkeypatch.setenv("NOPAD_ATTENTION", "flash2")
-    assert plain != named == graphs._shape(step())
+    assert plain != named == graphs._key(step())
 
 
 def test_without_room_no_backend_replays_the_graph_of_another(graphs):
-    graphs._captured = {graphs._shape(step(rows=8)): None}
+    graphs._captured = {graphs._key(step(rows=8)): None}
     graphs._taken = graphs._room
-    assert graphs._shape(step()) == (None, False, 8, 8, 4)
+    assert graphs._key(step()) == (None, 8, 4)
     with reading_pages_by("flash2"):
-        assert graphs._shape(step()) is None and not graphs.serves(step())
+        assert graphs._key(step()) is None and not graphs.serves(step())
 
 
 def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
