@@ -18,7 +18,7 @@ ARGUMENT = re.compile(
 """A setting as Python says it, with its value if there is one."""
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
+class Help(argparse.RawDescriptionHelpFormatter):
     """Texts as they stand, and defaults where they say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -31,7 +31,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `nopad NAME` whose help is the command's docstring."""
     text = (doc or "").replace("`", "").strip()
-    return argparse.ArgumentParser(f"nopad {name}", description=text, formatter_class=_Help)
+    return argparse.ArgumentParser(f"nopad {name}", description=text, formatter_class=Help)
 
 
 def model_options(add: Any) -> None:
@@ -95,17 +95,27 @@ def new_file(text: str) -> Path:
 
 
 def count(text: str) -> int:
-    """Take a number from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 0")
-    return int(text)
+    """Take a whole number from 0.
+
+    >>> count("1e3"), count("12")
+    (1000, 12)
+    """
+    return _whole(text, 0)
 
 
 def positive(text: str) -> int:
-    """Take a number from 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1")
-    return int(text)
+    """Take a whole number from 1."""
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text) if text.isdecimal() else float(text)  # a large one stays as it is
+    except ValueError:
+        number = -1
+    if not least <= number < float("inf") or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from {least}")
+    return int(number)
 
 
 def share(text: str) -> int | float:

@@ -6,25 +6,26 @@ import argparse
 from collections.abc import Sequence
 
 from loading import check_vocabulary
+from nopad.cli.asking import count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, count
+from settings import Training
 
 
 def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
     """Add what every recipe on the HF Trainer takes."""
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=float, default=1.0, help="passes over the data")
-    add("--steps", type=count, help="optimizer steps; without it, those of --epochs")
-    add("--accumulation", type=count, default=1, help="packs per rank and optimizer step")
+    add("--steps", type=positive, help="optimizer steps; without it, those of --epochs")
+    add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=learning_rate, help="at its peak")
-    add("--warmup", type=int, default=10, help="steps until the peak")
+    add("--warmup", type=count, default=10, help="steps until the peak")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add("--compile", action="store_true", help="compile the decoder layer; T is then constant")
     add("--checkpointing", action="store_true", help="recompute activations to save memory")
     add = parser.add_argument_group("run").add_argument
     run_options(add, recipe)
-    add("--save-every", type=count, default=100, help="steps between checkpoints")
-    add("--log-every", type=count, default=10, help="steps between lines of the log")
+    add("--save-every", type=positive, default=100, help="steps between checkpoints")
+    add("--log-every", type=positive, default=10, help="steps between lines of the log")
     add("--log-with", default="none", help="tensorboard, wandb, ...")
 
 

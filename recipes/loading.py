@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nopad.cli.asking import reading_choices, reading_options
+from nopad.cli.asking import count, positive, reading_choices, reading_options
 from nopad.cli.loading import found, load_tokenizer
 
 
@@ -27,10 +27,10 @@ def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
 def shared_options(add: Any, budget: int) -> None:
     """What every recipe can be told about reading and packing."""
     reading_options(add)
-    add("--budget", type=int, default=budget, help="tokens a pack may hold")
-    add("--workers", type=int, default=0, help="data loading processes per rank")
+    add("--budget", type=positive, default=budget, help="tokens a pack may hold")
+    add("--workers", type=count, default=0, help="data loading processes per rank")
     add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
-    add("--seed", type=int, default=0, help="of new weights and of the order of packs")
+    add("--seed", type=count, default=0, help="of new weights and of the order of packs")
 
 
 def load_data(args: argparse.Namespace, held_out: int = 32):

@@ -18,8 +18,9 @@ import os
 import sys
 
 from loading import data_options, load_data, load_model
+from nopad.cli.asking import Help, count, positive
 from run_folder import RunFolder, run_options
-from settings import Help, Training, count, exit_status, parse
+from settings import Training, exit_status, parse
 
 RATES_EVERY = 10
 """Steps: reading the rates goes over all data so far, and waits for the device."""
@@ -33,17 +34,17 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     data_options(parser, budget=512)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=count, default=800, help="optimizer steps")
-    add("--accumulation", type=count, default=1, help="packs per rank and optimizer step")
+    add("--steps", type=positive, default=800, help="optimizer steps")
+    add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=6e-3, help="at its peak")
-    add("--warmup", type=int, default=40, help="steps until the peak")
+    add("--warmup", type=count, default=40, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
     run_options(add, "pretrain")
-    add("--save-every", type=count, default=200, help="steps between checkpoints")
-    add("--eval-every", type=count, default=400, help="steps between generations")
+    add("--save-every", type=positive, default=200, help="steps between checkpoints")
+    add("--eval-every", type=positive, default=400, help="steps between generations")
     add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
         "beginnings of documents held out of the data")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from held_out import continuing
 from loading import data_options, load_data, load_model
+from nopad.cli.asking import Help, count, positive
 from run_folder import RunFolder, run_options
-from settings import Help, Training, count, exit_status, parse
+from settings import Training, exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -25,18 +26,18 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     data_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=count, default=150, help="optimizer steps")
-    add("--accumulation", type=count, default=1, help="packs per rank and optimizer step")
+    add("--steps", type=positive, default=150, help="optimizer steps")
+    add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=float, default=4e-3, help="at its peak")
-    add("--warmup", type=int, default=10, help="steps until the peak")
+    add("--warmup", type=count, default=10, help="steps until the peak")
     add("--precision", default="32-true", help="as Lightning names it")
     add("--accelerator", default="auto", help="cpu, gpu, ...")
-    add("--devices", type=int, default=1, help="processes on this machine")
+    add("--devices", type=positive, default=1, help="processes on this machine")
     add("--strategy", default="auto", help="ddp, fsdp, ...")
     add = parser.add_argument_group("run").add_argument
     run_options(add, "pretrain_lightning")
-    add("--save-every", type=count, default=50, help="steps between checkpoints")
-    add("--eval-every", type=count, default=50, help="steps between generations")
+    add("--save-every", type=positive, default=50, help="steps between checkpoints")
+    add("--eval-every", type=positive, default=50, help="steps between generations")
     return parse(parser, argv, "pretrain_lightning")
 
 

@@ -17,22 +17,6 @@ from nopad.cli.asking import in_options
 from run_folder import refuse_changes, run_to_resume, started_with
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Tell defaults, but not that something is off or absent without its option."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
-def count(text: str) -> int:
-    """Read a number of things, of which there is at least one."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
-
-
 def parse(
     parser: argparse.ArgumentParser, argv: list[str] | None = None, recipe: str = ""
 ) -> argparse.Namespace:
@@ -87,7 +71,12 @@ def read(path: Path) -> dict[str, Any]:
     """Read a flat YAML file, `learning-rate` and `learning_rate` alike."""
     import yaml
 
-    found = yaml.safe_load(path.read_text()) or {}
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ValueError(f"{path}{line} is no YAML: {why or error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no `name: value` lines")
     return {str(name).replace("-", "_"): value for name, value in found.items()}

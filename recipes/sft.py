@@ -14,10 +14,10 @@ import sys
 
 from hf_training import hf_options, hf_train
 from loading import naming, open_data, shared_options
-from nopad.cli.asking import reading_choices
+from nopad.cli.asking import Help, count, positive, reading_choices
 from nopad.cli.loading import checkpoint, load_tokenizer
 from run_folder import RunFolder
-from settings import Help, count, exit_status, parse
+from settings import exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -31,13 +31,13 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", help="jsonl[.gz|.zst], parquet, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; without it, the model's")
     add("--chat-template", help="Jinja file, for tokenizers that have no template")
-    add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
+    add("--lora", type=count, default=0, metavar="RANK", help="train adapters of this rank only")
     add("--overflow", default="error", choices=["error", "truncate", "split", "drop"],
         help="what becomes of a conversation longer than a pack")  # fmt: skip
     shared_options(add, budget=2048)
-    add("--eval-every", type=count, default=100, help="steps between generations")
-    add("--eval-examples", type=int, default=32, help="conversations not trained on but continued "
-        "and held against their answers, one in 50 at most; 0: none")  # fmt: skip
+    add("--eval-every", type=positive, default=100, help="steps between generations")
+    add("--eval-examples", type=count, default=32, help="conversations not trained on but "
+        "continued and held against their answers, one in 50 at most; 0: none")  # fmt: skip
     hf_options(parser, "sft", learning_rate=2e-5)
     args = parse(parser, argv, "sft")
     for name in ("model", "data"):

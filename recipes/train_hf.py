@@ -12,8 +12,9 @@ import sys
 
 from hf_training import hf_options, hf_train
 from loading import data_options, load_data, load_model
+from nopad.cli.asking import Help
 from run_folder import RunFolder
-from settings import Help, exit_status, parse
+from settings import exit_status, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -115,8 +115,11 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
     ("line", "complaint"),
     [
         ("precision: bf17", "invalid choice: 'bf17'"),
-        ("accumulation: 0", "--accumulation: 0 is less than 1"),
-        ("budget: many", "--budget: invalid int value: 'many'"),
+        ("accumulation: 0", "--accumulation: '0': a whole number from 1"),
+        ("budget: many", "--budget: 'many': a whole number from 1"),
+        ("steps: 1.5", "--steps: '1.5': a whole number from 1"),
+        ("warmup: -3", "--warmup: '-3': a whole number from 0"),
+        ("workers: .nan", "--workers: 'nan': a whole number from 0"),
     ],
 )
 def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
@@ -148,6 +151,38 @@ def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
     assert options(config).prompt == ["Once", "There"]
     args = options([*config, "--prompt", "Hello", "--prompt", "You"])
     assert (args.prompt, args.budget, args.steps) == (["Hello", "You"], 64, 800)
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    from train_hf import options
+
+    (tmp_path / "run.yaml").write_text("steps: 1e3\nwarmup: 2.0\nbudget: 4096\n")
+    args = options(["--config", str(tmp_path / "run.yaml")])
+    assert (args.steps, args.warmup, args.budget) == (1000, 2, 4096)
+    assert all(type(number) is int for number in (args.steps, args.warmup, args.budget))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"steps: 3\nmodel: [a, b\nseed: 1\n", r"run\.yaml, line 3 is no YAML: "),
+        (b"steps: 3\n\tseed: 1\n", r"run\.yaml, line 2 is no YAML: "),
+        (b"model: caf\xe9\n", r"run\.yaml is no YAML: .*utf-8"),
+        (b"- steps\n", r"run\.yaml holds no `name: value` lines"),
+    ],
+)
+def test_a_broken_yaml_file_is_named_with_its_line(tmp_path, text, told):
+    (tmp_path / "run.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match=told) as caught:
+        in_process("pretrain", ["--config", tmp_path / "run.yaml"])
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("wrong", ["--devices 0", "--warmup -3", "--steps 0"])
+def test_a_number_that_cannot_be_ends_before_any_work(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        in_process("pretrain_lightning", wrong.split())
+    assert f"{wrong.split()[0]}: '{wrong.split()[1]}': a whole number" in capsys.readouterr().err
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
