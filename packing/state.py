@@ -60,11 +60,10 @@ def _check_position(position: Any) -> None:
             raise ValueError(f"the state's {name} is {value!r}: expected a number from 0")
 
 
-def _check_epochs(epochs: Any, until: int | None) -> None:
-    if epochs is None and until is None:
+def _check_epochs(epochs: Any, until: Any) -> None:
+    if (epochs, until) == (None, None):
         return
-    missing = epochs is None or until is None
-    if missing or not is_count(epochs) or not 1 <= epochs <= until:
+    if not (is_count(epochs) and is_count(until) and 1 <= epochs <= until):
         raise ValueError(f"the state's epochs={epochs!r} and until={until!r} contradict each other")
 
 

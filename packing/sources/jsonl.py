@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ from .source import Row, RowSource
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64
+ONE_LIST = "of one large list, write one entry a line"
 SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
@@ -79,7 +81,7 @@ def _packed_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterat
     """Decompress and give every S-th line."""
     at = shard if at is None else at
     with pa.input_stream(str(path), compression=_compression(path)) as stream:
-        file, number = _Buffered(stream), 0
+        file, number = BufferedReader(stream, 1 << 18), 0  # pyright: ignore[reportArgumentType]
         while True:
             try:
                 line, taken = _bounded_line(file)
@@ -97,26 +99,6 @@ def _packed_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterat
                 if not isinstance(line, bytes) or line.strip():
                     yield line, f"{path.name}, line {number + 1}", at
             number += 1
-
-
-class _Buffered:
-    """Lines of a compressed stream, of bounded length."""
-
-    def __init__(self, stream: Any):
-        self.stream, self.rest = stream, b""
-
-    def readline(self, limit: int) -> bytes:
-        pieces, size = [], 0
-        while True:
-            end = self.rest.find(b"\n") + 1
-            take = min(end or len(self.rest), limit - size)
-            pieces.append(self.rest[:take])
-            size, self.rest = size + take, self.rest[take:]
-            if size == limit or pieces[-1].endswith(b"\n"):
-                return b"".join(pieces)
-            self.rest = self.stream.read(1 << 18)
-            if not self.rest:
-                return b"".join(pieces)
 
 
 def _bounded_line(file: Any) -> tuple[bytes | ValueError, int]:
@@ -142,8 +124,10 @@ def _parsed(line: bytes | ValueError) -> Any:
     except UnicodeDecodeError as error:
         return ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
     except ValueError as error:
-        hint = "; of one large list, write one entry a line" if line.strip() == b"[" else ""
+        hint = f"; {ONE_LIST}" if line.strip() == b"[" else ""
         return ValueError(f"not JSON: {error}{hint}")
+    if isinstance(row, list) and row and isinstance(row[0], dict | str):
+        return ValueError(f"a list of {len(row)} entries on one line; {ONE_LIST}")
     if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     return row

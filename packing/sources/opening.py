@@ -123,6 +123,8 @@ def _kind(file: Path, any_text: bool) -> str:
     last = suffixes[-1] if suffixes else ""
     if last in (".jsonl", ".json", ".ndjson"):
         return "jsonl"
+    if file.suffix in (".gz", ".zst"):
+        raise ValueError(f"{file}: only .jsonl is read compressed: unpack it first")
     if last in (".parquet", ".bin"):
         return {".parquet": "parquet", ".bin": "tokens"}[last]
     guess = mimetypes.guess_type(file.name)[0] or ("text/plain" if not last else "")

@@ -225,8 +225,25 @@ def test_a_mark_at_the_head_of_a_file_is_no_text(tmp_path):
     assert [row.value for row in rows] == [{"text": "x"}, {"text": "y"}, {"text": "z"}]
 
 
-def test_one_large_list_is_told_how_to_become_lines(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}], indent=1))
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_of_any_length_are_the_plain_ones(tmp_path, suffix):
+    rows = [{"text": "x" * (n * 7919 % 300_000)} for n in range(40)]
+    path = write_jsonl(tmp_path / f"rows.jsonl{suffix}", rows)
+    assert [row.value for row in JsonLines([path]).read(0, 1)] == rows
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.md.zst", "a.parquet.gz", "a.bin.gz"])
+@pytest.mark.parametrize("glob", [None, "a.*"])
+def test_what_is_not_read_compressed_is_refused_by_name(tmp_path, name, glob):
+    (tmp_path / name).write_bytes(gzip.compress(b"hello"))
+    with pytest.raises(ValueError, match=rf"{name}: only \.jsonl is read compressed: unpack it"):
+        open_source(tmp_path if glob else tmp_path / name, glob=glob, dtype="uint16", eos=0)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("entry", [{"text": "x"}, "x"])
+def test_one_large_list_is_told_how_to_become_lines(tmp_path, indent, entry):
+    (tmp_path / "a.json").write_text(json.dumps([entry], indent=indent))
     first = next(iter(open_source(tmp_path / "a.json").read(0, 1))).value
     assert isinstance(first, ValueError) and "write one entry a line" in str(first)
 
