@@ -4,7 +4,8 @@
 
 Three parts, all bf16, 32 query heads over 8 key heads:
     training   forward and backward of a packed row of 16k and 64k tokens in natural lengths
-    decode     one query per sequence over pages, batch 1 to 512, context 128 to 32k
+    decode     one query per sequence over pages, batch 1 to 512, context 128 to 32k; then with
+               natural lengths, of which a few are long
     mixed      decodes and a chunk of prefill in one call
 Paged calls are timed inside a CUDA graph, as the engine runs them; training calls eagerly. The
 ceilings (copy bandwidth, matrix product) are measured first. Every timed result is checked against
@@ -211,11 +212,25 @@ def attend_once(q, varlen: Varlen, backend: str):
 
 
 def decode(batch: int, context: int, head_dim: int, ceiling: float) -> dict:
-    """A decode step: memory-bound, so as share of the copy bandwidth."""
-    lengths = [context] * batch
-    times = paged_times([1] * batch, lengths, head_dim)
-    moved = sum(lengths) * KV_HEADS * head_dim * 4 + batch * HEADS * head_dim * 4
-    row: dict = {"batch": batch, "context": context, "head_dim": head_dim}
+    """A decode step of sequences of one length."""
+    row = {"batch": batch, "context": context, "head_dim": head_dim}
+    return row | decode_times([context] * batch, head_dim, ceiling)
+
+
+def decode_uneven(batch: int, head_dim: int, ceiling: float) -> dict:
+    """A decode step of sequences as long as people make them: log-normal, median 650."""
+    make = torch.Generator().manual_seed(batch)
+    drawn = torch.empty(batch).log_normal_(mean=6.5, std=1.0, generator=make)
+    lengths = [max(1, min(int(n), 32768)) for n in drawn]
+    row = {"batch": batch, "keys": sum(lengths), "longest": max(lengths), "head_dim": head_dim}
+    return row | decode_times(lengths, head_dim, ceiling)
+
+
+def decode_times(lengths: list[int], head_dim: int, ceiling: float) -> dict:
+    """Memory-bound, so as share of the copy bandwidth."""
+    times = paged_times([1] * len(lengths), lengths, head_dim)
+    moved = sum(lengths) * KV_HEADS * head_dim * 4 + len(lengths) * HEADS * head_dim * 4
+    row = {}
     for name, seconds in times.items():
         row[f"{name}_us"] = seconds * 1e6
         row[f"{name}_bandwidth_percent"] = moved / seconds / 1e12 / ceiling * 100
@@ -267,6 +282,9 @@ def main() -> None:
     show("training, forward and backward", train)
     decodes = [decode(*point, limits["copy_TB_s"]) for point in decode_grid(options.quick)]
     show("decode", decodes)
+    sizes = [(b, d) for d in (64, 128) for b in (8, 64, 256)]
+    natural = [decode_uneven(*size, limits["copy_TB_s"]) for size in sizes]
+    show("decode, natural lengths", natural)
     mixes = [mixed(b, 1024, 1024, d) for d in (64, 128) for b in (0, 64, 256)]
     show("mixed", mixes)
     record = {
@@ -278,6 +296,7 @@ def main() -> None:
         "ceilings": limits,
         "training": train,
         "decode": decodes,
+        "decode_uneven": natural,
         "mixed": mixes,
     }
     line = json.dumps(record)

@@ -1,13 +1,15 @@
-"""Decode: one query per sequence against its pages, memory-bound, split over the keys.
+"""Decode: one query per sequence against its pages, memory-bound, keys shared out evenly.
 
-    program (kv head, split, sequence): the group's query heads are the rows of a small product;
-    the keys of a sequence are shared out evenly over the splits by its real length, on the device
+    lengths            ▇▇▇▇▇▇▇▇▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇      known on the device only
+    shares of keys     ▇▇▇▇|▇▇▇▇|▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇    a program each, for every kv head
 
-With one split the result is written directly; with more, a second kernel joins the parts. Sequences
-with another number of queries than one are left to the prefill kernel.
+A program takes one share; the group's query heads are the rows of a small product. Only sequences
+longer than twice an even share are split, so that programs of a batch of like lengths run all at
+once, and one long sequence is no tail. What was split is joined by a second kernel. Sequences with
+another number of queries than one are left to the prefill kernel.
 
-Where the device can (LATE), a kernel is launched while the one before it ends: it reads where its
-sequence lies, which the host sent long before, and then waits for queries and keys.
+Where the device can (LATE), a kernel is launched while the one before it ends: it finds out where
+its share lies, from what the host sent long before, and then waits for queries and keys.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -25,25 +27,58 @@ from torch import Tensor
 from .ask import Scores
 from .triton_tile import finish, take_in
 
+LEAST_SHARE = 128
+"""Keys that are worth a program of their own."""
 
-@triton.jit(do_not_specialize=["window", "scale", "softcap", "table_stride"])
+
+@triton.jit
+def _shares(
+    cu_seqlens, lengths, count, room, most, window,
+    WINDOW: tl.constexpr, COUNT: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """[COUNT]: programs that share the keys of each sequence; none without a single query.
+
+    At most room + count in all, since only whole even shares of a `room`-th make a program.
+    """
+    n = tl.arange(0, COUNT)
+    start = tl.load(cu_seqlens + n, mask=n < count, other=0)
+    stop = tl.load(cu_seqlens + n + 1, mask=n < count, other=0)
+    keys = tl.load(lengths + n, mask=n < count, other=0)
+    if WINDOW:
+        keys = tl.minimum(keys, window)
+    decodes = stop - start == 1
+    total = tl.sum(tl.where(decodes, keys, 0), 0)
+    even = tl.maximum(tl.cdiv(total, room), LEAST)
+    return tl.where(decodes, tl.minimum(tl.maximum(keys // even, 1), most), 0)
+
+
+@triton.jit(
+    do_not_specialize=["window", "scale", "softcap", "table_stride", "count", "room", "most"]
+)
 def _decode_kernel(
     q, keys, values, table, lengths, cu_seqlens, sinks, out, parts, part_lse,
-    scale, softcap, window,
+    scale, softcap, window, count, room, most,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
     slot_stride_k, head_stride_k, slot_stride_v, head_stride_v,
     GROUP: tl.constexpr, SINGLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, LATE: tl.constexpr,
+    COUNT: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    sequence = tl.program_id(2)
-    token = tl.load(cu_seqlens + sequence)
-    stop = tl.load(cu_seqlens + sequence + 1)
-    length = tl.load(lengths + sequence)
+    item = tl.program_id(1)
+    sequence, nth, shares = item, 0, 1
+    if not SINGLE:
+        all_shares = _shares(cu_seqlens, lengths, count, room, most, window, WINDOW, COUNT, LEAST)
+        before = tl.cumsum(all_shares, 0) <= item
+        sequence = tl.sum(before.to(tl.int32), 0)
+        nth = item - tl.sum(tl.where(before, all_shares, 0), 0)
+        this = tl.arange(0, COUNT) == sequence
+        shares = tl.sum(tl.where(this, all_shares, 0), 0)
+    there = sequence < count
+    token = tl.load(cu_seqlens + sequence, mask=there, other=0)
+    stop = tl.load(cu_seqlens + sequence + 1, mask=there, other=0)
+    length = tl.load(lengths + sequence, mask=there, other=0)
     if LATE:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -52,8 +87,8 @@ def _decode_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(length - first, BLOCK), splits) * BLOCK
-    begin = first + split * share
+    share = tl.cdiv(tl.cdiv(length - first, BLOCK), shares) * BLOCK
+    begin = first + nth * share
     end = tl.minimum(begin + share, length)
 
     row = tl.arange(0, ROWS)
@@ -77,41 +112,44 @@ def _decode_kernel(
     )  # fmt: skip
 
     stored = mine[:, None] & (dv < DV)[None, :]
-    if SINGLE:
+    if shares == 1:
         sink = tl.zeros([ROWS], tl.float32)
         if SINKS:
             sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
         result = finish(acc, top, total, sink, SINKS)
-        at = out + token * out_stride_t + head[:, None] * out_stride_h + dv[None, :]
-        tl.store(at, result.to(out.dtype.element_ty), mask=stored)
-    else:
-        heads = tl.num_programs(0) * GROUP
-        at = (sequence * heads + head) * splits + split
+        target = out + token * out_stride_t + head[:, None] * out_stride_h + dv[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=stored)
+    elif not SINGLE:
+        at = item * (tl.num_programs(0) * GROUP) + head
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(parts + at[:, None].to(tl.int64) * DV + dv[None, :], result, mask=stored)
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
         tl.store(part_lse + at, lse, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "count", "room", "most"])
 def _join_kernel(
-    parts, part_lse, cu_seqlens, sinks, out, out_stride_t, out_stride_h,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr,
-    LATE: tl.constexpr,
+    parts, part_lse, lengths, cu_seqlens, sinks, out, window, count, room, most,
+    out_stride_t, out_stride_h,
+    MOST: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr,
+    PAD_DV: tl.constexpr, COUNT: tl.constexpr, LEAST: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     token = tl.load(cu_seqlens + sequence)
-    stop = tl.load(cu_seqlens + sequence + 1)
+    all_shares = _shares(cu_seqlens, lengths, count, room, most, window, WINDOW, COUNT, LEAST)
+    n = tl.arange(0, COUNT)
+    first = tl.sum(tl.where(n < sequence, all_shares, 0), 0)
+    shares = tl.sum(tl.where(n == sequence, all_shares, 0), 0)
     if LATE:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if stop - token != 1:
+    if shares <= 1:
         return
-    split = tl.arange(0, SPLITS)
+    nth = tl.arange(0, MOST)
     dv = tl.arange(0, PAD_DV)
-    at = (sequence * tl.num_programs(0) + head) * SPLITS + split
-    lse = tl.load(part_lse + at)
+    at = (first + nth) * tl.num_programs(0) + head
+    lse = tl.load(part_lse + at, mask=nth < shares, other=float("-inf"))
     top = tl.max(lse, 0)
     sink = 0.0
     if SINKS:
@@ -137,6 +175,7 @@ class DecodeTiles:
 
     block: int
     splits: int
+    """The most programs that may share the keys of one sequence; a power of two."""
     warps: int
     stages: int
     registers: int | None = None
@@ -160,28 +199,44 @@ def decode(
     count = table.shape[0]
     group = heads // kv_heads
     single = tiles.splits == 1
-    parts = out if single else out.new_empty(count * heads * tiles.splits, dv, dtype=torch.float32)
-    lse = out if single else out.new_empty(count * heads * tiles.splits, dtype=torch.float32)
+    room = programs_at_once(kv_heads, q.device)
+    items = count if single else count + room
+    parts = out if single else out.new_empty(items * heads, dv, dtype=torch.float32)
+    lse = out if single else out.new_empty(items * heads, dtype=torch.float32)
     sinks = out if scores.sinks is None else scores.sinks
+    window, windowed = scores.window or 0, scores.window is not None
     late = launches_early(q.device)
-    _decode_kernel[(kv_heads, tiles.splits, count)](
+    shared = {
+        "WINDOW": windowed,
+        "SINKS": scores.sinks is not None,
+        "DV": dv,
+        "PAD_DV": padded(dv),
+        "COUNT": max(64, triton.next_power_of_2(count)),
+        "LEAST": LEAST_SHARE,
+        "LATE": late,
+        "launch_pdl": late,
+    }
+    _decode_kernel[(kv_heads, items)](
         q, keys, values, table, lengths, cu_seqlens, sinks, out, parts, lse,
-        scores.scale, scores.softcap or 1.0, scores.window or 0,
+        scores.scale, scores.softcap or 1.0, window, count, room, tiles.splits,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), table.stride(0),
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        GROUP=group, SINGLE=single, WINDOW=scores.window is not None,
-        SOFTCAP=scores.softcap is not None, SINKS=scores.sinks is not None,
-        PAGE=page, DK=dk, DV=dv, PAD_DK=padded(dk), PAD_DV=padded(dv),
-        ROWS=max(16, triton.next_power_of_2(group)), BLOCK=tiles.block,
-        PRECISION=precision(q), LATE=late, launch_pdl=late,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        GROUP=group, SINGLE=single, SOFTCAP=scores.softcap is not None, PAGE=page,
+        DK=dk, PAD_DK=padded(dk), ROWS=max(16, triton.next_power_of_2(group)), BLOCK=tiles.block,
+        PRECISION=precision(q), num_warps=tiles.warps, num_stages=tiles.stages,
+        maxnreg=tiles.registers, **shared,
     )  # fmt: skip
     if not single:
         _join_kernel[(heads, count)](
-            parts, lse, cu_seqlens, sinks, out, out.stride(0), out.stride(1),
-            SPLITS=tiles.splits, SINKS=scores.sinks is not None, DV=dv, PAD_DV=padded(dv),
-            LATE=late, launch_pdl=late, num_warps=1 if tiles.splits * padded(dv) <= 1024 else 4,
+            parts, lse, lengths, cu_seqlens, sinks, out, window, count, room, tiles.splits,
+            out.stride(0), out.stride(1), MOST=tiles.splits,
+            num_warps=1 if tiles.splits * padded(dv) <= 1024 else 4, **shared,
         )  # fmt: skip
+
+
+def programs_at_once(kv_heads: int, device: torch.device) -> int:
+    """How many programs of one kv head run at once: with those of all, four on every processor."""
+    return max(4 * processors(device) // kv_heads, 1)
 
 
 @cache

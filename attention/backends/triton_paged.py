@@ -19,7 +19,7 @@ from .ask import Ask, Scores
 try:
     import triton
 
-    from .triton_decode import DecodeTiles, decode, padded, processors
+    from .triton_decode import LEAST_SHARE, DecodeTiles, decode, padded, programs_at_once
     from .triton_prefill import PrefillTiles, prefill
 except ImportError:  # `why_not` says so
     triton = None
@@ -52,24 +52,21 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
 
 
 def decode_tiles(q: Tensor, keys: Tensor, values: Tensor, count: int, reach: int) -> DecodeTiles:
-    """Split sequences until each processor has four programs, all of them running at once.
+    """Blocks of 16 KiB of keys, in programs of which exactly four fit a processor.
 
-    Found by measuring on an H200: with more, a second round of programs and the joining of more
-    parts cost what is gained. Many rows or wide heads need their registers for the sums.
+    Measured on an H200: where more would fit, they crowd on some processors and leave others idle.
+    Sequences may be split up to twice as many as run at once; beyond that, programs follow each
+    other anyway, and finding shares costs what it gains. Many rows or wide heads need registers.
     """
     wide = max(padded(q.shape[2]), padded(values.shape[-1])) * q.element_size()
-    group = q.shape[1] // keys.shape[2]
-    if group > 16 or wide > 256:
-        block, warps, stages, registers = 32, 4, 2, None
-    elif wide > 128:
-        block, warps, stages, registers = 32, 2, 3, None
-    else:
-        block, warps, stages, registers = 128, 4, 2, 128
-    wanted = 4 * processors(q.device) // (count * keys.shape[2])
+    block, registers = 128 if wide <= 128 else 64, 128
+    if q.shape[1] // keys.shape[2] > 16 or wide > 256:
+        block, registers = 32, None
+    room = programs_at_once(keys.shape[2], q.device)
     splits = 1
-    while splits * 2 <= min(wanted, 64, reach // block):
+    while count <= 2 * room and splits * 2 <= min(room, 64, reach // LEAST_SHARE):
         splits *= 2
-    return DecodeTiles(block, splits, warps, stages, registers)
+    return DecodeTiles(block, splits, warps=4, stages=2, registers=registers)
 
 
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:

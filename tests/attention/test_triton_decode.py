@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from nopad.attention import PagedCache, Pages, Varlen
-from nopad.attention.backends import triton_paged
+from nopad.attention.backends import triton_decode, triton_paged
 from nopad.attention.backends.ask import Scores
-from nopad.attention.backends.triton_decode import DecodeTiles, decode
+from nopad.attention.backends.triton_decode import LEAST_SHARE, DecodeTiles, _shares, decode
 from nopad.attention.reference import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM = 3, 1, 16
-LENGTHS = [1, 64, 65, 257]
+LENGTHS = [1, 64, 129, 290]
 
 
 def step(page_size):
@@ -37,9 +39,9 @@ def step(page_size):
 
 
 @pytest.mark.parametrize("page_size", [16, 48, 64, 256])
-@pytest.mark.parametrize(("block", "splits"), [(64, 1), (32, 2), (128, 4)])
+@pytest.mark.parametrize(("block", "splits"), [(64, 1), (32, 2), (16, 4)])
 def test_any_cut_of_the_keys_gives_the_same_result(page_size, block, splits):
-    """Blocks inside a page, of several pages and across their edges; splits without a key."""
+    """Blocks inside a page, of several pages and across their edges; shares of several blocks."""
     q, varlen = step(page_size)
     keys, values = varlen.pages.cache.layer(0)
     where = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
@@ -49,19 +51,52 @@ def test_any_cut_of_the_keys_gives_the_same_result(page_size, block, splits):
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
+@triton.jit
+def shares_kernel(cu_seqlens, lengths, out, count, room, most, COUNT: tl.constexpr):
+    shares = _shares(cu_seqlens, lengths, count, room, most, 0, False, COUNT, 64)
+    tl.store(out + tl.arange(0, COUNT), shares)
+
+
+def shares_of(lengths, queries, room, most=64):
+    bounds = torch.tensor([0, *queries], device=DEVICE).cumsum(0).int()
+    out = torch.full((16,), -1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    shares_kernel[(1,)](bounds, lengths, out, len(queries), room, most, COUNT=16)
+    assert not out[len(queries) :].any()
+    return out[: len(queries)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "want"),
+    [
+        ([1000] * 8, 8, [1] * 8),  # as many sequences as room: none is split
+        ([1000] * 8, 15, [1] * 8),  # not into halves that would run one after the other
+        ([1000] * 4, 9, [2] * 4),
+        ([1000] * 7 + [8000], 8, [1] * 7 + [4]),  # one long sequence is no tail
+        ([1, 50, 100, 130], 40, [1, 1, 1, 2]),  # a share is worth a program
+        ([30000], 66, [64]),
+    ],
+)
+def test_keys_are_shared_out_evenly_by_the_real_lengths(lengths, room, want):
+    assert shares_of(lengths, [1] * len(lengths), room) == want
+    assert sum(want) <= room + len(lengths)
+
+
+def test_only_sequences_with_one_query_get_a_share():
+    assert shares_of([500, 900, 7, 500], [1, 30, 0, 1], room=4) == [2, 0, 0, 2]
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("reach", [16, 1000, 32768])
 @pytest.mark.parametrize("count", [1, 5, 16, 64, 500])
-def test_sequences_are_split_until_all_programs_run_at_once_and_no_further(
+def test_four_programs_fit_a_processor_and_long_sequences_of_few_may_be_split(
     monkeypatch, count, reach, dim
 ):
-    monkeypatch.setattr(triton_paged, "processors", lambda device: 132)
+    monkeypatch.setattr(triton_decode, "processors", lambda device: 132)
     q = torch.empty(count, 32, dim, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(1, 16, 8, dim, dtype=torch.bfloat16, device="meta")
     tiles = triton_paged.decode_tiles(q, keys, keys, count, reach)
-    programs = count * 8 * tiles.splits
-    assert tiles.splits == 1 or (programs <= 4 * 132 and tiles.splits * tiles.block <= reach)
-    could = 2 * programs <= 4 * 132 and 2 * tiles.splits * tiles.block <= reach
-    assert not could or tiles.splits == 64
-    if tiles.registers is not None:
-        assert 4 * 32 * tiles.warps * tiles.registers <= 65536
+    assert tiles.splits in (1, 2, 4, 8, 16, 32, 64)
+    assert tiles.splits == 1 or (count <= 132 and tiles.splits * LEAST_SHARE <= reach)
+    assert tiles.splits > 1 or count > 132 or reach < 2 * LEAST_SHARE
+    assert tiles.registers is None or 4 * 32 * tiles.warps * tiles.registers == 65536
