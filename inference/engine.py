@@ -120,6 +120,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order given.
 
+        Python's full collections of garbage wait until it returns.
+
         Args:
             params: for all prompts, or one for each.
             priority: lower runs first; for all, or one for each.
