@@ -39,7 +39,7 @@ def show(report: Report, loggers: Iterable[Any], console: bool = False) -> None:
 
 
 def lines(report: Report) -> list[str]:
-    """What the console shows.
+    """What the console shows: the metrics, what went wrong first, and samples.
 
     >>> row = Row("2+2=", "4", "4")
     >>> print(*lines(Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])), sep="\\n")
@@ -49,7 +49,9 @@ def lines(report: Report) -> list[str]:
     start = path(report.name, "")
     named = ", ".join(f"{k.removeprefix(start)} {v:.4g}" for k, v in report.metrics.items())
     title = f"after {report.step} steps{report.name and f', {report.name}'}: {named}"
-    return [title, *(f"  {_tail(r.prompt, 60)!r} -> {r.completion[:WIDTH]!r}" for r in report.rows)]
+    wrong = [] if report.error is None else [f"  went wrong: {' '.join(report.error.split())}"]
+    shown = [f"  {_tail(r.prompt, 60)!r} -> {r.completion[:WIDTH]!r}" for r in report.rows]
+    return [title, *(line[: 2 * WIDTH] for line in wrong), *shown]
 
 
 @cache
