@@ -13,10 +13,11 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nopad.cli.asking import model_options
+from nopad.cli.asking import Help, model_options, positive
 from nopad.cli.loading import checkpoint, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description="Evaluate a saved checkpoint by generation.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or hub name")
@@ -36,8 +37,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--reference", default="{completion}", help="and what its completion is held against")
     add("--regex", help="compare what this finds in both, besides exact match")
     add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
-    add("--limit", type=int, help="lines to read")
-    add("--max-tokens", type=int, default=256, help="longest completion")
+    add("--limit", type=positive, help="lines to read")
+    add("--max-tokens", type=positive, default=256, help="longest completion")
     add("--stop", action="append", default=[], help="text that ends a completion; may be repeated")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--seed", type=int, default=0, help="of the draws")
@@ -52,28 +53,41 @@ def examples(args: argparse.Namespace) -> list:
     from nopad.trainer.evaluation import Example
 
     found = []
-    with args.data.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if args.limit is not None and len(found) == args.limit:
-                break
-            try:
-                row = json.loads(line)
-                prompt = _unescape(args.prompt).format(**row)
-                reference = _unescape(args.reference).format(**row)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{args.data}:{number}: {error}") from None
-            except KeyError as missing:
-                raise ValueError(
-                    f"{args.data}:{number} has no {missing}: it has {sorted(row)}; "
-                    "say how to read it with --prompt and --reference"
-                ) from None
-            message = [{"role": "user", "content": prompt}]
-            found.append(Example(message if args.chat else prompt, reference))
+    for number, row in rows(args.data):
+        if args.limit is not None and len(found) == args.limit:
+            break
+        where = f"{args.data}:{number}"
+        prompt = filled("--prompt", args.prompt, row, where)
+        message = [{"role": "user", "content": prompt}]
+        reference = filled("--reference", args.reference, row, where)
+        found.append(Example(message if args.chat else prompt, reference))
     return found
 
 
-def _unescape(template: str) -> str:
-    return template.replace("\\n", "\n")
+def rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """The objects of a jsonl file, with the numbers of their lines; blank ones are passed over."""
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, dict(json.loads(line))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error.reason}") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}:{number} is no JSON object: {error}") from None
+
+
+def filled(option: str, template: str, row: dict, where: str) -> str:
+    """The template with a row's values in it."""
+    try:
+        return template.replace("\\n", "\n").format(**row)
+    except KeyError as missing:
+        raise ValueError(
+            f"{where} has no {missing}: it has {sorted(row)}; "
+            "say how to read it with --prompt and --reference"
+        ) from None
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{option} {template!r} does not fit {where}: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> Report:

@@ -62,8 +62,47 @@ def test_what_a_user_can_mend_is_one_line(checkpoint, data, capsys, wrong, word)
     assert word in told and len(told.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "template", ["Q: {}", "{question.x}", "{question[a]}", "{question", "{question:d}"]
+)
+def test_a_template_that_does_not_fit_is_named_with_file_and_line(data, capsys, template):
+    status = evaluate_checkpoint.run(["--model", "m", "--data", str(data), "--prompt", template])
+    told = capsys.readouterr().err
+    assert status == 2 and f"--prompt {template!r} does not fit {data}:1: " in told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(b"[1, 2]\n", ":3 is no JSON object"), (b"{\n", ":3 is no JSON object"),
+     (b"caf\xe9\n", " is not UTF-8")],
+)  # fmt: skip
+def test_a_line_that_cannot_be_read_is_named(tmp_path, capsys, text, told):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "a", "completion": "b"}\n\n' + text)
+    assert evaluate_checkpoint.run(["--model", "m", "--data", str(path)]) == 2
+    assert f"evaluate_checkpoint: {path}{told}" in capsys.readouterr().err
+
+
+def test_blank_lines_are_passed_over(data):
+    data.write_text("\n" + data.read_text().replace("\n", "\n\n"))
+    given = ["--model", "m", "--data", str(data), "--prompt", "{question}", "--limit", "4"]
+    found = evaluate_checkpoint.examples(
+        evaluate_checkpoint.options([*given, "--reference", "{answer}"])
+    )
+    assert [example.reference for example in found] == [f"#### {i}" for i in range(4)]
+
+
+def test_help_tells_no_default_where_there_is_none(capsys):
+    with pytest.raises(SystemExit):
+        evaluate_checkpoint.options(["--help"])
+    told = capsys.readouterr().out
+    assert "default: None" not in told and "default: []" not in told and "default: 256" in told
+
+
 def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
     given = ["--model", str(checkpoint), "--data", str(data), "--reference", "{answer}"]
     long = "Lily " * 900
     status = evaluate_checkpoint.run([*given, "--prompt", long, "--max-tokens", "2"])
-    assert status == 1 and json.loads(capsys.readouterr().out.splitlines()[-1])["eval/failed"] == 5
+    told = capsys.readouterr().out
+    assert status == 1 and json.loads(told.splitlines()[-1])["eval/failed"] == 5
+    assert "went wrong: example 0: " in told and "max_length" in told
