@@ -96,7 +96,16 @@ def as_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
     pairs = [(one, w.item() if isinstance(w, np.generic) else w) for one, w in source]
     kinds = int | float | list | tuple
     weighty = all(isinstance(w, kinds) and not isinstance(w, bool) for _, w in pairs)
-    return pairs if weighty else None
+    if not weighty:
+        return None
+    for one, _ in pairs:
+        ids = one[:1] if isinstance(one, list | tuple) else [one]
+        if any(isinstance(first, int | np.integer) for first in ids):
+            raise ValueError(
+                f"a list of pairs that end in a number is a mixture of (source, weight), and "
+                f"{str(one)[:40]} is no source: give documents as lists or dicts of token ids"
+            )
+    return pairs
 
 
 def _knots(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:

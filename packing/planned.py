@@ -75,6 +75,8 @@ class PlannedPacks:
         self._longest = limit({"overflow": "split", "align": 1, **planner})
         self.seed, self.shuffle, self.level = seed, shuffle, level
         self.weights = weights
+        self._drawn = 0, np.zeros(len(weights), np.int64)
+        """An epoch, and the tokens of each source before it: those counted last."""
         self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
 
     def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
@@ -112,11 +114,15 @@ class PlannedPacks:
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
         """Count the tokens of each source in the epochs before, where weights follow them."""
-        drawn = np.zeros(len(self.weights), np.int64)
-        if any(isinstance(weight, list | tuple) for weight in self.weights):
-            for earlier in range(epoch):
-                for documents in self._mixed().epoch(earlier, drawn.copy()):
-                    np.add.at(drawn, self.store.sources(documents), self.store.lengths[documents])
+        if not any(isinstance(weight, list | tuple) for weight in self.weights):
+            return np.zeros(len(self.weights), np.int64)
+        known, drawn = self._drawn[0], self._drawn[1].copy()
+        if known > epoch:
+            known, drawn = 0, np.zeros_like(drawn)
+        for earlier in range(known, epoch):
+            for documents in self._mixed().epoch(earlier, drawn.copy()):
+                np.add.at(drawn, self.store.sources(documents), self.store.lengths[documents])
+        self._drawn = epoch, drawn
         return drawn
 
     def report(self, epoch: int, skipped: Skipped) -> dict:

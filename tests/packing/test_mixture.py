@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.packing import PackedDataset
+from nopad.packing.epoch_order import MixedOrder
 from nopad.packing.mixture import SCALE, Mixture, as_mixture
 
 
@@ -108,6 +109,14 @@ def test_a_list_of_pairs_is_a_mixture_and_a_list_of_documents_is_not():
     assert as_mixture([("a", np.int64(1)), ("b", np.float32(0.5)), ("c", ((0, 1), (9, 2)))])
 
 
+@pytest.mark.parametrize("rows", [[([1, 2, 3], 7), ([4, 5], 3)], [(5, 6), (7, 8)]])
+def test_rows_that_look_like_a_mixture_are_told_so(rows):
+    with pytest.raises(
+        ValueError, match=r"mixture of \(source, weight\), and (\[1, 2, 3\]|5) is no"
+    ):
+        PackedDataset(rows, budget=8)
+
+
 @pytest.mark.parametrize("weight", [0, [(0, 1), (40, 0)]], ids=["always", "in the end"])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_source_without_weight_is_not_waited_for(weight, ahead):
@@ -144,3 +153,18 @@ def test_shards_follow_a_drifting_weight_as_the_whole_does(shards):
         shown.append((tokens.reshape(4, -1) == 1).mean(1))
     assert np.abs(shown[0] - [0.875, 0.625, 0.375, 0.125]).max() < 0.03
     assert np.abs(shown[1] - shown[0]).max() < 0.06
+
+
+def test_the_tokens_of_earlier_epochs_are_counted_once(monkeypatch):
+    one, two = sources(40, 40)
+    drift = [(0, 1.0), (3200, 0.0)], [(0, 0.0), (3200, 1.0)]
+    mixture = list(zip((one, two), drift, strict=True))
+    data = PackedDataset(mixture, budget=16, epochs=5)
+    asked, epoch = [], MixedOrder.epoch
+    monkeypatch.setattr(MixedOrder, "epoch", lambda *a: asked.append(a[1]) or epoch(*a))
+    first = [pack.tokens.tolist() for pack in data]
+    assert asked == [0, *(n for e in range(1, 5) for n in (e - 1, e))]
+    assert data.count(4) == data.count(4) and data.count(1) > 0
+    again = PackedDataset(mixture, budget=16, epochs=5)
+    again.count(2)
+    assert [pack.tokens.tolist() for pack in again] == first
