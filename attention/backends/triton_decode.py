@@ -12,7 +12,7 @@ Where the device can (LATE), a kernel is launched while the one before it ends: 
 its share lies, from what the host sent long before, and then waits for queries and keys.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def decode(
         "SINKS": scores.sinks is not None,
         "DV": dv,
         "PAD_DV": padded(dv),
-        "COUNT": max(64, triton.next_power_of_2(count)),
+        "COUNT": 1 if single else 64 if count <= 64 else max(256, triton.next_power_of_2(count)),
         "LEAST": LEAST_SHARE,
         "LATE": late,
         "launch_pdl": late,
