@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .asking import count, model_options, new_file, parser, positive, share
-from .loading import checkpoint, load_model, load_tokenizer
+from .loading import check_template, checkpoint, load_model, load_tokenizer
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -44,8 +44,8 @@ def main(argv: list[str]) -> int:
     harness, make_table = _lm_eval()
     manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
     tokenizer = load_tokenizer(args.tokenizer or name)
-    if args.chat and getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("--chat: the tokenizer has no chat template")
+    if args.chat:
+        check_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     _join_ranks()
     ready = harness.Harness(

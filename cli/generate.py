@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .asking import count, model_options, new_file, parser
-from .loading import checkpoint, load_model, load_tokenizer
+from .loading import check_template, checkpoint, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from ..inference import Completion, Engine
@@ -95,6 +95,8 @@ def _engine(options: argparse.Namespace, prompts: list[Any]) -> Engine:
         if options.tokenizer or options.stop or not all(map(_is_ids, prompts)):
             raise
         tokenizer = None
+    if options.chat:
+        check_template(tokenizer)
     model = load_model(name, options.dtype, options.device)
     more = {} if options.memory is None else {"memory": options.memory}
     return Engine(model, tokenizer, max_running=options.max_running, **more)
@@ -124,10 +126,13 @@ def _read(name: str) -> Iterator[Any]:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
     with Path(os.path.expanduser(name)).open(encoding="utf-8") as file:
-        if name.endswith(".jsonl"):
-            yield from _objects(name, file)
-        else:
-            yield from (line.rstrip("\n") for line in file)
+        try:
+            if name.endswith(".jsonl"):
+                yield from _objects(name, file)
+            else:
+                yield from (line.rstrip("\n") for line in file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8: {error.reason}") from None
 
 
 def _objects(name: str, lines: Iterable[str]) -> Iterator[Any]:

@@ -51,6 +51,12 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"{name}: {why}; name one with --tokenizer") from None
 
 
+def check_template(tokenizer: Any) -> None:
+    """Refuse --chat for a tokenizer that cannot say chats."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("--chat: the tokenizer has no chat template")
+
+
 def first_line(error: Exception) -> str:
     """What an error says first, without an end that announces more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

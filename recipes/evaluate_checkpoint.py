@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nopad.cli.asking import Help, model_options, positive
-from nopad.cli.loading import checkpoint, load_model, load_tokenizer
+from nopad.cli.loading import check_template, checkpoint, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from nopad.trainer.evaluation_report import Report
@@ -106,6 +106,8 @@ def main(argv: list[str] | None = None) -> Report:
         dist.init_process_group("gloo")
     name = checkpoint(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
+    if args.chat:
+        check_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed

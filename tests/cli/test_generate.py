@@ -115,8 +115,25 @@ def test_texts_become_chats(made, tmp_path, capsys):
     assert first["tokens"] == second["tokens"], "the flag and the file say the same chat"
 
 
-def test_a_tokenizer_without_a_chat_template_is_told_of(checkpoint, capsys):
-    assert main([checkpoint, "--prompt", "Lily", "--chat"]) == 1
+def test_chat_without_a_template_is_told_before_the_model_is_loaded(checkpoint, monkeypatch):
+    from nopad.cli import generate
+
+    monkeypatch.setattr(generate, "load_model", None)
+    with pytest.raises(ValueError, match="--chat: the tokenizer has no chat template"):
+        main([checkpoint, "--prompt", "Lily", "--chat"])
+
+
+@pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
+def test_a_file_that_is_not_utf8_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8") as caught:
+        main(["m", "--file", str(tmp_path / name)])
+    assert type(caught.value) is ValueError
+
+
+def test_messages_for_a_tokenizer_without_a_template_fail_alone(checkpoint, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "Lily"}]}\n')
+    assert main([checkpoint, "--file", str(tmp_path / "in.jsonl")]) == 1
     (done,) = lines(capsys.readouterr().out)
     assert done["error"] == "messages need a chat template, and the tokenizer has none"
 
