@@ -23,7 +23,8 @@ from run_folder import RunFolder, run_options
 from settings import Training, exit_status, parse
 
 RATES_EVERY = 10
-"""Steps: reading the rates goes over all data so far, and waits for the device."""
+"""Steps: to read the rates of a stream goes over all of it so far. The first steps, which are slow
+and few, are read one by one."""
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,6 +45,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("run").add_argument
     run_options(add, "pretrain")
     add("--save-every", type=positive, default=200, help="steps between checkpoints")
+    add("--keep", type=positive, help="newest checkpoints to keep; without it, all")
     add("--eval-every", type=positive, default=400, help="steps between generations")
     add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
         "beginnings of documents held out of the data")  # fmt: skip
@@ -223,7 +225,8 @@ class Pretraining:
             raise ValueError(f"the loss is {loss} at step {self.step}: lower --learning-rate")
         self.losses.append(loss)
         values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
-        if self.step % RATES_EVERY == 0 or len(self.losses) == 1 or self.step == self.args.steps:
+        early, last = len(self.losses) < RATES_EVERY, self.step == self.args.steps
+        if early or last or self.step % RATES_EVERY == 0:
             self.rates = self.meter.read()
             values |= self.rates
         bar.update()
@@ -247,13 +250,13 @@ class Pretraining:
         """A folder that resumes this run, and that `AutoModelForCausalLM.from_pretrained` loads."""
         folder = self.folder.unfinished(self.step)
         if self.accelerator.is_main_process:
-            self.folder.begin(self.step)
+            self.folder.begin()
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(folder))
         if self.accelerator.is_main_process:
             self.accelerator.unwrap_model(self.model).config.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-            self.folder.finish(self.step)
+            self.folder.finish(self.step, self.args.keep)
         self.accelerator.wait_for_everyone()
 
 

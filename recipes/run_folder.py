@@ -1,7 +1,7 @@
 """The folder of a run: numbered checkpoints that appear whole or not at all.
 
 runs/pretrain-1/run.json            what the run was started with
-runs/pretrain-1/log.jsonl           loss, one line a step; rates every tenth
+runs/pretrain-1/log.jsonl           loss, one line a step; rates at first and every tenth
 runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 
 A checkpoint is sealed and then renamed to its name; a torn or damaged one is passed over.
@@ -23,7 +23,7 @@ SAVED = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
 NOT_KEPT = {"resume", "output", "config"}
 FREE_TO_CHANGE = NOT_KEPT | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
-    "prompt", "log_every", "log_with",
+    "prompt", "log_every", "log_with", "keep",
 }  # fmt: skip
 """By a resume: they change neither the data's order nor what is learnt."""
 
@@ -121,17 +121,25 @@ class RunFolder:
         """Where a checkpoint is written until it is whole."""
         return self.path / f"unfinished-{step}"
 
-    def begin(self, step: int) -> None:
-        """Clear away what a save that was cut short has left."""
-        shutil.rmtree(self.unfinished(step), ignore_errors=True)
+    def begin(self) -> None:
+        """Clear away what saves that were cut short have left."""
+        for path in self.path.glob("unfinished-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
-    def finish(self, step: int) -> None:
-        """Seal the checkpoint, and let it appear under its name, in one rename."""
+    def finish(self, step: int, keep: int | None = None) -> None:
+        """Seal the checkpoint, and let it appear under its name, in one rename.
+
+        keep: how many of the newest stay; without it, all.
+        """
         from nopad.trainer.seal import seal
 
         seal(self.unfinished(step))
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         self.unfinished(step).rename(self.checkpoint(step))
+        steps = sorted(_numbers(self.path, "checkpoint"))
+        for old in steps[:-keep] if keep else ():
+            self.checkpoint(old).rename(self.unfinished(old))  # a kill leaves no half of it
+            shutil.rmtree(self.unfinished(old), ignore_errors=True)
 
     def log(self, step: int, values: dict) -> None:
         with (self.path / "log.jsonl").open("a") as file:

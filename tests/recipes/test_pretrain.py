@@ -101,6 +101,8 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     whole, again, killed = tmp_path / "whole", tmp_path / "again", tmp_path / "killed"
     assert losses(whole) == losses(again)
     assert [step for step, _ in losses(whole)] == list(range(1, 10))
+    logged = (whole / "log.jsonl").read_text()
+    assert logged.count("tokens_per_second") == 9, "the bar showed the first step's rate for long"
 
     child = subprocess.Popen(
         [sys.executable, RECIPE, *arguments, "--steps", "9", "--output", "killed"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pretrain
 import pytest
+from nopad.trainer import seal
 from run_folder import RunFolder
 
 STARTED = ["--budget", "64", "--prompt", "Once", "--learning-rate", "1e-4", "--save-every", "3"]
@@ -70,6 +71,28 @@ def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(t
         assert (tmp_path / "log.jsonl").read_text() == "".join(whole[:2])
         folder.log(3, {"loss": 0.5})
         assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(None, [5, 10, 15, 100]), (2, [15, 100]), (1, [100]), (9, [5, 10, 15, 100])]
+)
+def test_the_newest_checkpoints_are_kept_and_they_are_whole(tmp_path, keep, left):
+    folder = RunFolder(tmp_path, {})
+    for step in (5, 10, 15, 100):
+        folder.begin()
+        folder.unfinished(step).mkdir()
+        (folder.unfinished(step) / "weights").write_text(str(step))
+        folder.finish(step, keep)
+    found = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.partition("-")[2]))
+    assert [path.name for path in found] == [f"checkpoint-{step}" for step in left]
+    assert [seal.flaw(path) for path in found] == [None] * len(left)
+    assert folder.last_step() == 100
+
+
+def test_what_saves_that_were_cut_short_have_left_is_cleared_away(tmp_path):
+    (tmp_path / "unfinished-3" / "deep").mkdir(parents=True)
+    RunFolder(tmp_path, {}).begin()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_run_was_started_with_is_written_once_and_at_once(tmp_path):
