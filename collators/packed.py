@@ -52,7 +52,8 @@ class PackedCollator:
         max_length: what `max_length` says under fixed shapes, no less than the longest sequence;
             left out, the budget, which is right for all and makes attention launch idle blocks.
         stack: several packs become rows [B, budget] instead of one longer row.
-        mean: "sample" adds `loss_weights` that let every sample count the same, long or short.
+        mean: "sample" adds `loss_weights` that let every sample count the same, long or short;
+            the parts of a split one weigh what they would in one piece.
         """
         if fixed_sequences is not None and fixed_sequences < 1:
             raise ValueError(f"fixed_sequences={fixed_sequences}: the filler needs a place")
@@ -92,7 +93,9 @@ class PackedCollator:
             numbers = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
             batch["seq_idx"] = torch.from_numpy(numbers.reshape(rows[0].shape))
         if self.mean == "sample":
-            weights = sample_weights(rows[1].ravel(), bounds)
+            weights = sample_weights(
+                rows[1].ravel(), bounds, _wholes(packs, widths, len(bounds) - 1)
+            )
             batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         return batch
 
@@ -119,14 +122,31 @@ class PackedCollator:
         return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
 
 
-def sample_weights(labels: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """float32 [T]: each counted token weighs one over the counted tokens of its sequence.
+def _wholes(packs: Sequence[Pack], widths: Sequence[int], sequences: int) -> np.ndarray:
+    """int64 [sequences]: `Pack.wholes` of all packs, in the places that their sequences have."""
+    wholes, at = np.zeros(sequences, np.int64), 0
+    for pack, width in zip(packs, widths, strict=True):
+        if pack.wholes is not None:
+            wholes[at : at + len(pack.samples)] = pack.wholes
+        at += len(pack.samples) + (len(pack.tokens) < width)
+    return wholes
 
-    >>> sample_weights(np.array([IGNORE, 6, 7, IGNORE, 9]), np.array([0, 3, 5])).tolist()
+
+def sample_weights(
+    labels: np.ndarray, bounds: np.ndarray, wholes: np.ndarray | int = 0
+) -> np.ndarray:
+    """float32 [T]: each counted token weighs one over the counted tokens of its sample.
+
+    wholes: how many those are, for sequences that are parts; 0 for whole samples.
+
+    >>> labels, bounds = np.array([IGNORE, 6, 7, IGNORE, 9]), np.array([0, 3, 5])
+    >>> sample_weights(labels, bounds).tolist()
     [0.0, 0.5, 0.5, 0.0, 1.0]
+    >>> sample_weights(labels, bounds, wholes=np.array([0, 4])).tolist()
+    [0.0, 0.5, 0.5, 0.0, 0.25]
     """
     counted = labels != IGNORE
     before = np.concatenate([[0], np.cumsum(counted)])
-    per_sequence = before[bounds[1:]] - before[bounds[:-1]]
-    share = 1 / np.maximum(per_sequence, 1, dtype=np.float32)
+    per_sample = np.where(wholes, wholes, before[bounds[1:]] - before[bounds[:-1]])
+    share = 1 / np.maximum(per_sample, 1, dtype=np.float32)
     return np.repeat(share, np.diff(bounds)) * counted

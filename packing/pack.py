@@ -50,6 +50,10 @@ class Pack:
     cursor: dict = field(default_factory=dict)
     """What a resume needs to continue after this pack, where the index alone does not say it."""
 
+    wholes: np.ndarray | None = None
+    """int64 [N]: of a part, how many tokens count in its whole sample; of a whole sample, 0.
+    None where no sample was split."""
+
     def __post_init__(self):
         assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget
         assert self.marks is None or len(self.marks) == len(self.tokens)

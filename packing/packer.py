@@ -105,7 +105,10 @@ class Packer:
             labels[at + 1 : at + length] = sample.labels[start + 1 : start + length]
             sources[place] = sample.source
         first_positions = starts.copy() if self.continue_positions else np.zeros_like(starts)
-        return Pack(tokens, labels, bounds, self.budget, numbers, sources, first_positions)
+        pack = Pack(tokens, labels, bounds, self.budget, numbers, sources, first_positions)
+        if self.overflow == "split":
+            pack.wholes = _wholes([samples[number] for number in numbers.tolist()], lengths)
+        return pack
 
     def state_dict(self) -> dict:
         """Give what is needed to continue, without a single token."""
@@ -123,3 +126,12 @@ class Packer:
         waiting = dict(state["waiting"])
         self.held = dict(samples)
         self._waiting = {n: waiting.get(n, len(sample)) for n, sample in samples.items()}
+
+
+def _wholes(samples: list[Sample], lengths: np.ndarray) -> np.ndarray | None:
+    """Give for parts how many tokens count in the whole sample; None if there are no parts."""
+    split = lengths < [len(sample) for sample in samples]
+    if not split.any():
+        return None
+    counted = [np.count_nonzero(sample.labels != IGNORE) for sample in samples]
+    return np.where(split, counted, 0)

@@ -72,6 +72,7 @@ class PlannedPacks:
         self.vocab_size = vocab_size
         self.stop: Stop = stop
         self.store, self.planner = store, planner
+        self._splits = planner.get("overflow", "split") == "split"
         self._longest = limit({"overflow": "split", "align": 1, **planner})
         self.seed, self.shuffle, self.level = seed, shuffle, level
         self.weights = weights
@@ -175,6 +176,7 @@ class PlannedPacks:
             if not self.continue_positions:
                 starts = np.zeros_like(starts)
             shown, sources = self.store.numbers(rows.documents), self.store.sources(rows.documents)
+            wholes = self.store.wholes(rows) if self._splits else None
             ends, cuts = rows.ends.tolist(), rows.cuts.tolist()
             places = indices[first : first + together].tolist()
             early = share.round_start(places[0], base) < current["start"]
@@ -191,6 +193,7 @@ class PlannedPacks:
                     starts[c:d],
                     index,
                     cursor,
+                    wholes if wholes is None else wholes[c:d],
                 )
 
 

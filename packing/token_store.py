@@ -152,6 +152,24 @@ class TokenStore:
             "looked at only when they are packed, too late for on_error"
         )
 
+    def wholes(self, rows: Rows) -> np.ndarray | None:
+        """int64 [M]: for parts, how many tokens count in the whole document, for others 0."""
+        split = rows.lengths < self.lengths[rows.documents]
+        if not split.any():
+            return None
+        documents, places = np.unique(rows.documents[split], return_inverse=True)
+        wholes = np.zeros(len(split), np.int64)
+        wholes[split] = np.array([self._counted(one) for one in documents.tolist()])[places]
+        return wholes
+
+    def _counted(self, document: int) -> int:
+        number = int(self.shelf_of(np.array(document)))
+        shelf, own = self.shelves[number], document - int(self.firsts[number])
+        begin, length = int(shelf.begins[own]), int(shelf.lengths[own])
+        if shelf.labels is None:
+            return length - 1
+        return int(np.count_nonzero(shelf.labels[begin + 1 : begin + length] != IGNORE))
+
     def place(self, document: int) -> str:
         """Name a document for messages, by its number in its source."""
         one = np.array([document])

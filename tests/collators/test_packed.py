@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.collators import PackedCollator, PaddedCollator
-from nopad.packing import IGNORE, Pack, Sample
+from nopad.packing import IGNORE, Pack, PackedDataset, Sample
 
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
@@ -140,6 +140,39 @@ def test_sample_weights_give_every_sequence_the_same_weight():
     weights, cu = batch["loss_weights"].flatten(), batch["cu_seq_lens_q"].tolist()
     sums = [weights[a:b].sum().item() for a, b in itertools.pairwise(cu)]
     assert np.allclose(sums, 1.0)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("strategy", ["best_fit", "concat"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, strategy, marked):
+    rows = [{"input_ids": [n + 1] * length} for n, length in enumerate((20, 4, 9, 8))]
+    if marked:
+        rows[0]["labels"] = [IGNORE] * 15 + [1] * 5
+    data = PackedDataset(
+        rows, budget=8, strategy=strategy, ahead=ahead, shards=1, shuffle=False, pool=4
+    )
+    collators = PackedCollator(mean="sample"), PackedCollator(mean="sample", fixed_sequences=8)
+    whole = {1: 5 if marked else 19, 2: 3, 3: 8, 4: 7}
+    for collator in collators:
+        for batch in map(collator, data):
+            ids, labels, weights = (
+                batch[name][0].tolist() for name in ("input_ids", "labels", "loss_weights")
+            )
+            pairs = zip(ids, labels, strict=True)
+            wanted = [0 if label == IGNORE else 1 / whole[token] for token, label in pairs]
+            assert np.allclose(weights, wanted)
+    packs = list(data)
+    stacked = PackedCollator(mean="sample", stack=True)(packs)["loss_weights"]
+    alone = [PackedCollator(mean="sample", fill=True)(pack)["loss_weights"][0] for pack in packs]
+    assert torch.equal(stacked, torch.stack(alone))
+
+
+def test_a_truncated_sample_weighs_as_a_whole_one():
+    for ahead in (True, False):
+        data = PackedDataset([[1] * 20], budget=8, overflow="truncate", ahead=ahead, shards=1)
+        (weights,) = (PackedCollator(mean="sample")(pack)["loss_weights"] for pack in data)
+        assert np.isclose(weights.sum(), 1.0)
 
 
 def test_padded_rows_hold_the_same_samples():
