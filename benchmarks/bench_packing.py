@@ -333,7 +333,7 @@ def plot(all_mixes: list[Mix], path: Path) -> None:
 
     pools = [2**n for n in range(5, 15)]
     chosen = [mix for mix in all_mixes if mix.name.startswith("lognormal")][:5]
-    figure, axes = pyplot.subplots(1, len(chosen), figsize=(3.4 * len(chosen), 3.6))
+    figure, axes = pyplot.subplots(1, len(chosen), figsize=(3.4 * len(chosen), 3.9), sharey=True)
     for axis, mix in zip(axes, chosen, strict=True):
         total = mix.lengths.sum() / mix.budget * 100
         ours = [total / len(pack_lengths(mix.lengths, mix.budget, pool=pool)) for pool in pools]
@@ -342,13 +342,13 @@ def plot(all_mixes: list[Mix], path: Path) -> None:
         axis.semilogx(pools, ours, "o-", base=2, label="nopad, streaming")
         axis.semilogx(pools, flush, "s--", base=2, label="seqpacker, buffers")
         axis.axhline(offline, color="grey", linestyle=":", label="best-fit decreasing, whole set")
-        axis.set_ylim(offline - 1.5, max(offline, *ours) + 0.15)
         axis.set_title(f"{mix.name}, budget {mix.budget}", fontsize=9)
         axis.set_xlabel("documents held back")
         axis.grid(alpha=0.3)
+    axes[0].set_ylim(95.9, 100.1)  # one scale for all; short buffers fall below it
     axes[0].set_ylabel("share of the budget filled, %")
-    axes[0].legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(path, dpi=110)
 
 
