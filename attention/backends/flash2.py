@@ -26,11 +26,14 @@ def _load() -> str | None:
 
 
 def why_not(ask: Ask) -> str | None:
+    limit = flash_library.why_not(ask)
+    if limit is not None:
+        return limit
     if ask.value_dim > ask.key_dim or (ask.paged and ask.value_dim != ask.key_dim):
         return f"value dim {ask.value_dim} beside key dim {ask.key_dim}"
     if ask.page_size % 256:
         return f"pages of {ask.page_size} are no multiple of 256"
-    return flash_library.why_not(ask) or _load()
+    return _load()
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
