@@ -1,8 +1,8 @@
 """Identify data and settings by a short text, so that a state meets only what it was made with.
 
 Up to 64 MB are hashed whole; of more, the size and 256 pieces spread evenly. A change that touches
-none of these pieces and no length is not seen. A stream in memory or on a hub is known by its
-first 32 rows only: reading all of it would be reading it twice.
+none of these pieces and no length is not seen. A function's rows are known by the first, a
+streaming dataset's by four: more of them may not be there yet, or may raise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ WHOLE = 64 << 20
 PIECES, PIECE = 256, 64 << 10
 PLAIN = {int, float, bool, str, bytes, type(None)}
 """What is told whole by its `repr`."""
-FIRST_ROWS = 32
-"""Rows by which a stream is known that can be read only in its order."""
 
 
 class Fingerprint:

@@ -2,9 +2,10 @@
 
 A list is known by number. An iterable or a function is read again for every shard and every
 resume, so its rows must come in the same order each time; rows before the cursor are made and
-passed over, and of other rows a state notices only the first 32. An iterator can be read only
-once: one shard, and a resume means that the caller hands in a fresh one, whose first rows are
-passed over.
+passed over. A state knows it by its first row, so that a source that raised can be mended and
+continued: of other rows behind that one it notices nothing. An iterator can be read only once:
+one shard, and a resume means that the caller hands in a fresh one, whose first rows are passed
+over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ..fingerprint import FIRST_ROWS, Fingerprint
+from ..fingerprint import Fingerprint
 from .source import Indexed, Row, RowSource
 
 
@@ -80,10 +81,8 @@ class Iterated(RowSource):
     def fingerprint(self):
         if self.once:
             return "iterator"
-        mark = Fingerprint("rows")
         try:
-            for row in islice(self._rows_from(0, 1), FIRST_ROWS):
-                mark.row(row)
+            first = next(self._rows_from(0, 1), None)
         except Exception:  # it will be raised with its place when the rows are read
-            pass
-        return mark.text()
+            first = None
+        return Fingerprint("rows").row(first).text()
