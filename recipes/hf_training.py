@@ -64,6 +64,7 @@ def hf_train(
     from nopad.collators import PackedCollator
     from nopad.trainer.compiling import compile_layers
     from nopad.trainer.fusing import fuse_layers
+    from nopad.trainer.stop import StopRequest
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
 
@@ -79,6 +80,7 @@ def hf_train(
             done = self.state.global_step >= self.state.max_steps
             return ([], None) if done else super().get_batch_samples(*given)
 
+    listening = StopRequest()  # to the end: the callback's ends with the training
     trainer = Resumable(
         model,
         hf_arguments(args),
@@ -104,3 +106,4 @@ def hf_train(
     if trainer.is_world_process_zero():
         say = "done" if whole else "stopped, go on with --resume"
         print(f"{say}: {trainer.args.output_dir}, step {trainer.state.global_step}")
+    listening.release()

@@ -84,9 +84,11 @@ def main(argv: list[str] | None = None) -> None:
     args = options(argv)
     folder = RunFolder.of("pretrain_lightning", args)
     import lightning.pytorch as pl
+    from nopad.trainer.stop import StopRequest
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
     from nopad.trainer.with_lightning_eval import EvalCallback
 
+    listening = StopRequest()  # to the end: the callback's ends with the training
     stop = StopCallback(args.output / "last.ckpt")
     resumed = checkpoint(args)
     pl.seed_everything(args.seed, verbose=False)
@@ -117,6 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     if trainer.is_global_zero:
         say = "done" if whole else "stopped, go on with --resume"
         print(f"{say}: {args.output}, step {trainer.global_step}")
+    listening.release()
 
 
 if __name__ == "__main__":

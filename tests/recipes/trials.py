@@ -133,8 +133,12 @@ POINTS = {
     "first step": (loader.PackedLoader, "_step", 0),
     "evaluation": (GenerationEval, "_evaluate", 0),
     "save": (data_state, "gathered_state", 1),
+    "end": (stop.StopRequest, "release", 0),
 }
-"""Named places for a signal: whose function, and how many calls of it to let pass."""
+"""Named places for a signal: whose function, and how many calls of it to let pass.
+
+At the end it comes behind the function: the training has given the signals back.
+"""
 
 
 def strike(owner: object, name: str, after: int, number: int) -> None:
@@ -144,6 +148,8 @@ def strike(owner: object, name: str, after: int, number: int) -> None:
     def struck(*args, **kwargs):
         seen[0] += 1
         if seen[0] == after + 1:
+            if owner is stop.StopRequest:
+                original(*args, **kwargs)
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
@@ -156,7 +162,7 @@ def signals(recipe: Recipe, number: int) -> str:
     world, kind = draw.choice([1, 2]), draw.choice(stop.SIGNALS)
     where = draw.choice([*POINTS, "random", "random", "random", "twice"])
     victim = draw.randrange(world)
-    if where == "evaluation" and recipe.name != "pretrain":
+    if where == ("end" if recipe.name == "pretrain" else "evaluation"):
         where = "random"
     recipe.reference(world)
     at = fresh(recipe.folder / f"signals-{number}")
