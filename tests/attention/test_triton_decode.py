@@ -12,7 +12,7 @@ from nopad.attention.reference import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM = 3, 1, 16
-LENGTHS = [1, 64, 129, 290]
+LENGTHS = [290, 1, 64, 400]
 
 
 def step(page_size):
