@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .backwards import alone
+
 
 class _Products(torch.autograd.Function):
     @staticmethod
@@ -24,6 +26,7 @@ class _Products(torch.autograd.Function):
         return tuple(nn.functional.linear(x, w, b) for w, b in pairs if w is not None)
 
     @staticmethod
+    @alone
     def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad

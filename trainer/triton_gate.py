@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backwards import alone
+
 BLOCK = 2048
 
 
@@ -59,6 +61,7 @@ class _GatedMLP(torch.autograd.Function):
         return (hidden @ w_down.T).unflatten(0, x.shape[:-1])
 
     @staticmethod
+    @alone
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
         shape, d_out = d_out.shape, d_out.flatten(0, -2)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backwards import alone
+
 PROGRAMS = 264
 ROWS, COLUMNS = 128, 32
 """What is added up at once of the programs' sums."""
@@ -102,6 +104,7 @@ class _RMSNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
+    @alone
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, d_total: Tensor | None, d_out: Tensor | None
     ) -> tuple[Tensor | None, ...]:

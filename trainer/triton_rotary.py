@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backwards import alone
+
 
 @triton.jit
 def _turn(
@@ -80,6 +82,7 @@ class _Rotary(torch.autograd.Function):
         return _turned(q, k, cos, sin, False)
 
     @staticmethod
+    @alone
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
         return *_turned(d_q, d_k, cos, sin, True), None, None
