@@ -18,16 +18,22 @@ log = logging.getLogger("nopad.trainer")
 def agree(
     stock: Callable[..., Any], fused: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
 ) -> bool:
-    """Whether two functions have the same results and gradients, nearly.
+    """Whether two functions have results of the same form, and nearly the same gradients.
 
     >>> agree(torch.sin, lambda x: (x + 2 * math.pi).sin(), [wave(torch.ones(1), 9)], [])
     True
     >>> agree(torch.sin, torch.tanh, [wave(torch.ones(1), 9)], [])
     False
+    >>> agree(torch.sin, lambda x: (x.sin(),), [wave(torch.ones(1), 9)], [])
+    False
     """
     try:
         with torch.enable_grad():
-            pairs = zip(*(_outcome(f, inputs, weights) for f in (stock, fused)), strict=True)
+            form, gold = _outcome(stock, inputs, weights)
+            other_form, ours = _outcome(fused, inputs, weights)
+            if other_form != form:
+                return False
+            pairs = zip(gold, ours, strict=True)
             errors = [((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs]
     except Exception as error:  # whatever a foreign module makes of it, the kernels are not for it
         log.info("no fused kernels (%s: %s)", type(error).__name__, error)
@@ -46,13 +52,17 @@ def agrees(part: Any, twin: Any, device: torch.device) -> bool:
     return agree(partial(type(part).forward, part), partial(twin.forward, part), [x], weights)
 
 
-def _outcome(call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]) -> list[Tensor]:
+def _outcome(
+    call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
+) -> tuple[Any, list[Tensor]]:
+    """What the results look like; the results and all gradients."""
     out = call(*inputs)
     outs = list(out) if isinstance(out, tuple) else [out]
     given = [x for x in (*inputs, *weights) if x.requires_grad]
     rises = [wave(o, *o.shape).detach().mul(3).cos() for o in outs]  # not along the inputs
     grads = torch.autograd.grad(outs, given, rises)
-    return [tensor.detach().float() for tensor in (*outs, *grads)]
+    form = type(out), [(o.dtype, o.shape) for o in outs]
+    return form, [tensor.detach().float() for tensor in (*outs, *grads)]
 
 
 def wave(like: Tensor, *shape: int) -> Tensor:

@@ -9,7 +9,7 @@ from copy import deepcopy
 import pytest
 import tiny_run
 import torch
-from nopad.trainer.agreement import agrees
+from nopad.trainer.agreement import agree, agrees, wave
 from nopad.trainer.fusing import PARTS
 from nopad.trainer.twins import FUSED, twin_of
 from torch import nn
@@ -52,3 +52,10 @@ def test_what_drops_out_in_training_is_not_fused_although_it_does_not_now():
     twin = twin_of(Dropping, lambda part, x: x * part.weight)
     assert agrees(Dropping(0.0).eval(), twin, torch.device("cpu"))
     assert not agrees(Dropping(0.5).eval(), twin, torch.device("cpu"))
+
+
+def test_results_of_another_structure_or_dtype_do_not_agree():
+    x = wave(torch.ones(1, dtype=torch.bfloat16), 9)
+    assert agree(torch.sin, torch.sin, [x], [])
+    assert not agree(lambda x: (x.sin(),), torch.sin, [x], []), "a tuple, and the tensor itself"
+    assert not agree(lambda x: x.float().sin(), torch.sin, [x], []), "a wider result"
