@@ -7,6 +7,7 @@ x ─┬─ q      d x = d q · Wq + d k · Wk + d v · Wv     added up inside t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from .backwards import alone
 
 
 class _Products(torch.autograd.Function):
+    """Of x's rows: a result must be no view, or it could not be changed in place."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
         half = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:half], weights_and_biases[half:]
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        pairs = zip(weights, biases, strict=True)
-        return tuple(nn.functional.linear(x, w, b) for w, b in pairs if w is not None)
+        rows, pairs = x.flatten(0, -2), zip(weights, biases, strict=True)
+        return tuple(nn.functional.linear(rows, w, b) for w, b in pairs if w is not None)
 
     @staticmethod
     @alone
@@ -32,22 +35,23 @@ class _Products(torch.autograd.Function):
         wants_x, *wants = ctx.needs_input_grad
         wants_weight, wants_bias = wants[: len(weights)], wants[len(weights) :]
         rows = x.flatten(0, -2)
-        d_flat = [None if d is None else d.flatten(0, -2) for d in d_outs]
         d_x = None
-        for d, weight in _merged(d_flat, weights) if wants_x else ():
+        for d, weight in _merged(d_outs, weights) if wants_x else ():
             d_x = d @ weight if d_x is None else d_x.addmm_(d, weight)
         d_weights = [
             d.T @ rows if wanted and d is not None else None
-            for d, wanted in zip(d_flat, wants_weight, strict=True)
+            for d, wanted in zip(d_outs, wants_weight, strict=True)
         ]
         d_biases = [
             d.sum(0) if wanted and d is not None else None
-            for d, wanted in zip(d_flat, wants_bias, strict=True)
+            for d, wanted in zip(d_outs, wants_bias, strict=True)
         ]
         return None if d_x is None else d_x.view_as(x), *d_weights, *d_biases
 
 
-def _merged(gradients: list[Tensor | None], weights: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _merged(
+    gradients: Sequence[Tensor | None], weights: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
     """Pairs to multiply and add up; gradients that lie side by side are one matrix.
 
     >>> both = torch.ones(2, 5)
@@ -82,5 +86,5 @@ def joint_products(x: Tensor, parts: list[nn.Linear]) -> tuple[Tensor, ...]:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
-    outs: Any = _Products.apply(*inputs)
-    return outs
+    made: Any = _Products.apply(*inputs)
+    return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in made)

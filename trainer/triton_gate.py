@@ -58,13 +58,13 @@ class _GatedMLP(torch.autograd.Function):
             grid = (triton.cdiv(gate.numel(), BLOCK),)
             _forward[grid](gate, up, hidden, gate.numel(), BLOCK)
         ctx.save_for_backward(rows, gate, up, w_gate, w_up, w_down)
-        return (hidden @ w_down.T).unflatten(0, x.shape[:-1])
+        ctx.shape = x.shape
+        return hidden @ w_down.T  # rows: a view could not be changed in place
 
     @staticmethod
     @alone
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
-        shape, d_out = d_out.shape, d_out.flatten(0, -2)
         hidden = d_out @ w_down  # its gradient, until the kernel has run
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         grid = (triton.cdiv(gate.numel(), BLOCK),)
@@ -73,11 +73,11 @@ class _GatedMLP(torch.autograd.Function):
         pairs = ((d_gate, rows), (d_up, rows), (d_out, hidden))
         d_weights = [a.T @ b if w else None for w, (a, b) in zip(wanted, pairs, strict=True)]
         d_x = (d_gate @ w_gate).addmm_(d_up, w_up)
-        return d_x.view(*shape[:-1], -1), *d_weights
+        return d_x.view(ctx.shape), *d_weights
 
 
 def gated_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x)), of weights without biases."""
     out = _GatedMLP.apply(x, w_gate, w_up, w_down)
     assert isinstance(out, Tensor)
-    return out
+    return out.view(*x.shape[:-1], out.shape[-1])

@@ -53,6 +53,7 @@ def _turn_heads(
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """From [1, H, T, D] to [1, T, H, D]."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     _, heads, tokens, width = q.shape
     q_out, k_out = _room(q, k, together=back)
@@ -63,7 +64,7 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple
             triton.next_power_of_2(heads), triton.next_power_of_2(k.shape[1]),
             width // 2, triton.next_power_of_2(width // 2),
         )  # fmt: skip
-    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+    return q_out, k_out
 
 
 def _room(q: Tensor, k: Tensor, together: bool) -> tuple[Tensor, Tensor]:
@@ -79,16 +80,17 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, False)
+        return _turned(q, k, cos, sin, False)  # no views: they could not be changed in place
 
     @staticmethod
     @alone
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return *_turned(d_q, d_k, cos, sin, True), None, None
+        d_q, d_k = _turned(d_q.transpose(1, 2), d_k.transpose(1, 2), cos, sin, True)
+        return d_q.transpose(1, 2), d_k.transpose(1, 2), None, None
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn queries [1, H, T, D] and keys [1, Hkv, T, D] by their positions' angles [1, T, D]."""
     turned: Any = _Rotary.apply(q, k, cos, sin)
-    return turned
+    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)

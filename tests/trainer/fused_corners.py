@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from nopad.trainer import joint_products as joint
 from nopad.trainer.joint_products import joint_products
 from nopad.trainer.triton_gate import gated_mlp
 from nopad.trainer.triton_norm import rms_norm
 from nopad.trainer.triton_rotary import rotary
-from torch import nn
+from torch import Tensor, nn
 
 torch.manual_seed(0)
 X, GAIN = torch.randn(1, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
@@ -34,6 +35,29 @@ def a_second_derivative_is_refused() -> None:
             raise AssertionError(f"{name}: its second derivative would be wrong")
 
 
+def results_can_be_changed_in_place() -> None:
+    for operation, given in OPERATIONS.values():
+        gold = torch.autograd.grad((operation() * 3).sin().sum(), given)
+        ours = torch.autograd.grad(operation().mul_(3).sin_().sum(), given)
+        torch.testing.assert_close(ours, gold)
+
+
+def the_gradients_of_queries_and_keys_reach_one_product() -> None:
+    """As in a model: from the turned heads back to the products, nothing is copied."""
+    met: list[Tensor] = []
+    q, k, _ = joint_products(X, LAYERS)
+    for product in (q, k):
+        product.register_hook(met.append)
+    heads = (x.view(1, 5, -1, 4).transpose(1, 2) for x in (q, k))
+    a, b = rotary(*heads, ANGLES.cos(), ANGLES.sin())
+    assert a.transpose(1, 2).is_contiguous() and a._base is not None
+    (a.sin().sum() + b.sin().sum()).backward()
+    d_q, d_k = sorted((d.view(5, -1) for d in met), key=lambda d: d.storage_offset())
+    assert joint._beside(d_q, d_k)
+
+
 if __name__ == "__main__":
     a_second_derivative_is_refused()
+    results_can_be_changed_in_place()
+    the_gradients_of_queries_and_keys_reach_one_product()
     print("finished")
