@@ -10,7 +10,11 @@ import torch
 
 
 def alone(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a second derivative, which a kernel does not have: without this it would be wrong."""
+    """Keep out what autograd may bring along.
+
+    A second derivative: a kernel has none, and without this it would be wrong.
+    Autocast: some products inside would follow it, and those that add up in place would not.
+    """
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -19,6 +23,10 @@ def alone(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "fused layers have no second derivatives (create_graph=True): "
                 "call `undo` of what fuse_layers returned first"
             )
-        return backward(ctx, *gradients)
+        kind = next((g.device.type for g in gradients if g is not None), "cpu")
+        if not torch.is_autocast_enabled(kind):
+            return backward(ctx, *gradients)
+        with torch.autocast(kind, enabled=False):
+            return backward(ctx, *gradients)
 
     return run

@@ -67,8 +67,9 @@ class _GatedMLP(torch.autograd.Function):
         rows, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
         hidden = d_out @ w_down  # its gradient, until the kernel has run
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        grid = (triton.cdiv(gate.numel(), BLOCK),)
-        _backward[grid](gate, up, hidden, d_gate, d_up, gate.numel(), BLOCK)
+        if gate.numel():
+            grid = (triton.cdiv(gate.numel(), BLOCK),)
+            _backward[grid](gate, up, hidden, d_gate, d_up, gate.numel(), BLOCK)
         wanted = ctx.needs_input_grad[1:]
         pairs = ((d_gate, rows), (d_up, rows), (d_out, hidden))
         d_weights = [a.T @ b if w else None for w, (a, b) in zip(wanted, pairs, strict=True)]

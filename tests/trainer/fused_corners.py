@@ -56,8 +56,30 @@ def the_gradients_of_queries_and_keys_reach_one_product() -> None:
     assert joint._beside(d_q, d_k)
 
 
+def a_backward_inside_autocast_computes_as_its_forward_did() -> None:
+    for operation, given in OPERATIONS.values():
+        gold, out = torch.autograd.grad(operation().sin().sum(), given), operation().sin().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            ours = torch.autograd.grad(out, given)
+        torch.testing.assert_close(ours, gold, rtol=0, atol=0)
+
+
+def no_rows_have_a_backward() -> None:
+    none = torch.zeros(1, 0, 8, requires_grad=True)
+    makers = (
+        lambda: gated_mlp(none, *WEIGHTS),
+        lambda: rms_norm(none, GAIN, 1e-6),
+        lambda: joint_products(none, LAYERS)[0],
+    )
+    for make in makers:
+        (gradient,) = torch.autograd.grad(make().sum(), none)
+        assert gradient.shape == none.shape
+
+
 if __name__ == "__main__":
     a_second_derivative_is_refused()
     results_can_be_changed_in_place()
     the_gradients_of_queries_and_keys_reach_one_product()
+    a_backward_inside_autocast_computes_as_its_forward_did()
+    no_rows_have_a_backward()
     print("finished")
