@@ -20,10 +20,7 @@ from settings import Training, exit_status, parse
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        formatter_class=Help,
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
     data_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
@@ -99,11 +96,9 @@ def main(argv: list[str] | None = None) -> None:
     checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, save_top_k=1, **often)
     model = load_model(args, tokenizer)
     evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
+    on = {name: getattr(args, name) for name in ("accelerator", "devices", "strategy", "precision")}
     trainer = pl.Trainer(
-        accelerator=args.accelerator,
-        devices=args.devices,
-        strategy=args.strategy,
-        precision=args.precision,
+        **on,
         max_steps=args.steps,
         accumulate_grad_batches=args.accumulation,
         gradient_clip_val=1.0,
@@ -113,8 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         default_root_dir=args.output,
     )
     trainer.fit(module(args, folder, model), data, ckpt_path=resumed, weights_only=True)
-    whole = trainer.global_step == args.steps
-    if whole:
+    if whole := trainer.global_step == args.steps:
         trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
     if trainer.is_global_zero:
         say = "done" if whole else "stopped, go on with --resume"

@@ -113,6 +113,11 @@ def test_files_and_functions_stay_short():
     assert not long, "\n".join(long)
 
 
+@pytest.mark.parametrize("recipe", ["sft", "train_hf", "pretrain_lightning"])
+def test_recipes_that_people_copy_fit_on_two_screens(recipe):
+    assert len((ROOT / "recipes" / f"{recipe}.py").read_text().splitlines()) <= 120
+
+
 def test_every_module_says_what_it_is_for():
     silent = [
         str(path.relative_to(ROOT))
