@@ -18,6 +18,7 @@ from transformers import AttentionInterface, masking_utils
 
 from . import documents
 from .attend import attend
+from .backends import cudnn_ragged
 from .carried import carried
 from .proof import testify
 from .varlen import Varlen
@@ -65,6 +66,8 @@ def attention(
         layer = int(getattr(module, "layer_idx", 0))
     if not torch.compiler.is_compiling():
         testify(layer, source, (key.shape[1], key.shape[3], value.shape[3]))
+        if layer == 0:
+            cudnn_ragged.forget()  # a new batch, perhaps in the buffer of the one before
     _within_chunk(module, varlen)
     rows, columns = query.shape[0], query.shape[2]
     q, k, v = (_flat(x) for x in _one_dtype(query, key, value))

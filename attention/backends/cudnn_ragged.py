@@ -62,6 +62,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The result and the log-sum-exp [T, H, 1] that the backward needs."""
+    _begin()
     q, k, v = map(_dense, (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     sums = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
@@ -99,6 +100,7 @@ def _gradients(
     given = {"q": q, "k": k, "v": v, "out": out, "sums": sums, "grad": grad}
     made = {"d q": d_q, "d k": d_k, "d v": d_v}
     cudnn_graph.gradients(shape).run(given | made, _ragged(cu_seqlens))
+    _end()
     return d_q, d_k, d_v
 
 
@@ -140,8 +142,31 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-_last: tuple[Any, int, Ragged] | None = None
-"""The row cut last: all layers of a model, forward and backward, have the same."""
+_last: tuple[Any, tuple[int, int], Ragged] | None = None
+"""The row cut last: all layers of a model, forward and backward, have the same.
+
+A buffer may be filled again without a sign (by a broadcast, through `.data`, by a replay), so this
+ends with its batch: when a model's first layer attends, or when a backward has been."""
+_spent = False
+"""Whether a backward has been."""
+
+
+def forget() -> None:
+    """Work out anew how the next row is cut."""
+    global _last
+    _last = None
+
+
+def _begin() -> None:
+    global _spent
+    if _spent and torch._C._current_graph_task_id() == -1:  # layers made again belong to the batch
+        _spent = False
+        forget()
+
+
+def _end() -> None:
+    global _spent
+    _spent = True
 
 
 def _ragged(cu_seqlens: Tensor) -> Ragged:
@@ -151,11 +176,15 @@ def _ragged(cu_seqlens: Tensor) -> Ragged:
         cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
     ):
         return Ragged(cu_seqlens, sequences)  # a replay would not know of a change
-    kept = _last
-    if kept is None or kept[0]() is not cu_seqlens or kept[1] != cu_seqlens._version:
-        kept = weakref.ref(cu_seqlens), cu_seqlens._version, Ragged(cu_seqlens, sequences)
+    kept, state = _last, (cu_seqlens._version, _stream(cu_seqlens))
+    if kept is None or kept[0]() is not cu_seqlens or kept[1] != state:
+        kept = weakref.ref(cu_seqlens), state, Ragged(cu_seqlens, sequences)
         _last = kept
     return kept[2]
+
+
+def _stream(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 def _save(ctx, inputs, output):

@@ -11,6 +11,8 @@ from nopad.attention import Varlen
 from nopad.attention.backends import cudnn_graph, cudnn_ragged
 from nopad.attention.backends.ask import Scores
 from nopad.attention.reference import reference
+from nopad.attention.registration import attention
+from torch.utils.checkpoint import checkpoint
 
 SEEN = []
 
@@ -122,8 +124,8 @@ def test_how_a_row_is_cut_is_worked_out_once_and_again_when_it_changes(monkeypat
     made, ragged = [], cudnn_graph.Ragged
     monkeypatch.setattr(cudnn_ragged, "Ragged", lambda *a: made.append(a[0].tolist()) or ragged(*a))
     q, k, v, varlen = row([5, 3])
-    for _ in range(3):
-        cudnn_ragged.packed(q, k, v, varlen, Scores(0.3)).sum().backward()
+    layers = [cudnn_ragged.packed(q, k, v, varlen, Scores(0.3)) for _ in range(3)]
+    torch.stack(layers).sum().backward()
     assert made == [[0, 5, 8]]
     varlen.cu_seqlens[1] = 2  # in place, as a buffer that is filled again
     other = cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
@@ -135,6 +137,31 @@ def test_how_a_row_is_cut_is_worked_out_once_and_again_when_it_changes(monkeypat
         for _ in range(2):
             cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
     assert made[3:] == [[0, 4, 8]] * 2
+
+
+def test_a_buffer_filled_again_without_a_sign_is_seen_in_the_next_batch():
+    q, k, v, varlen = row([5, 3])
+
+    def layer(q):
+        return cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
+
+    for cut in (2, 6, 4):
+        varlen.cu_seqlens.data[1] = cut  # no new version, as a broadcast leaves none
+        out = layer(checkpoint(layer, q, use_reentrant=False))
+        gold = reference(reference(q, k, v, varlen, scale=0.3), k, v, varlen, scale=0.3)
+        torch.testing.assert_close(out, gold)
+        ours, theirs = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, gold))
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_kept_of_a_row_ends_when_a_first_layer_attends():
+    module, x = torch.nn.Module(), torch.randn(1, 2, 8, 4)
+    bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
+    kept = cudnn_ragged._ragged(bounds)
+    for layer_idx, stays in ((1, True), (0, False)):
+        module.layer_idx = layer_idx
+        attention(module, x, x, x, None, cu_seq_lens_q=bounds, max_length_q=5)
+        assert (cudnn_ragged._ragged(bounds) is kept) == stays
 
 
 def test_heads_that_lie_apart_are_laid_side_by_side():
