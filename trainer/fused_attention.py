@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agreement import agree, wave
+from .agreement import agree, copies, wave
 from .joint_products import joint_products
 from .twins import FUSED, is_plain_linear, serves
 
@@ -56,9 +55,12 @@ def _answering(layers: Sequence[Any], answers: Sequence[Callable]) -> Iterator[N
 def agrees(part: Any, twin: Any, device: torch.device) -> bool:
     """Look whom the three are asked for, and try them on their own, where they will train."""
     layers = _layers(part)
-    if any(layer.weight.is_meta for layer in layers) or not _asked_of_its_input(part, layers):
+    if not _asked_of_its_input(part, layers):
         return False
-    layers = [deepcopy(layer).to(device) for layer in layers]
+    return all(_agrees(list(copy)) for copy in copies(nn.ModuleList(layers), device))
+
+
+def _agrees(layers: list[nn.Linear]) -> bool:
     weights = [p for layer in layers for p in layer.parameters()]
     x = wave(weights[0], 1, 5, layers[0].in_features)
     return agree(

@@ -9,14 +9,14 @@ must be given the same by both. So a layer that scales, drops out or caps anythi
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .agreement import agree, wave
+from .agreement import agree, copies, wave
 from .fused_norm import eps_of
 from .twins import FUSED, is_bare, serves
 
@@ -44,11 +44,12 @@ def forward(part: Any, *args: Any, **options: Any) -> Tensor | None:
 
 def agrees(part: Any, twin: Any, device: torch.device) -> bool:
     """Run one layer both ways, where it will train, with a stand-in for the attention."""
-    if any(p.is_meta for p in part.parameters()):
-        return False
     shell = copy(part)
     shell._modules = {**part._modules, "self_attn": _StandIn()}
-    shell = deepcopy(shell).to(device).train()
+    return all(_agrees(shell, twin) for shell in copies(shell, device))
+
+
+def _agrees(shell: Any, twin: Any) -> bool:
     weights = list(shell.parameters())
     x = wave(weights[0], 1, 5, _norms(shell)[0].weight.shape[-1])
     names = "attention_mask", "position_ids", "position_embeddings", "cu_seq_lens_q"

@@ -87,8 +87,8 @@ def _kinds(model: nn.Module, looks_like_one: Callable[[nn.Module], bool]) -> lis
 
 
 def _different(parts: Iterable[nn.Module]) -> list[nn.Module]:
-    """One of each shape and setting."""
-    return list({(_shapes(part), _settings(part)): part for part in parts}.values())
+    """One of each shape and setting; and all that have tensors beside their weights."""
+    return list({(_shapes(part), _settings(part), _own(part)): part for part in parts}.values())
 
 
 def _shapes(part: nn.Module) -> tuple:
@@ -99,21 +99,31 @@ def _settings(part: nn.Module) -> tuple:
     return tuple((k, v) for k, v in vars(part).items() if isinstance(v, bool | int | float | str))
 
 
+def _own(part: nn.Module) -> tuple:
+    kinds = tuple(type(module) for module in part.modules())
+    tensors = any(isinstance(v, Tensor) for module in part.modules() for v in vars(module).values())
+    return kinds, id(part) if tensors or any(True for _ in part.buffers()) else None
+
+
 def _fuse_rotary(model: Any, fused: FusedLayers, device: torch.device) -> None:
     """Where the model's file has the usual function, let it be fused for the usual arguments."""
     from .triton_rotary import rotary
 
-    weight = torch.empty(0, device=device, dtype=next(model.parameters()).dtype)
-    q, k = (wave(weight, 1, 5, heads, 16).transpose(1, 2) for heads in (4, 2))
-    angles = wave(weight, 1, 5, 8).detach().float().repeat(1, 1, 2)
-    inputs = [q, k, angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)]
+    dtypes = {next(model.parameters()).dtype, torch.float32}
+    trials = [_angles_and_heads(torch.empty(0, device=device, dtype=dtype)) for dtype in dtypes]
     for source in {sys.modules[type(part).__module__] for part in model.modules()}:
         stock = getattr(source, "apply_rotary_pos_emb", None)
         if hasattr(stock, FUSED):
             fused.names.append("apply_rotary_pos_emb")
-        elif stock is not None and agree(stock, rotary, inputs, []):
+        elif stock is not None and all(agree(stock, rotary, given, []) for given in trials):
             fused.names.append("apply_rotary_pos_emb")
             fused.put(source, "apply_rotary_pos_emb", _rotary_or(stock))
+
+
+def _angles_and_heads(like: Tensor) -> list[Tensor]:
+    q, k = (wave(like, 1, 5, heads, 16).transpose(1, 2) for heads in (4, 2))
+    angles = wave(like, 1, 5, 8).detach().float().repeat(1, 1, 2)
+    return [q, k, angles.cos().to(like.dtype), angles.sin().to(like.dtype)]
 
 
 def _rotary_or(stock: Callable[..., Any]) -> Callable[..., Any]:

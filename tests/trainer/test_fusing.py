@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 import torch
 from nopad.trainer.agreement import agree, agrees, wave
-from nopad.trainer.fusing import PARTS
+from nopad.trainer.fusing import PARTS, _different
 from nopad.trainer.twins import FUSED, twin_of
 from torch import nn
 
@@ -59,3 +59,35 @@ def test_results_of_another_structure_or_dtype_do_not_agree():
     assert agree(torch.sin, torch.sin, [x], [])
     assert not agree(lambda x: (x.sin(),), torch.sin, [x], []), "a tuple, and the tensor itself"
     assert not agree(lambda x: x.float().sin(), torch.sin, [x], []), "a wider result"
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x):
+        return x * self.weight * self.scale
+
+
+def test_a_difference_that_bf16_would_hide_is_seen_in_fp32():
+    cpu, twin = torch.device("cpu"), twin_of(Scaled, lambda part, x: x * part.weight)
+    assert agrees(Scaled(1.0).bfloat16(), twin, cpu)
+    assert not agrees(Scaled(0.99).bfloat16(), twin, cpu)
+
+
+def test_a_share_too_small_to_drop_anything_in_a_trial_is_seen_and_no_random_number_is_used_up():
+    twin = twin_of(Dropping, lambda part, x: x * part.weight)
+    state = torch.get_rng_state()
+    assert not agrees(Dropping(1e-6), twin, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parts_with_tensors_of_their_own_are_all_tried():
+    scaled = [Scaled(share) for share in (0.2, 0.5, 1.0)]
+    assert _different(scaled) == scaled
+    plain = [Dropping(0.0), Dropping(0.0), Dropping(0.1)]
+    assert len(_different(plain)) == 2
+    plain[0].bias = torch.ones(6)
+    assert len(_different(plain)) == 3
