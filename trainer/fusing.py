@@ -62,22 +62,39 @@ def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLa
     fused, device = FusedLayers(), device or next(model.parameters()).device
     if not serves(torch.empty(0, device=device)):
         return fused
+    try:
+        _fuse_parts(model, fused, device)
+        _fuse_rotary(model, fused, device)
+    except BaseException:
+        fused.undo()
+        raise
+    if fused.names:
+        log.info("fused kernels: %s", ", ".join(fused.names))
+    else:
+        log.warning("no fused kernels fit %s: it trains with its own", type(model).__name__)
+    return fused
+
+
+def _fuse_parts(model: nn.Module, fused: FusedLayers, device: torch.device) -> None:
     done = {type(part).__name__ for part in model.modules() if hasattr(type(part), FUSED)}
     fused.names += sorted(done)
     for source in PARTS:
         for kind in _kinds(model, source.looks_like_one):
             alike = [part for part in model.modules() if type(part) is kind]
             twin = twin_of(kind, source.forward)
-            if all(source.agrees(part, twin, device) for part in _different(alike)):
+            if all(_holds(source.agrees, part, twin, device) for part in _different(alike)):
                 fused.names.append(kind.__name__)
                 for part in alike:
                     fused.put(part, "__class__", twin)
-    _fuse_rotary(model, fused, device)
-    if fused.names:
-        log.info("fused kernels: %s", ", ".join(fused.names))
-    else:
-        log.warning("no fused kernels fit %s: it trains with its own", type(model).__name__)
-    return fused
+
+
+def _holds(proof: Callable[..., bool], *given: Any) -> bool:
+    """Whatever a foreign module makes of a trial, the kernels are not for it where it fails."""
+    try:
+        return proof(*given)
+    except Exception as error:
+        log.info("no fused kernels (%s: %s)", type(error).__name__, error)
+        return False
 
 
 def _kinds(model: nn.Module, looks_like_one: Callable[[nn.Module], bool]) -> list[type]:
@@ -111,11 +128,12 @@ def _fuse_rotary(model: Any, fused: FusedLayers, device: torch.device) -> None:
 
     dtypes = {next(model.parameters()).dtype, torch.float32}
     trials = [_angles_and_heads(torch.empty(0, device=device, dtype=dtype)) for dtype in dtypes]
-    for source in {sys.modules[type(part).__module__] for part in model.modules()}:
+    names = dict.fromkeys(type(part).__module__ for part in model.modules())
+    for source in map(sys.modules.get, names):
         stock = getattr(source, "apply_rotary_pos_emb", None)
         if hasattr(stock, FUSED):
             fused.names.append("apply_rotary_pos_emb")
-        elif stock is not None and all(agree(stock, rotary, given, []) for given in trials):
+        elif stock is not None and all(_holds(agree, stock, rotary, given, []) for given in trials):
             fused.names.append("apply_rotary_pos_emb")
             fused.put(source, "apply_rotary_pos_emb", _rotary_or(stock))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import tiny_run
 import torch
+from nopad.trainer import fusing
 from nopad.trainer.agreement import agree, agrees, wave
 from nopad.trainer.fusing import PARTS, _different
 from nopad.trainer.twins import FUSED, twin_of
@@ -91,3 +94,46 @@ def test_parts_with_tensors_of_their_own_are_all_tried():
     assert len(_different(plain)) == 2
     plain[0].bias = torch.ones(6)
     assert len(_different(plain)) == 3
+
+
+def scaled(part, x):
+    return x * part.weight
+
+
+@pytest.fixture
+def fusible(monkeypatch):
+    """Fuses `Scaled` and `Dropping`, without a kernel, here."""
+    source = SimpleNamespace(
+        looks_like_one=lambda part: isinstance(part, Scaled | Dropping),
+        forward=scaled,
+        agrees=agrees,
+    )
+    monkeypatch.setattr(fusing, "PARTS", [source])
+    monkeypatch.setattr(fusing, "serves", lambda x: True)
+
+
+def test_a_part_that_cannot_be_tried_stays_and_the_others_are_fused(fusible):
+    model = nn.Sequential(Scaled(1.0), Dropping(0.0))
+    model[0].lock = threading.Lock()
+    assert fusing.fuse_layers(model).names == ["Dropping"]
+    model = nn.Sequential(Scaled(1.0), Dropping(0.0))
+    model[0].cached = model[0].weight * 2
+    assert fusing.fuse_layers(model).names == ["Dropping"]
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled(1.0))
+    assert fusing.fuse_layers(model).names == []
+
+
+def test_a_class_of_no_module_is_fused_as_any_other(fusible):
+    class Stray(Scaled):
+        __module__ = "gone.long.ago"
+
+    assert fusing.fuse_layers(nn.Sequential(Stray(1.0))).names == ["Stray"]
+
+
+def test_a_failure_half_way_leaves_nothing_fused(fusible, monkeypatch):
+    monkeypatch.setattr(fusing, "_fuse_rotary", lambda *_: 1 / 0)
+    model = nn.Sequential(Scaled(1.0))
+    with pytest.raises(ZeroDivisionError):
+        fusing.fuse_layers(model)
+    assert type(model[0]) is Scaled
