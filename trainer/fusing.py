@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -38,15 +37,24 @@ class FusedLayers:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Of the classes and functions that have fused kernels now."""
-        self._undo = ExitStack()
+        self._put: list[tuple[Any, str, Any, Any]] = []
+        """Owners and attributes, with what was there before and what is now."""
 
     def undo(self) -> None:
-        """Give the model back as it was."""
-        self._undo.close()
-        self.names = []
+        """Give the model back as it was; before anything else is put round or over it."""
+        for owner, attribute, _, now in self._put:
+            found = getattr(owner, attribute)
+            if found is not now:
+                raise ValueError(
+                    f"{attribute} of a {type(owner).__name__} was replaced since it was fused (by "
+                    f"{getattr(found, '__qualname__', found)}): undo before fully_shard, or take that away first"
+                )
+        for owner, attribute, before, _ in reversed(self._put):
+            setattr(owner, attribute, before)
+        self._put, self.names = [], []
 
     def put(self, owner: Any, attribute: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+        self._put.append((owner, attribute, getattr(owner, attribute), value))
         setattr(owner, attribute, value)
 
 

@@ -137,3 +137,18 @@ def test_a_failure_half_way_leaves_nothing_fused(fusible, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         fusing.fuse_layers(model)
     assert type(model[0]) is Scaled
+
+
+def test_undo_leaves_what_something_else_has_wrapped_since(fusible):
+    model = nn.Sequential(Scaled(1.0), Scaled(1.0))
+    fused = fusing.fuse_layers(model)
+    twin = type(model[1])
+    wrapped = type("FSDPScaled", (twin,), {})  # as fully_shard wraps a module: by its class
+    model[1].__class__ = wrapped
+    with pytest.raises(ValueError, match=r"FSDPScaled.*undo before fully_shard"):
+        fused.undo()
+    assert [type(part) for part in model] == [twin, wrapped] and fused.names == ["Scaled"]
+    model[1].__class__ = twin
+    fused.undo()
+    fused.undo()
+    assert [type(part) for part in model] == [Scaled, Scaled] and fused.names == []
