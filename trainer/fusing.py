@@ -46,8 +46,8 @@ class FusedLayers:
             found = getattr(owner, attribute)
             if found is not now:
                 raise ValueError(
-                    f"{attribute} of a {type(owner).__name__} was replaced since it was fused (by "
-                    f"{getattr(found, '__qualname__', found)}): undo before fully_shard, or take that away first"
+                    f"{attribute} of a {type(owner).__name__} is {found} by now, and not what was "
+                    "put there: undo before fully_shard, or take that away first"
                 )
         for owner, attribute, before, _ in reversed(self._put):
             setattr(owner, attribute, before)
