@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 FUSED = "_nopad_fused"
 """Marks a class or function that has fused kernels already; on a class, it is the one it was."""
@@ -47,7 +48,9 @@ def serves(x: Any) -> bool:
 
 def is_bare(part: nn.Module) -> bool:
     """Whether calling a module is its forward and nothing else: no hook has to run."""
-    return not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+    own = part._forward_hooks or part._forward_pre_hooks
+    own = own or part._backward_hooks or part._backward_pre_hooks
+    return not (own or _has_any_global_hook() or "forward" in vars(part))
 
 
 def is_plain_linear(part: Any) -> bool:

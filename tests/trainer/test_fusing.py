@@ -14,7 +14,7 @@ import torch
 from nopad.trainer import fusing
 from nopad.trainer.agreement import agree, agrees, wave
 from nopad.trainer.fusing import PARTS, _different
-from nopad.trainer.twins import FUSED, twin_of
+from nopad.trainer.twins import FUSED, is_bare, twin_of
 from torch import nn
 
 
@@ -152,3 +152,23 @@ def test_undo_leaves_what_something_else_has_wrapped_since(fusible):
     fused.undo()
     fused.undo()
     assert [type(part) for part in model] == [Scaled, Scaled] and fused.names == []
+
+
+HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_of_any_kind_keeps_a_module_from_being_passed_over(name):
+    part = nn.Linear(2, 2)
+    assert is_bare(part)
+    everywhere = getattr(nn.modules.module, name.replace("register_", "register_module_"))
+    for register in (getattr(part, name), everywhere):
+        handle = register(lambda *_: None)
+        assert not is_bare(part)
+        handle.remove()
+        assert is_bare(part)
