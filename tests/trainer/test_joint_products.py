@@ -105,6 +105,16 @@ def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
     assert not any("forward" in vars(layer) for layer in part.children())
 
 
+def test_two_threads_can_leave_a_layer_one_after_the_other():
+    layers, answer = [nn.Linear(6, 6)], lambda x: x
+    first, second = (fused_attention._answering(layers, [answer]) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert "forward" not in vars(layers[0])
+
+
 def test_gradients_of_a_model_are_what_they_were(monkeypatch):
     model, ids = tiny_run.model(), torch.randint(1, 61, (1, 9))
 
