@@ -129,7 +129,7 @@ class Engine:
         """
         asked = each_asked(prompts, params, priority)
         bar = tqdm(total=len(asked), disable=not progress, unit="req")
-        with full_collections_later(), self._session(), bar:
+        with bar, full_collections_later(), self._session():
             self._begin()
             groups = self._take_in(asked, deadline)
             bar.update(sum(group.done for group in groups))

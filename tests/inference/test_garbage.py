@@ -41,6 +41,17 @@ def test_full_collections_wait_and_young_ones_go_on(collected):
     assert 2 in collected
 
 
+def test_blocks_that_overlap_leave_what_was_set_before_the_first(collected):
+    first, second = full_collections_later(), full_collections_later()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    fill()
+    assert 2 not in collected
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (50, 2, 2)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_none_runs_inside_a_capture(collected, enabled):
     (gc.enable if enabled else gc.disable)()
