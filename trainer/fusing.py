@@ -69,6 +69,8 @@ def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLa
     """
     fused, device = FusedLayers(), device or next(model.parameters()).device
     if not serves(torch.empty(0, device=device)):
+        if device.type == "cuda":
+            log.warning("no fused kernels on %s: it is not the current device", device)
         return fused
     try:
         _fuse_parts(model, fused, device)

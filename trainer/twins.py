@@ -42,8 +42,10 @@ def _remade(kind: type, fused: Forward) -> Any:
 
 
 def serves(x: Any) -> bool:
-    """Whether the kernels are for this tensor, here."""
-    return isinstance(x, Tensor) and x.is_cuda and not torch.compiler.is_compiling()
+    """Whether the kernels are for this tensor, here: they are launched on the current device."""
+    if not (isinstance(x, Tensor) and x.is_cuda) or torch.compiler.is_compiling():
+        return False
+    return x.get_device() == torch.cuda.current_device()
 
 
 def is_bare(part: nn.Module) -> bool:

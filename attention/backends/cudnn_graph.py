@@ -130,7 +130,8 @@ class Graph:
         given = [self._given(name, tensors, ragged) for name in self.places]
         device, numbers = self.shape.device, range(1, len(given) + 1)
         room = torch.empty(self.room, dtype=torch.uint8, device=device)
-        self.graph.execute(given, room, handle=_handle(device), tensor_uids=tuple(numbers))
+        with torch.cuda.device(device):
+            self.graph.execute(given, room, handle=_handle(device), tensor_uids=tuple(numbers))
 
     @staticmethod
     def _given(name: str, tensors: dict[str, Tensor], ragged: Ragged) -> Tensor:

@@ -4,6 +4,9 @@ The graphs themselves run on a GPU only (test_backends.py); here stand-ins compu
 are given, and refuse what cuDNN would.
 """
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -162,6 +165,30 @@ def test_what_is_kept_of_a_row_ends_when_a_first_layer_attends():
         module.layer_idx = layer_idx
         attention(module, x, x, x, None, cu_seq_lens_q=bounds, max_length_q=5)
         assert (cudnn_ragged._ragged(bounds) is kept) == stays
+
+
+def test_rows_of_all_sizes_share_few_backward_plans():
+    steps = {cudnn_ragged._step(tokens) for tokens in range(1, 100_000)}
+    assert len(steps) < 25
+    assert all(0 <= cudnn_ragged._step(n) - n < max(1024, n / 4) for n in range(1, 100_000, 7))
+
+
+def test_a_graph_is_run_on_the_device_of_its_tensors(monkeypatch):
+    entered, graph = [], object.__new__(cudnn_graph.Graph)
+
+    @contextmanager
+    def device(which):
+        entered.append(which)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(cudnn_graph, "_handle", lambda device: None)
+    ran = SimpleNamespace(execute=lambda *_, **__: entered.append("ran"))
+    graph.shape, graph.places, graph.room = SimpleNamespace(device="cpu"), [], 1
+    graph.graph = ran
+    graph.run({}, cudnn_ragged._ragged(torch.tensor([0, 3], dtype=torch.int32)))
+    assert entered == ["cpu", "ran", None]
 
 
 def test_heads_that_lie_apart_are_laid_side_by_side():

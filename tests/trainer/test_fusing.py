@@ -14,7 +14,7 @@ import torch
 from nopad.trainer import fusing
 from nopad.trainer.agreement import agree, agrees, wave
 from nopad.trainer.fusing import PARTS, _different
-from nopad.trainer.twins import FUSED, is_bare, twin_of
+from nopad.trainer.twins import FUSED, is_bare, serves, twin_of
 from torch import nn
 
 
@@ -172,3 +172,17 @@ def test_a_hook_of_any_kind_keeps_a_module_from_being_passed_over(name):
         assert not is_bare(part)
         handle.remove()
         assert is_bare(part)
+
+
+def test_the_kernels_are_for_tensors_of_the_current_device_only(monkeypatch):
+    class Away(torch.Tensor):
+        is_cuda = True
+
+        def get_device(self):
+            return 1
+
+    x = torch.zeros(3).as_subclass(Away)
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert serves(x) == (current == 1)
+    assert not serves(torch.zeros(3)) and not serves(None)
