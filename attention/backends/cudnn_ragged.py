@@ -5,7 +5,8 @@ call costs more on the host, so short rows are better served by others (see `cho
 
 cuDNN plans a graph for one number of sequences and one longest length, which takes about a second.
 Rows differ in both, so both go up to a power of two: empty sequences are added at the end, and the
-plans in use stay few. Where sequences lie is worked out once a batch.
+plans in use stay few; the backward's number of tokens goes up by less. Where sequences lie is
+worked out once a batch.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _gradients(
     q, k, v, grad = map(_dense, (q, k, v, grad.contiguous()))
     shape = replace(
         _shape(q, k, v, len(cu_seqlens) - 1, longest, scale),
-        tokens=-(-len(q) // _TOKENS) * _TOKENS,
+        tokens=_step(len(q)),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
@@ -134,6 +135,16 @@ def _rung(count: int, least: int) -> int:
     [16, 16, 32, 128]
     """
     return max(least, 1 << (count - 1).bit_length())
+
+
+def _step(tokens: int) -> int:
+    """The next eighth of the power of two that holds `tokens`: few, and not much more room.
+
+    >>> [_step(n) for n in (1, 5000, 8192, 8193, 33000)]
+    [1024, 5120, 8192, 10240, 40960]
+    """
+    step = max(_TOKENS, _rung(tokens, 1) // 8)
+    return -(-tokens // step) * step
 
 
 def _dense(x: Tensor) -> Tensor:
