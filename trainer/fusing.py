@@ -168,6 +168,8 @@ def _rotary_or(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """One row, all of a head's width turned, one dtype."""
+    """One row, all of a head's width turned, one dtype, angles that learn nothing."""
+    if cos.requires_grad or sin.requires_grad:
+        return False
     whole = cos.shape == sin.shape == (1, q.shape[2], q.shape[3]) and q.shape[0] == 1
     return whole and q.dtype == k.dtype == cos.dtype and cos.is_contiguous() and sin.is_contiguous()

@@ -26,7 +26,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
         rows, pairs = x.flatten(0, -2), zip(weights, biases, strict=True)
-        return tuple(nn.functional.linear(rows, w, b) for w, b in pairs if w is not None)
+        return tuple(nn.functional.linear(rows, w, b) for w, b in pairs)
 
     @staticmethod
     @alone

@@ -114,16 +114,18 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         d_out, width, rows = d_out.contiguous(), x.shape[-1], scales.numel()
         programs = max(1, min(PROGRAMS, rows))
-        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        d_x, d_weight = torch.empty_like(x), None
         sums = x.new_empty(programs, width, dtype=torch.float32)
         block, warps = _shape(width)
         _backward[(programs,)](
             d_out, d_out if d_total is None else d_total.contiguous(), x, weight, scales, d_x,
             sums, rows, width, d_total is not None, block, num_warps=warps,
         )  # fmt: skip
-        _add_up[(triton.cdiv(width, COLUMNS),)](
-            sums, d_weight, programs, width, ROWS, COLUMNS, num_warps=8
-        )
+        if ctx.needs_input_grad[2]:
+            d_weight = torch.empty_like(weight)
+            _add_up[(triton.cdiv(width, COLUMNS),)](
+                sums, d_weight, programs, width, ROWS, COLUMNS, num_warps=8
+            )
         return d_x, d_x if wants_delta else None, d_weight, None
 
 

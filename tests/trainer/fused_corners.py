@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from nopad.trainer import joint_products as joint
+from nopad.trainer import triton_norm
 from nopad.trainer.joint_products import joint_products
 from nopad.trainer.triton_gate import gated_mlp
 from nopad.trainer.triton_norm import rms_norm
@@ -76,10 +77,19 @@ def no_rows_have_a_backward() -> None:
         assert gradient.shape == none.shape
 
 
+def a_frozen_gain_is_not_added_up() -> None:
+    stock, triton_norm._add_up = triton_norm._add_up, None
+    (gradient,) = torch.autograd.grad(rms_norm(X, GAIN.detach(), 1e-6).sin().sum(), X)
+    triton_norm._add_up = stock
+    (gold,) = torch.autograd.grad(rms_norm(X, GAIN, 1e-6).sin().sum(), X)
+    assert torch.equal(gradient, gold)
+
+
 if __name__ == "__main__":
     a_second_derivative_is_refused()
     results_can_be_changed_in_place()
     the_gradients_of_queries_and_keys_reach_one_product()
     a_backward_inside_autocast_computes_as_its_forward_did()
     no_rows_have_a_backward()
+    a_frozen_gain_is_not_added_up()
     print("finished")

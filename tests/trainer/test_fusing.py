@@ -186,3 +186,10 @@ def test_the_kernels_are_for_tensors_of_the_current_device_only(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
         assert serves(x) == (current == 1)
     assert not serves(torch.zeros(3)) and not serves(None)
+
+
+def test_angles_that_learn_are_turned_by_the_model_itself():
+    q, angles = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 4)
+    assert fusing._usual(q, q, angles, angles)
+    learnt = angles.clone().requires_grad_()
+    assert not fusing._usual(q, q, learnt, angles) and not fusing._usual(q, q, angles, learnt)
