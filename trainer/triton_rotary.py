@@ -45,7 +45,7 @@ def _turn_heads(
 ):  # fmt: skip
     head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = (head < heads) & (place < HALF)
-    at, to = x + head * x_head + place, out + head * (2 * HALF) + place
+    at, to = x + head.to(tl.int64) * x_head + place, out + head * (2 * HALF) + place
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(to, first * cos1 - second * sin1, mask=inside)

@@ -97,7 +97,7 @@ def _decode_kernel(
     dv = tl.arange(0, PAD_DV)
     mine = row < GROUP
     q_tile = tl.load(
-        q + token * q_stride_t + head[:, None] * q_stride_h + dk[None, :],
+        q + token.to(tl.int64) * q_stride_t + head[:, None] * q_stride_h + dk[None, :],
         mask=mine[:, None] & (dk < DK)[None, :], other=0.0,
     )  # fmt: skip
     last = tl.full([ROWS], 0, tl.int32) + length - 1
@@ -117,7 +117,7 @@ def _decode_kernel(
         if SINKS:
             sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
         result = finish(acc, top, total, sink, SINKS)
-        target = out + token * out_stride_t + head[:, None] * out_stride_h + dv[None, :]
+        target = out + token.to(tl.int64) * out_stride_t + head[:, None] * out_stride_h + dv[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=stored)
     elif not SINGLE:
         at = item * (tl.num_programs(0) * GROUP) + head
@@ -165,7 +165,7 @@ def _join_kernel(
     if SINKS:
         total += tl.exp2(sink - floor)
     result = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    target = out + token * out_stride_t + head * out_stride_h + dv
+    target = out + token.to(tl.int64) * out_stride_t + head * out_stride_h + dv
     tl.store(target, result.to(out.dtype.element_ty), mask=dv < DV)
 
 

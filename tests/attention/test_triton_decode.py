@@ -51,6 +51,25 @@ def test_any_cut_of_the_keys_gives_the_same_result(page_size, block, splits):
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
+def spread(x):
+    """The same numbers, with more than 2^31 places from the first token to the last."""
+    token = 2**31 // (len(x) - 1) + 16
+    room = torch.empty((len(x) - 1) * token + x[0].numel(), dtype=x.dtype, device=x.device)
+    return room.as_strided(x.shape, (token, *x.stride()[1:])).copy_(x)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_tokens_may_lie_further_apart_than_32_bits_count(splits):
+    q, varlen = step(64)
+    q, (keys, values) = q.half(), (x.half() for x in varlen.pages.cache.layer(0))
+    where = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
+    near, far = torch.zeros_like(q), spread(torch.zeros_like(q))
+    tiles = DecodeTiles(64, splits, 4, 2)
+    decode(q, keys, values, *where, Scores(DIM**-0.5), near, tiles)
+    decode(spread(q), keys, values, *where, Scores(DIM**-0.5), far, tiles)
+    assert torch.equal(near, far) and near.any()
+
+
 @triton.jit
 def shares_kernel(cu_seqlens, lengths, out, count, room, most, COUNT: tl.constexpr):
     shares = _shares(cu_seqlens, lengths, count, room, most, 0, False, COUNT, 64)

@@ -85,6 +85,13 @@ def a_frozen_gain_is_not_added_up() -> None:
     assert torch.equal(gradient, gold)
 
 
+def heads_may_lie_further_apart_than_32_bits_count() -> None:
+    room = torch.empty(2**31 + 4, dtype=torch.int8)  # of which little is touched
+    q = room.as_strided((1, 3, 1, 4), (0, 2**30, 4, 1)).copy_(torch.arange(12).view(1, 3, 1, 4))
+    turned, _ = rotary(q, q, torch.ones(1, 1, 4), torch.zeros(1, 1, 4))
+    assert torch.equal(turned, q)
+
+
 if __name__ == "__main__":
     a_second_derivative_is_refused()
     results_can_be_changed_in_place()
@@ -92,4 +99,5 @@ if __name__ == "__main__":
     a_backward_inside_autocast_computes_as_its_forward_did()
     no_rows_have_a_backward()
     a_frozen_gain_is_not_added_up()
+    heads_may_lie_further_apart_than_32_bits_count()
     print("finished")
