@@ -129,7 +129,8 @@ class RunFolder:
     def finish(self, step: int, keep: int | None = None) -> None:
         """Seal the checkpoint, and let it appear under its name, in one rename.
 
-        keep: how many of the newest stay; without it, all.
+        keep: how many stay, this one and those before it; without it, all. What lies after it was
+        passed over by a resume, being damaged, and goes.
         """
         from nopad.trainer.seal import seal
 
@@ -137,7 +138,8 @@ class RunFolder:
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         self.unfinished(step).rename(self.checkpoint(step))
         steps = sorted(_numbers(self.path, "checkpoint"))
-        for old in steps[:-keep] if keep else ():
+        upto = steps.index(step) + 1
+        for old in steps[: max(0, upto - keep)] + steps[upto:] if keep else ():
             self.checkpoint(old).rename(self.unfinished(old))  # a kill leaves no half of it
             shutil.rmtree(self.unfinished(old), ignore_errors=True)
 

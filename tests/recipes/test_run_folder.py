@@ -22,6 +22,13 @@ def started(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def saved(folder: RunFolder, step: int, keep: int | None = None) -> None:
+    folder.begin()
+    folder.unfinished(step).mkdir()
+    (folder.unfinished(step) / "weights").write_text(str(step))
+    folder.finish(step, keep)
+
+
 def test_a_resumed_run_goes_on_as_it_was_started(started):
     before = vars(pretrain.options(STARTED))
     last = Path("runs/pretrain-2")
@@ -79,14 +86,25 @@ def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(t
 def test_the_newest_checkpoints_are_kept_and_they_are_whole(tmp_path, keep, left):
     folder = RunFolder(tmp_path, {})
     for step in (5, 10, 15, 100):
-        folder.begin()
-        folder.unfinished(step).mkdir()
-        (folder.unfinished(step) / "weights").write_text(str(step))
-        folder.finish(step, keep)
+        saved(folder, step, keep)
     found = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.partition("-")[2]))
     assert [path.name for path in found] == [f"checkpoint-{step}" for step in left]
     assert [seal.flaw(path) for path in found] == [None] * len(left)
     assert folder.last_step() == 100
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [300]), (2, [200, 300]), (None, [200, 300, 400])])
+def test_a_damaged_checkpoint_that_was_passed_over_takes_no_place_of_a_whole_one(
+    tmp_path, keep, left
+):
+    folder = RunFolder(tmp_path, {})
+    for step in (200, 400):
+        saved(folder, step)
+    (folder.checkpoint(400) / "weights").write_text("damaged")
+    assert folder.last_step() == 200
+    saved(folder, 300, keep)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{n}" for n in left]
+    assert folder.last_step() == 300
 
 
 def test_what_saves_that_were_cut_short_have_left_is_cleared_away(tmp_path):
