@@ -73,10 +73,14 @@ class RunFolder:
 
     def __init__(self, path: Path, settings: dict, started: bool = False):
         self.path, self.settings, self.started = path, settings, started
+        self.from_zero = False
 
     @classmethod
     def of(cls, recipe: str, args: argparse.Namespace) -> RunFolder:
-        """The folder of the run that goes on, or of a new one; `args.output` is its path then."""
+        """The folder of the run that goes on, or of a new one; `args.output` is its path then.
+
+        A run that was killed before its first checkpoint begins again: `args.resume` is None then.
+        """
         settings = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
         folder = (
             cls(args.output, settings, started=True)
@@ -84,6 +88,8 @@ class RunFolder:
             else cls.new(recipe, args.output, settings)
         )
         args.output = folder.path
+        if args.resume and not folder.has_checkpoint():
+            args.resume, folder.from_zero = None, True
         return folder
 
     @classmethod
@@ -102,6 +108,10 @@ class RunFolder:
 
         On one rank, when all have met: none may find the folder taken by its own run.
         """
+        if self.from_zero:
+            print(f"{self.path} has no checkpoint yet: it begins again, at step 0")
+            self.forget_after(0)
+            self.from_zero = False
         if self.started:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -110,6 +120,13 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
+
+    def has_checkpoint(self) -> bool:
+        """Whether any save of the run was finished, be it whole still or not."""
+        from nopad.trainer.seal import SEAL
+
+        written = (f"checkpoint-*/{SEAL}", "*.ckpt", "*.safetensors")
+        return any(found for pattern in written for found in self.path.glob(pattern))
 
     def last_step(self) -> int:
         """The step of the newest whole checkpoint."""
@@ -150,7 +167,9 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop log lines of steps that a resumed run will take again, and torn ones."""
         path = self.path / "log.jsonl"
-        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+        if not path.exists():
+            return
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
         _write(path, "".join(line for line in lines if _step_of(line) <= step))
 
 

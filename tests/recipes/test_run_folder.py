@@ -54,6 +54,33 @@ def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(sta
     assert pretrain.options(["--resume", "--learning-rate", "0.0001"]).learning_rate == 1e-4
 
 
+@pytest.mark.parametrize("left", ["nothing", "checkpoint-3/weights", "unfinished-3/weights"])
+def test_a_run_killed_before_its_first_checkpoint_begins_again(started, left, capsys):
+    run = Path("runs/pretrain-2")
+    (run / left).parent.mkdir(exist_ok=True)
+    (run / left).write_text("cut short")
+    RunFolder(run, {}).log(1, {"loss": 4.5})
+    args = pretrain.options(["--resume"])
+    folder = RunFolder.of("pretrain", args)
+    assert (args.resume, args.output, args.budget) == (None, run, 64)
+    before = (run / "run.json").read_text()
+    folder.start()
+    assert "runs/pretrain-2 has no checkpoint yet: it begins again" in capsys.readouterr().out
+    assert (run / "log.jsonl").read_text() == "", "its steps will be taken again"
+    assert (run / "run.json").read_text() == before
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_silently_begin_again(started):
+    run = Path("runs/pretrain-2")
+    saved(RunFolder(run, {}), 3)
+    (run / "checkpoint-3" / "weights").write_text("damaged")
+    args = pretrain.options(["--resume"])
+    folder = RunFolder.of("pretrain", args)
+    assert args.resume == "last"
+    with pytest.raises(ValueError, match=r"checkpoint-3: weights is torn or damaged"):
+        folder.last_step()
+
+
 @pytest.mark.parametrize("left", ["run.json", "checkpoint-5", "last.ckpt", "model.safetensors"])
 def test_a_folder_that_holds_a_run_is_not_taken_for_another(tmp_path, left):
     (tmp_path / left).touch()
