@@ -70,9 +70,9 @@ def hf_train(
 
     class Begun(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
-            Training.begun = True
             if state.is_world_process_zero:
                 folder.start()
+            Training.begun = True
 
     class Resumable(PackedTrainer):
         def get_batch_samples(self, *given):

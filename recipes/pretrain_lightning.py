@@ -50,9 +50,9 @@ def module(args: argparse.Namespace, folder: RunFolder, model):
             self.model = model
 
         def training_step(self, batch, _):
-            Training.begun = True
             if self.trainer.is_global_zero:
                 folder.start()
+            Training.begun = True
             return self.model(**batch).loss
 
         def configure_optimizers(self):

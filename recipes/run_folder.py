@@ -115,7 +115,13 @@ class RunFolder:
         if self.started:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        _write(self.path / "run.json", json.dumps(self.settings, indent=2) + "\n")
+        try:
+            with (self.path / "run.json").open("x") as file:  # of two at once, one has it
+                file.write(json.dumps(self.settings, indent=2) + "\n")
+        except FileExistsError:
+            raise ValueError(
+                f"{self.path} was taken meanwhile by another run: start again, or choose an --output"
+            ) from None
         self.started = True
 
     def checkpoint(self, step: int) -> Path:

@@ -140,6 +140,20 @@ def test_what_saves_that_were_cut_short_have_left_is_cleared_away(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_two_runs_started_at_once_the_second_is_told_that_its_folder_is_taken(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    first, second = (
+        RunFolder.of("pretrain", pretrain.options(["--seed", seed])) for seed in ("1", "2")
+    )
+    first.start()
+    with pytest.raises(ValueError, match=r"runs/pretrain-1 was taken meanwhile by another run"):
+        second.start()
+    assert json.loads((first.path / "run.json").read_text())["seed"] == 1
+    first.start()
+
+
 def test_what_a_run_was_started_with_is_written_once_and_at_once(tmp_path):
     RunFolder(tmp_path, {"seed": 7}).start()
     RunFolder(tmp_path, {"seed": 8}, started=True).start()
