@@ -120,7 +120,7 @@ class RunFolder:
                 file.write(json.dumps(self.settings, indent=2) + "\n")
         except FileExistsError:
             raise ValueError(
-                f"{self.path} was taken meanwhile by another run: start again, or choose an --output"
+                f"{self.path} was taken meanwhile by another run: start again, or name an --output"
             ) from None
         self.started = True
 
