@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
+from multiprocessing import parent_process
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal
 
 import torch.distributed
@@ -100,7 +102,7 @@ class PackedDataset(IterableDataset):
         self.packs = build(opened, weights, choices, self.skipped)
         self.settings = settings_of(self.packs, choices, weights)
         self.rank, self.world, self.epochs = rank, world, epochs
-        self._parents: tuple[int, int] | None = None
+        self._sender: tuple[int, int, int] | None = None
         self._begin_pass(0)
 
     @cached_property
@@ -247,8 +249,11 @@ class PackedDataset(IterableDataset):
         self._over = False
 
     def __getstate__(self) -> dict:
-        # A worker that is not forked is no member of its parent's process group.
-        return {**self.__dict__, "_parents": self._ranks()}
+        # A worker that is not forked is no member of its parent's process group: it is sent the
+        # rank. Any other copy may come to where the rank is another one.
+        if get_spawning_popen() is None:
+            return self.__dict__.copy()
+        return {**self.__dict__, "_sender": (os.getpid(), *self._ranks())}
 
     def _following_epoch(self) -> int:
         """Give the epoch that the next pass begins with."""
@@ -268,8 +273,11 @@ class PackedDataset(IterableDataset):
             return self.rank, self.world
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if get_worker_info() is not None and self._parents is not None:
-            return self._parents
+        parent = parent_process()
+        if get_worker_info() is not None and parent is not None and self._sender is not None:
+            process, rank, world = self._sender
+            if process == parent.pid:  # else it was sent to the parent, and forked from there
+                return rank, world
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 

@@ -1,5 +1,6 @@
 """PackedDataset: one sequence of packs, whoever reads it, through every kind of loader."""
 
+import copy
 import json
 import os
 import pickle
@@ -88,6 +89,44 @@ def test_a_dataset_that_was_sent_to_another_rank_reads_for_that_one(monkeypatch)
     sent = pickle.dumps(data)
     monkeypatch.setenv("RANK", "1")
     assert [pack.index for pack in pickle.loads(sent)] == [1, 3]
+
+
+def test_forked_workers_of_a_copy_read_for_the_rank_that_iterates(monkeypatch):
+    data = PackedDataset([[n + 1] * 4 for n in range(4)], budget=4, shuffle=False)
+    copies = [copy.deepcopy(data), pickle.loads(pickle.dumps(data))]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    for one in copies:
+        loader = DataLoader(one, batch_size=None, num_workers=1, multiprocessing_context="fork")
+        assert [pack.index for pack in loader] == [1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_spawned_ranks_that_know_themselves_by_the_environment_share_the_packs(tmp_path, start):
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys
+        import torch.multiprocessing as mp
+        from nopad.packing import PackedDataset
+        from torch.utils.data import DataLoader
+
+        def main(rank, data, start):
+            os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "2"
+            loader = DataLoader(data, None, num_workers=1, multiprocessing_context=start)
+            print(f"{rank}: {[pack.index for pack in loader]}", flush=True)
+
+        if __name__ == "__main__":
+            data = PackedDataset([[n + 1] * 4 for n in range(8)], budget=4, shuffle=False)
+            mp.spawn(main, (data, sys.argv[1]), nprocs=2)
+        """)
+    )
+    ran = subprocess.run(
+        [sys.executable, script, start], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == ["0: [0, 2, 4, 6]", "1: [1, 3, 5, 7]"]
 
 
 def test_readers_that_do_not_divide_the_shards_are_told_what_does(make):
