@@ -12,7 +12,8 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARGUMENT = re.compile(
-    r"""\b(attn_implementation|budget|column|dtype|eos|glob|on_error|overflow|tokenizer)="""
+    r"""\b(attn_implementation|budget|column|dtype|eos|glob|max_steps|on_error|overflow|"""
+    r"""tokenizer)="""
     r"""(?:"(\w+)"|('[^']+'|\w+))?"""
 )
 """A setting as Python says it, with its value if there is one."""

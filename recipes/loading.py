@@ -18,7 +18,6 @@ def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
     add = parser.add_argument_group("data and model").add_argument
     add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, tokens, saved `datasets` "
         "folder or hub name; without it, Python's standard library")  # fmt: skip
-    add("--text-column", default="text", help="column that holds the text")
     add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
     add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
     shared_options(add, budget)
@@ -26,6 +25,7 @@ def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
 
 def shared_options(add: Any, budget: int) -> None:
     """What every recipe can be told about reading and packing."""
+    add("--text-column", default="text", help="column that holds the text")
     reading_options(add)
     add("--budget", type=positive, default=budget, help="tokens a pack may hold")
     add("--workers", type=count, default=0, help="data loading processes per rank")
@@ -65,7 +65,7 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
     return tokenizer, dataset, examples or (library()[1] if held_out else [])
 
 
-def open_data(args: argparse.Namespace, tokenizer, column: str = "text"):
+def open_data(args: argparse.Namespace, tokenizer, column: str):
     """The source of `--data`, so that some of it can be held out."""
     from nopad.packing.building import open_all
     from nopad.packing.encoder import Encoder

@@ -99,7 +99,9 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
     except (ValueError, OSError) as error:
         if Training.begun:
             raise
-        told = in_options(error, column="text_column", attn_implementation="attention")
+        told = in_options(
+            error, column="text_column", attn_implementation="attention", max_steps="steps"
+        )
         print(f"{recipe}: {' '.join(told.split())}", file=sys.stderr)
         return 2
     return 0

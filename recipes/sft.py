@@ -55,13 +55,16 @@ def load_data(args: argparse.Namespace):
     if args.chat_template:
         with open(args.chat_template) as file:
             tokenizer.chat_template = file.read()
-    source, examples = split(open_data(args, tokenizer), args.eval_examples)
+    opened = open_data(args, tokenizer, args.text_column)
+    source, examples = split(opened, args.eval_examples, args.text_column)
     packs = PackedDataset(
         source,
         tokenizer=tokenizer,
+        column=args.text_column,
         budget=args.budget,
         overflow=args.overflow,
         seed=args.seed,
+        epochs=None,
         **reading_choices(args),
     )
     return tokenizer, packs, examples

@@ -68,6 +68,39 @@ def test_fine_tuning_reads_data_by_the_same_options(tmp_path):
     assert packs.skipped.rows == 1
 
 
+def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nopad.packing.building.SMALL", 0)
+    small_inputs.model(tmp_path)
+    given = ["--data", small_inputs.chats(tmp_path), "--model", tmp_path / "model", "--tokenizer"]
+    given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]
+    with monkeypatch.context() as ranks:
+        ranks.setenv("RANK", "1")
+        ranks.setenv("WORLD_SIZE", "2")
+        _, packs, _ = sft.load_data(sft.options(given))
+        assert [pack.index for pack in islice(packs, 3)] == [1, 3, 5]
+    assert settings.exit_status("sft", lambda _: _counted(packs)) == 2
+    assert "say --steps, how many steps to train" in capsys.readouterr().err
+
+
+def _counted(packs) -> None:
+    from nopad.trainer.with_hf import _steps
+    from transformers import TrainingArguments
+
+    _steps(TrainingArguments(num_train_epochs=1.0), packs)
+
+
+def test_fine_tuning_takes_the_column_that_its_errors_speak_of(tmp_path, capsys):
+    path = tmp_path / "stories.jsonl"
+    path.write_text('{"story": "w1 w2 w3"}\n' * 9)
+    small_inputs.model(tmp_path)
+    given = ["--data", path, "--model", tmp_path / "model", "--tokenizer"]
+    given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]
+    load = lambda argv: sft.load_data(sft.options(argv))  # noqa: E731
+    assert settings.exit_status("sft", load, given) == 2
+    assert "name the text's column with --text-column" in capsys.readouterr().err
+    assert settings.exit_status("sft", load, [*given, "--text-column", "story"]) == 0
+
+
 def test_the_standard_library_is_read_only_where_it_is_needed(tmp_path, monkeypatch):
     loading.library.cache_clear()
     monkeypatch.setattr(stdlib_corpus, "documents", None)
