@@ -7,7 +7,7 @@ import re
 
 import pytest
 from nopad.cli import generate
-from nopad.cli.asking import new_file
+from nopad.cli.asking import in_options, new_file
 
 
 def test_the_folders_of_a_new_file_are_there_before_any_work(tmp_path):
@@ -36,3 +36,8 @@ def test_help_tells_defaults_of_zero_and_leaves_out_what_says_nothing():
                     "x best (default: 0.0)", "of the draws (default: 0)"):  # fmt: skip
         assert default in told
     assert not re.search(r"default: (None|False|\[\]|==)", told)
+
+
+def test_errors_speak_of_options_also_where_values_are_patterns_and_not_inside_paths():
+    told = in_options('data/dtype=1/x.bin: glob="*.jsonl" finds nothing, say dtype="uint16"')
+    assert told == "data/dtype=1/x.bin: --glob *.jsonl finds nothing, say --dtype uint16"
