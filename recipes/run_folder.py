@@ -25,7 +25,7 @@ FREE_TO_CHANGE = NOT_KEPT | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
     "prompt", "log_every", "log_with", "keep",
 }  # fmt: skip
-"""By a resume: they change neither the data's order nor what is learnt."""
+"""By a resume: none changes the data's order, and `devices` alone how much of it a step learns."""
 
 
 def run_options(add: Any, recipe: str) -> None:
@@ -38,6 +38,8 @@ def run_options(add: Any, recipe: str) -> None:
 def run_to_resume(recipe: str, which: str, output: Path | None) -> Path:
     """The folder of the named run; of the last one, or of `--output`, where none is named."""
     path = Path(which) if which != "last" else output
+    if path and output and path.resolve() != output.resolve():
+        raise ValueError(f"--resume {path} and --output {output}: a run goes on in its own folder")
     if path is None:
         numbers = _numbers(RUNS, recipe)
         if not numbers:
@@ -51,15 +53,20 @@ def run_to_resume(recipe: str, which: str, output: Path | None) -> Path:
 def started_with(path: Path) -> dict[str, Any]:
     """The settings a run was started with."""
     try:
-        return dict(json.loads((path / "run.json").read_text()))
-    except (ValueError, TypeError) as error:
+        found = json.loads((path / "run.json").read_text())
+    except ValueError as error:
         raise ValueError(f"{path / 'run.json'} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path / 'run.json'} is damaged: it holds no settings")
+    return found
 
 
 def refuse_changes(path: Path, before: dict[str, Any], said: dict[str, Any]) -> None:
     """Refuse settings under which a resumed run would be another one."""
     changed = []
-    for name in [k for k in said if k not in FREE_TO_CHANGE and before[k] != said[k]]:
+    for name in [k for k in said if k not in FREE_TO_CHANGE]:
+        if repr(before[name]) == repr(said[name]):  # --eos 0 equals --eos none, which is False
+            continue
         option = "--" + name.replace("_", "-")
         was = f"no {option}" if before[name] is None else f"{option} {before[name]}"
         changed.append(f"{was} (now {said[name]})")

@@ -27,9 +27,9 @@ def parse(
     parser.add_argument("--config", type=Path, help="YAML file of these settings")
     said = _said(parser, sys.argv[1:] if argv is None else argv)
     if "config" in said:
-        said = _said(parser, _words_of(parser, said["config"])) | said
+        said = _said_by(said["config"], parser) | said
     settings = vars(parser.parse_args([]))
-    if "resume" in said:
+    if said.get("resume"):
         path = run_to_resume(recipe, said["resume"], said.get("output"))
         settings |= {k: v for k, v in started_with(path).items() if k in settings}
         refuse_changes(path, settings, said)
@@ -44,14 +44,20 @@ def _said(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _words_of(parser: argparse.ArgumentParser, path: Path) -> list[str]:
-    """Say a YAML file's settings as one would on the command line."""
-    options, words = {action.dest: action.option_strings for action in parser._actions}, []
+def _said_by(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The settings that a YAML file names; null is the default, and false that of a switch."""
+    known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    words, unset = [], {}
     for name, value in read(path).items():
-        if name not in options:
+        if name not in known:
             raise ValueError(f"{path}: no setting {name}; see --help")
-        words += _words(options[name][-1], value)
-    return words
+        if value is False and known[name].nargs not in (0, "?"):
+            raise ValueError(f"{path}: {name} cannot be false; see --help")
+        if value is None or value is False:
+            unset[name] = known[name].default
+        else:
+            words += _words(known[name].option_strings[-1], value)
+    return _said(parser, words) | unset
 
 
 def _words(option: str, value: Any) -> list[str]:
@@ -60,8 +66,6 @@ def _words(option: str, value: Any) -> list[str]:
     >>> _words("--budget", 512), _words("--compile", True), _words("--prompt", ["a", "b"])
     (['--budget=512'], ['--compile'], ['--prompt=a', '--prompt=b'])
     """
-    if value is None or value is False:
-        return []
     if value is True:
         return [option]
     return [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]

@@ -25,10 +25,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     data_options(parser, budget=2048)
     hf_options(parser, "train_hf", learning_rate=1e-3)
-    args = parse(parser, argv, "train_hf")
-    if args.data is None and args.steps is None:
-        args.steps = 150  # a look at Python's sources, not a pass over them
-    return args
+    return parse(parser, argv, "train_hf")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,6 +34,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args = options(argv)
     folder = RunFolder.of("train_hf", args)
+    if args.data is None and args.steps is None:
+        args.steps = 150  # a look at Python's sources, not a pass over them
     set_seed(args.seed)
     tokenizer, data, _ = load_data(args, held_out=0)
     hf_train(args, folder, load_model(args, tokenizer), data, tokenizer)

@@ -88,10 +88,18 @@ def test_a_folder_that_holds_a_run_is_not_taken_for_another(tmp_path, left):
         RunFolder.new("train_hf", tmp_path, {})
 
 
-def test_a_damaged_run_json_is_named(started):
-    (started / "runs/pretrain-2/run.json").write_text('{"budget"')
+@pytest.mark.parametrize("text", ['{"budget"', "[]", "7"])
+def test_a_damaged_run_json_is_named(started, text):
+    (started / "runs/pretrain-2/run.json").write_text(text)
     with pytest.raises(ValueError, match=r"pretrain-2/run\.json is damaged"):
         pretrain.options(["--resume"])
+
+
+def test_a_resume_into_another_folder_is_refused(started):
+    with pytest.raises(ValueError, match=r"--resume runs/pretrain-1 and --output elsewhere"):
+        pretrain.options(["--resume", "runs/pretrain-1", "--output", "elsewhere"])
+    same = pretrain.options(["--resume", "runs/pretrain-1", "--output", "runs/pretrain-1/"])
+    assert same.output == Path("runs/pretrain-1")
 
 
 def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(tmp_path):
