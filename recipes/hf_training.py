@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from loading import check_vocabulary
 from nopad.cli.asking import count, positive
 from run_folder import RunFolder, run_options
-from settings import Training
+from settings import Training, heard_to_the_end
 
 
 def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
@@ -64,7 +64,6 @@ def hf_train(
     from nopad.collators import PackedCollator
     from nopad.trainer.compiling import compile_layers
     from nopad.trainer.fusing import fuse_layers
-    from nopad.trainer.stop import StopRequest
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
 
@@ -80,30 +79,29 @@ def hf_train(
             done = self.state.global_step >= self.state.max_steps
             return ([], None) if done else super().get_batch_samples(*given)
 
-    listening = StopRequest()  # to the end: the callback's ends with the training
-    trainer = Resumable(
-        model,
-        hf_arguments(args),
-        PackedCollator(fill=args.compile),
-        data,
-        processing_class=tokenizer,
-        callbacks=[StopCallback(), Begun()],
-    )
-    if args.compile:
-        compile_layers(model)
-    else:
-        fuse_layers(model, trainer.args.device)  # not wrapped before the first step
-    if examples:
-        from held_out import continuing
-        from nopad.trainer.with_hf_eval import EvalCallback
+    with heard_to_the_end():
+        trainer = Resumable(
+            model,
+            hf_arguments(args),
+            PackedCollator(fill=args.compile),
+            data,
+            processing_class=tokenizer,
+            callbacks=[StopCallback(), Begun()],
+        )
+        if args.compile:
+            compile_layers(model)
+        else:
+            fuse_layers(model, trainer.args.device)  # not wrapped before the first step
+        if examples:
+            from held_out import continuing
+            from nopad.trainer.with_hf_eval import EvalCallback
 
-        evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
-        trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
-    trainer.train(resume_from_checkpoint=bool(args.resume) or None)
-    whole = trainer.state.global_step >= trainer.state.max_steps
-    if whole:
-        trainer.save_model()
-    if trainer.is_world_process_zero():
-        say = "done" if whole else "stopped, go on with --resume"
-        print(f"{say}: {trainer.args.output_dir}, step {trainer.state.global_step}")
-    listening.release()
+            evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
+            trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
+        trainer.train(resume_from_checkpoint=bool(args.resume) or None)
+        whole = trainer.state.global_step >= trainer.state.max_steps
+        if whole:
+            trainer.save_model()
+        if trainer.is_world_process_zero():
+            say = "done" if whole else "stopped, go on with --resume"
+            print(f"{say}: {trainer.args.output_dir}, step {trainer.state.global_step}")

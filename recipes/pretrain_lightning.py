@@ -15,7 +15,7 @@ from held_out import continuing
 from loading import data_options, load_data, load_model
 from nopad.cli.asking import Help, count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, exit_status, parse
+from settings import Training, exit_status, heard_to_the_end, parse
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,39 +81,39 @@ def main(argv: list[str] | None = None) -> None:
     args = options(argv)
     folder = RunFolder.of("pretrain_lightning", args)
     import lightning.pytorch as pl
-    from nopad.trainer.stop import StopRequest
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
     from nopad.trainer.with_lightning_eval import EvalCallback
 
-    listening = StopRequest()  # to the end: the callback's ends with the training
-    stop = StopCallback(args.output / "last.ckpt")
-    resumed = checkpoint(args)
-    pl.seed_everything(args.seed, verbose=False)
-    tokenizer, dataset, examples = load_data(args)
-    data = PackedDataModule(dataset, num_workers=args.workers)
-    # Without versions, last.ckpt is the last, also after a resume.
-    often = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
-    checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, save_top_k=1, **often)
-    model = load_model(args, tokenizer)
-    evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
-    on = {name: getattr(args, name) for name in ("accelerator", "devices", "strategy", "precision")}
-    trainer = pl.Trainer(
-        **on,
-        max_steps=args.steps,
-        accumulate_grad_batches=args.accumulation,
-        gradient_clip_val=1.0,
-        log_every_n_steps=10,
-        callbacks=[PackedCallback(data), stop, checkpoints, EvalCallback(evaluation, console=True)],
-        enable_model_summary=False,
-        default_root_dir=args.output,
-    )
-    trainer.fit(module(args, folder, model), data, ckpt_path=resumed, weights_only=True)
-    if whole := trainer.global_step == args.steps:
-        trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
-    if trainer.is_global_zero:
-        say = "done" if whole else "stopped, go on with --resume"
-        print(f"{say}: {args.output}, step {trainer.global_step}")
-    listening.release()
+    with heard_to_the_end():
+        stop = StopCallback(args.output / "last.ckpt")
+        resumed = checkpoint(args)
+        pl.seed_everything(args.seed, verbose=False)
+        tokenizer, dataset, examples = load_data(args)
+        data = PackedDataModule(dataset, num_workers=args.workers)
+        # Without versions, last.ckpt is the last, also after a resume.
+        often = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
+        checkpoints = pl.callbacks.ModelCheckpoint(
+            args.output, save_last=True, save_top_k=1, **often
+        )
+        model = load_model(args, tokenizer)
+        beside = continuing(model, tokenizer, examples, args.eval_every, args.seed)
+        on = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}
+        trainer = pl.Trainer(
+            **on,
+            max_steps=args.steps,
+            accumulate_grad_batches=args.accumulation,
+            gradient_clip_val=1.0,
+            log_every_n_steps=10,
+            callbacks=[PackedCallback(data), stop, checkpoints, EvalCallback(beside, console=True)],
+            enable_model_summary=False,
+            default_root_dir=args.output,
+        )
+        trainer.fit(module(args, folder, model), data, ckpt_path=resumed, weights_only=True)
+        if whole := trainer.global_step == args.steps:
+            trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
+        if trainer.is_global_zero:
+            say = "done" if whole else "stopped, go on with --resume"
+            print(f"{say}: {args.output}, step {trainer.global_step}")
 
 
 if __name__ == "__main__":

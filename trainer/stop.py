@@ -30,7 +30,9 @@ RELAYED = 0.5
 class StopRequest:
     """Listen for signals from now on; call `agreed` once a step, on every rank."""
 
-    def __init__(self):
+    def __init__(self, said: bytes = SAID):
+        """said: what the first signal is answered with."""
+        self._said = said
         self.asked: signal.Signals | None = None
         self._asked_at = 0.0
         self._pending: torch.Tensor | None = None
@@ -50,7 +52,7 @@ class StopRequest:
         if self.asked is None:
             self.asked, self._asked_at = signal.Signals(number), time.monotonic()
             with suppress(OSError):  # who read it may be gone
-                os.write(2, SAID)  # print may be under way in what was interrupted
+                os.write(2, self._said)  # print may be under way in what was interrupted
         elif time.monotonic() - self._asked_at > RELAYED:
             os._exit(128 + number)
 

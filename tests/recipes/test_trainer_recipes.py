@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import small_inputs
+from nopad.trainer.stop import SIGNALS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -66,6 +68,38 @@ def test_a_run_is_neither_written_over_nor_resumed_as_another(
     assert f"done: runs/{recipe}-1, step 2" in capsys.readouterr().out
     for path in run.glob("*.safetensors"):
         assert path.read_bytes() == before[path], "a run that was done took a step more"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "broken"),
+    [("train_hf", "nopad.trainer.fusing.fuse_layers"),
+     ("pretrain_lightning", "pretrain_lightning.load_data")],
+)  # fmt: skip
+def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    inputs = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
+    inputs += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64", "--steps", "1"]
+    before = [signal.getsignal(number) for number in SIGNALS]
+    importlib.import_module(recipe)
+    monkeypatch.setattr(broken, lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            in_process(recipe, inputs)
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_signal_in_the_last_save_is_not_answered_with_another_step(capfd):
+    from settings import heard_to_the_end
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with heard_to_the_end():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert "the run ends when it is saved; a second signal leaves" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def in_process(recipe: str, arguments: list) -> None:
