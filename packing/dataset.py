@@ -259,8 +259,11 @@ class PackedDataset(IterableDataset):
         """Give the epoch that the next pass begins with."""
         if self._begin.position.until is not None:
             return self._begin.position.until
-        _, epoch, _ = self._given.last or (0, self._begin.position.epoch, 0)
-        return epoch + 1  # a run without end was ended by `packs`, in the middle of this one
+        # A run without end was ended by `packs`, for each reader at a pack of its own: all must
+        # name one epoch. Where shards end in different ones, only the pass's first is known to all.
+        if isinstance(self.packs, PlannedPacks):
+            return self.packs.following_epoch
+        return self._begin.position.epoch + 1
 
     def _share(self) -> Share:
         info = get_worker_info()

@@ -79,6 +79,8 @@ class PlannedPacks:
         self._drawn = 0, np.zeros(len(weights), np.int64)
         """An epoch, and the tokens of each source before it: those counted last."""
         self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
+        self.following_epoch = 0
+        """The first epoch that the last `read` to come to its end left untouched."""
 
     def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
         """Plan an epoch window by window; the items are the documents of the store."""
@@ -147,6 +149,7 @@ class PlannedPacks:
         last = sys.maxsize if self.packs is None else self.packs
         for epoch in count(position.epoch):
             if epoch == position.until or at >= last:
+                self.following_epoch = epoch
                 break
             begins.append((epoch, at))
             for plan in self.plans(epoch, at):

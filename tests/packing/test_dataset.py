@@ -213,6 +213,33 @@ def test_a_pass_that_packs_ended_is_followed_by_another_order(make, tools, kind,
         assert [content for _, content in two] == [content for _, content in later[:16]]
 
 
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+@pytest.mark.parametrize("packs", [1, 11, 12, 16])
+@pytest.mark.parametrize("world, workers", [(1, 2), (2, 1), (2, 2)])
+def test_all_readers_begin_the_next_pass_with_the_same_epoch(tools, kind, packs, world, workers):
+    def build(rank=0, world=1):
+        rows = [[n + 1] * 8 for n in range(5 if kind == "planned" else 40)]
+        options = {} if kind == "planned" else {"shards": 4, "ahead": False}
+        options |= {"rank": rank, "world": world, "epochs": None, "packs": packs}
+        return PackedDataset(rows, budget=8, **options)
+
+    def passes(rank, world, workers):
+        loader = DataLoader(
+            build(rank, world),
+            batch_size=None,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            multiprocessing_context="fork" if workers else None,
+        )
+        return [[tools.digest(pack) for pack in loader] for _ in range(3)]
+
+    alone = passes(0, 1, 0)
+    ranks = [passes(rank, world, workers) for rank in range(world)]
+    for one, some in zip(alone, zip(*ranks, strict=True), strict=True):
+        together = [pack for round_ in zip(*some, strict=True) for pack in round_]
+        assert together[:packs] == one and all(not content for _, content in together[packs:])
+
+
 def test_set_epoch_does_not_throw_a_resumed_position_away(make, tools):
     data = make("planned")
     packs = iter(data)
