@@ -34,7 +34,7 @@ def agree(
             return False
         pairs = zip(gold, ours, strict=True)
         errors = [((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs]
-    limit = 1e-4 if inputs[0].dtype == torch.float32 else 4e-2
+    limit = 1e-3 if inputs[0].dtype == torch.float32 else 4e-2  # the products' may be TF32
     return all(error < limit for error in errors)  # unlike max, false where one is no number
 
 

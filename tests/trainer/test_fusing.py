@@ -80,6 +80,12 @@ def test_a_difference_that_bf16_would_hide_is_seen_in_fp32():
     assert not agrees(Scaled(0.99).bfloat16(), twin, cpu)
 
 
+def test_what_tf32_rounds_is_forgiven_and_a_multiplier_is_not():
+    x = wave(torch.ones(1), 9)
+    for factor, alike in ((1.0003, True), (0.998, False)):
+        assert agree(torch.sin, lambda x, factor=factor: x.sin() * factor, [x], []) == alike
+
+
 def test_a_share_too_small_to_drop_anything_in_a_trial_is_seen_and_no_random_number_is_used_up():
     twin = twin_of(Dropping, lambda part, x: x * part.weight)
     state = torch.get_rng_state()
