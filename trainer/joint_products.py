@@ -20,7 +20,7 @@ class _Products(torch.autograd.Function):
     """Of x's rows: a result must be no view, or it could not be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *weights_and_biases: Any) -> tuple[Tensor, ...]:
         half = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:half], weights_and_biases[half:]
         ctx.save_for_backward(x, *weights)

@@ -117,7 +117,8 @@ def _decode_kernel(
         if SINKS:
             sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
         result = finish(acc, top, total, sink, SINKS)
-        target = out + token.to(tl.int64) * out_stride_t + head[:, None] * out_stride_h + dv[None, :]
+        row_out = out + token.to(tl.int64) * out_stride_t
+        target = row_out + head[:, None] * out_stride_h + dv[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=stored)
     elif not SINGLE:
         at = item * (tl.num_programs(0) * GROUP) + head
