@@ -60,10 +60,13 @@ class Fingerprint:
             for part in value:
                 self.row(part)
             return self
-        array = np.asarray(value) if hasattr(value, "__array__") else None
-        return (
-            self.data(repr(value)) if array is None or array.dtype == object else self.array(array)
-        )
+        if not hasattr(value, "__array__"):
+            return self.data(repr(value))
+        try:
+            array = np.asarray(value)
+        except TypeError:  # numpy has no such numbers, as of a tensor in bfloat16
+            return self.row(getattr(value, "tolist", value.__repr__)())
+        return self.row(array.tolist()) if array.dtype == object else self.array(array)
 
     def file(self, path: Path) -> Fingerprint:
         """Take in a file's size and content, not its name or date: copies are the same data."""
