@@ -17,6 +17,7 @@ import torch
 
 from ..packing import IGNORE, Sample
 from ..packing.ids import checked_ids, checked_sample
+from ..packing.planner import whole
 from .packed import PackedCollator
 
 PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -39,7 +40,7 @@ class PreferenceCollator:
         A prompt is cut once for its pair, so that both answers are judged behind the same one.
         packed: what `PackedCollator` takes, but for fixed shapes: a pair is as long as it is.
         """
-        if max_length is not None and max_length < 2:
+        if max_length is not None and whole(max_length=max_length)[0] < 2:
             raise ValueError(f"max_length={max_length}: a prompt and an answer need a token each")
         for name in ("fill", "fixed_sequences", "stack"):
             if packed.get(name):
@@ -55,9 +56,9 @@ class PreferenceCollator:
 
     def _samples(self, pair: Mapping[str, Any]) -> list[Sample]:
         """Give the chosen and the rejected answer, each behind the prompt they share."""
-        for name in PARTS:
-            if name not in pair:
-                raise ValueError(f"a pair needs `prompt_ids` and `{name}`, got {sorted(pair)}")
+        if not isinstance(pair, Mapping) or any(name not in pair for name in PARTS):
+            got = list(pair) if isinstance(pair, Mapping) else type(pair).__name__
+            raise ValueError(f"a pair needs prompt_ids, chosen_ids and rejected_ids, got {got}")
         prompt, *answers = (checked_ids(pair[name], name) for name in PARTS)
         if self.max_length is not None:
             answers = [answer[: self.max_length - 1] for answer in answers]

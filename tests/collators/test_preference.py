@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from nopad.collators import PreferenceCollator
 
@@ -50,5 +52,18 @@ def test_lengths_and_shapes_that_a_pair_cannot_have_are_refused(options):
 
 @pytest.mark.parametrize("missing", ["prompt_ids", "chosen_ids", "rejected_ids"])
 def test_a_missing_part_is_named(missing):
-    with pytest.raises(ValueError, match="a pair needs `prompt_ids`"):
-        PreferenceCollator()([{k: v for k, v in PAIR.items() if k != missing}])
+    left = {k: v for k, v in PAIR.items() if k != missing}
+    told = f"a pair needs prompt_ids, chosen_ids and rejected_ids, got {list(left)}"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        PreferenceCollator()([left])
+
+
+@pytest.mark.parametrize("pair", [None, 3, [[1], [2], [3]]])
+def test_a_pair_that_is_none_is_refused_by_its_type(pair):
+    with pytest.raises(ValueError, match=f"rejected_ids, got {type(pair).__name__}"):
+        PreferenceCollator()([pair])
+
+
+def test_a_length_that_is_no_whole_number_is_refused():
+    with pytest.raises(ValueError, match=r"max_length 2\.5 must be a whole number"):
+        PreferenceCollator(max_length=2.5)
