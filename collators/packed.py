@@ -53,7 +53,8 @@ class PackedCollator:
             left out, the budget, which is right for all and makes attention launch idle blocks.
         stack: several packs become rows [B, budget] instead of one longer row.
         mean: "sample" adds `loss_weights` that let every sample count the same, long or short;
-            the parts of a split one weigh what they would in one piece.
+            the tokens of a split one weigh what they would in one piece, but the first of each
+            part counts nothing, so its parts together weigh a little less.
         """
         if fixed_sequences is not None and fixed_sequences < 1:
             raise ValueError(f"fixed_sequences={fixed_sequences}: the filler needs a place")

@@ -168,6 +168,12 @@ def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, s
     assert torch.equal(stacked, torch.stack(alone))
 
 
+def test_a_split_sample_weighs_less_by_the_first_token_of_each_further_part():
+    data = PackedDataset([[1] * 20], budget=8)
+    weights = [PackedCollator(mean="sample")(pack)["loss_weights"].sum().item() for pack in data]
+    assert len(weights) == 3 and np.isclose(sum(weights), (20 - 3) / 19)
+
+
 def test_a_truncated_sample_weighs_as_a_whole_one():
     for ahead in (True, False):
         data = PackedDataset([[1] * 20], budget=8, overflow="truncate", ahead=ahead, shards=1)
