@@ -35,8 +35,9 @@ from .state import VERSION, check_state, pass_end
 class PackedDataset(IterableDataset):
     """Packs of a source, for `DataLoader(dataset, batch_size=None)`.
 
-    Iterating again gives the next epochs in another order; where DataLoader workers iterate, which
-    hold copies, `set_epoch` says so, as trainers do.
+    Iterating again gives the next epochs in another order. Through DataLoader workers it repeats
+    the first order: they are copies, made anew for each pass, of a dataset that did not move on.
+    Call `set_epoch` before each pass, as trainers do, or use `nopad.trainer.PackedLoader`.
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
@@ -156,8 +157,9 @@ class PackedDataset(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless the pass that holds it is under way already.
 
-        Trainers call it before every epoch, also after a resume, which it must not throw away. A
-        dataset without end counts its epochs itself.
+        Trainers call it before every epoch, also after a resume, which it must not throw away.
+        Without it, DataLoader workers give every pass in the order of the first. A dataset without
+        end is left alone: it counts its epochs itself, over workers only if they are persistent.
         """
         until = self._begin.position.until
         if until is None or self.epochs is None:

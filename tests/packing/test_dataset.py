@@ -194,6 +194,16 @@ def test_a_pass_follows_a_pass_with_the_next_epochs_order(make, tools):
     assert full(tools, data) == second
 
 
+def test_through_workers_set_epoch_moves_on_and_without_it_the_order_repeats(make, tools):
+    plain = make("planned")
+    orders = [full(tools, plain) for _ in range(2)]
+    data = make("planned")
+    loader = DataLoader(data, batch_size=None, num_workers=1)
+    assert [full(tools, loader) for _ in range(2)] == [orders[0], orders[0]]
+    data.set_epoch(1)
+    assert full(tools, loader) == orders[1]
+
+
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_pass_that_packs_ended_is_followed_by_another_order(make, tools, kind, world):
