@@ -8,7 +8,7 @@ summed in registers while rows go by, one partial sum per program, and those sum
 """
 
 # Triton launches with what its kernels declare, plus settings of its own.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
