@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..attention import Pages
 from ..attention.backends.triton_decode import DecodeTiles, padded, precision, processors
+from ..attention.backends.triton_tile import weigh_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,14 +246,7 @@ def _take_in(
     s = tl.dot(turned, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
     if MASKED:
         s = tl.where(inside[None, :], s, float("-inf"))
-    highest = tl.maximum(top, tl.max(s, 1))
-    floor = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(s - floor[:, None])
-    fade = tl.exp2(top - floor)
-    total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, highest, total
+    return weigh_in(s, v, acc, top, total, PRECISION)
 
 
 @triton.jit

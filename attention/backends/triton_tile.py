@@ -130,6 +130,12 @@ def _block_step(
         if WINDOW:
             seen = seen & (place[None, :] > last[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
+    return weigh_in(s, v, acc, top, total, PRECISION)
+
+
+@triton.jit
+def weigh_in(s, v, acc, top, total, PRECISION: tl.constexpr):
+    """Add values [BLOCK, PAD_DV] to the running sums, by scores s [M, BLOCK] in powers of two."""
     new_top = tl.maximum(top, tl.max(s, 1))
     floor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(s - floor[:, None])
