@@ -61,6 +61,9 @@ def main(argv: list[str]) -> int:
     results = ready.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:
         _tell(results, make_table, args.output)
+    from ..trainer.ranks import leave_group
+
+    leave_group()
     return 0
 
 

@@ -136,10 +136,14 @@ def main(argv: list[str] | None = None) -> Report:
 def run(argv: list[str] | None = None) -> int:
     """Run the recipe; give the exit status: 1 where an example failed, 2 where none could run."""
     try:
-        return int(main(argv).error is not None)
+        failed = main(argv).error is not None
     except (ValueError, OSError) as error:
         print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    from nopad.trainer.ranks import leave_group
+
+    leave_group()
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -281,9 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     ended = "stopped, go on with --resume" if run.step < args.steps else "done"
     run.say(f"{ended}: {folder.checkpoint(run.step)}")
-    # DDP goes first: the last to hold the group of ranks waits for its threads, and DDP would do so
-    # with the interpreter locked, which they may need.
-    del run
+    del run  # DDP goes before the group of ranks does: see `leave_group`
     accelerator.free_memory()
     accelerator.end_training()
 

@@ -125,4 +125,7 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
         )
         print(f"{recipe}: {' '.join(told.split())}", file=sys.stderr)
         return 2
+    from nopad.trainer.ranks import leave_group  # here: torch is loaded by now, if at all needed
+
+    leave_group()
     return 0

@@ -5,6 +5,7 @@ Every front end sits on torch.distributed, so one file serves them all.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -43,3 +44,16 @@ def wait_for_all() -> None:
     """Return when every rank has come here."""
     if world() > 1:
         dist.barrier()
+
+
+def leave_group() -> None:
+    """Part from the other processes, at the end of a program that is done with them.
+
+    A process that ends inside its group is killed now and then: a thread of the group that lets go
+    of a tensor wants an interpreter that is gone (pytorch/pytorch#179291). Whoever holds the group
+    last waits for its threads, and DDP does so with the interpreter locked, which they may need:
+    no wrapped model may be in reach when this is called.
+    """
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()

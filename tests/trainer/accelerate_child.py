@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from nopad.trainer.loss import attach_loss
+from nopad.trainer.ranks import leave_group
 from nopad.trainer.with_accelerate import AcceleratePacks
 
 
@@ -117,3 +118,4 @@ def main(folder: Path, world: int, other: Path | None) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)
+    leave_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 import tiny_run
 import torch
 from nopad.packing import PackedDataset
+from nopad.trainer.ranks import leave_group
 from nopad.trainer.with_hf import PackedTrainer
 from transformers import TrainerCallback, TrainingArguments
 
@@ -120,3 +121,4 @@ def main(folder: Path, world: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]))
+    leave_group()

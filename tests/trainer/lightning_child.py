@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import tiny_run
 import torch
+from nopad.trainer.ranks import leave_group
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
 warnings.filterwarnings("ignore")
@@ -115,3 +116,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     WORLD = int(sys.argv[2])
     main(Path(sys.argv[1]))
+    leave_group()
