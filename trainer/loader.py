@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from ..collators import PackedCollator
@@ -125,6 +126,8 @@ class PackedLoader:
             collate_fn=partial(_collate, self.collator),  # pyright: ignore[reportArgumentType]
             num_workers=num_workers,
             pin_memory=pin_memory,
+            # Else each iteration would draw the workers' seed from the numbers that dropout draws.
+            generator=torch.Generator().manual_seed(torch.initial_seed()),
         )
 
     def __iter__(self) -> Iterator[Batch]:

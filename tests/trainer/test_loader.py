@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import weakref
 
+import numpy as np
 import pytest
 import tiny_run
 import torch
@@ -147,6 +149,18 @@ def test_what_became_is_that_of_the_epoch_the_data_is_in(epochs, monkeypatch):
         for _, _ in zip(range(28), loader, strict=False):
             loader.became()
     assert asked == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_loader_draws_from_the_random_numbers_of_the_training(workers):
+    def drawn() -> tuple:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = drawn()
+    assert list(PackedLoader(tiny_run.dataset(), num_workers=workers))
+    assert drawn() == before
+    assert list(EvaluationLoader(tiny_run.dataset(9)))
+    assert drawn() == before
 
 
 def test_sample_means_count_samples():
