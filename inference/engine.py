@@ -25,12 +25,13 @@ from .garbage import full_collections_later
 from .group import Group, longest_first
 from .intake import Asked, Intake, Params, each_asked
 from .loop import Loop
-from .machine import Machine, Settings
+from .machine import Machine
 from .memory import SPARE, Memory
 from .prompts import Prompt, Tongue
 from .request import Request
 from .request_trace import Trace
 from .scoring import Job, pairs, rolling_windows, scored
+from .settings import checked_dtype, checked_seed, positive, settle
 from .stats import Stats
 from .tenancy import Tenancy
 from .under_way import UnderWay
@@ -78,21 +79,19 @@ class Engine:
         debug: bool = False,
     ):
         self._model = unwrap(model)
-        on_gpu = next(self._model.parameters()).device.type == "cuda"
-        settings = Settings(
+        settings = settle(
+            self._model,
             memory=memory,
-            page_size=_page_size(page_size, 256 if on_gpu else 16),
-            max_running=_positive("max_running", max_running, 512 if on_gpu else 64),
-            tokens_per_step=_positive(
-                "tokens_per_step", tokens_per_step, 16384 if on_gpu else 2048
-            ),
-            max_length=_positive("max_length", max_length, _positions(self._model)),
+            page_size=page_size,
+            max_running=max_running,
+            tokens_per_step=tokens_per_step,
+            max_length=max_length,
             graphs=graphs,
             debug=debug,
         )
         self._tongue = Tongue(self._model, tokenizer)
-        self._intake = Intake(self._tongue, seed, settings.max_length)
-        self._max_waiting = max_waiting
+        self._intake = Intake(self._tongue, checked_seed(seed), settings.max_length)
+        self._max_waiting = None if max_waiting is None else positive("max_waiting", max_waiting)
         self.stats = Stats()
         self.trace = Trace()
         self._tenancy = Tenancy(
@@ -102,7 +101,7 @@ class Engine:
             self.trace,
             lambda request: self._under_way.of(request).text_ends(request),
             keep=keep,
-            dtype=dtype,
+            dtype=checked_dtype(dtype),
         )
         self._under_way = UnderWay()
         self._news: list[Event] = []
@@ -254,7 +253,7 @@ class Engine:
 
     @tokens_per_step.setter
     def tokens_per_step(self, value: int) -> None:
-        self._turn("tokens_per_step", _positive("tokens_per_step", value))
+        self._turn("tokens_per_step", positive("tokens_per_step", value))
 
     def release(self) -> None:
         """Give back pages, graphs and copies of weights; the next call builds them anew."""
@@ -358,27 +357,3 @@ class Engine:
             self._tenancy.settings = replace(self._tenancy.settings, **{name: value})
         else:
             setattr(self._loop.scheduler, name, value)
-
-
-def _positive(name: str, value: int | None, default: int | None = None) -> int:
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
-    return value
-
-
-def _page_size(value: int | None, default: int) -> int:
-    size = _positive("page_size", value, default)
-    if size % 16:
-        raise ValueError(f"page_size is {size}; it must be a multiple of 16")
-    return size
-
-
-def _positions(model: Any) -> int:
-    """Longest sequence a model's positions allow."""
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 8192

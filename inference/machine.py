@@ -15,28 +15,16 @@ from .fused import Fused, provable_parts
 from .graphs import graph_bytes
 from .lock_step import gathers
 from .loop import Loop
-from .memory import Memory, allowance, note_taken
+from .memory import allowance, note_taken
 from .request import Request
 from .request_trace import Trace
 from .runner import DeviceRunner
 from .scheduler import Scheduler
+from .settings import Settings
 from .slots import Slots
 from .stacked import stacked_bytes
 from .stats import Stats
 from .weights import Shadow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the engine's constructor was told."""
-
-    memory: Memory
-    page_size: int
-    max_running: int
-    tokens_per_step: int
-    max_length: int
-    graphs: bool
-    debug: bool
 
 
 @dataclass(slots=True, eq=False)

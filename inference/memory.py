@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -19,16 +21,22 @@ def allowance(memory: Memory, device: torch.device) -> int:
     at its peak.
     """
     if isinstance(memory, str):
-        if memory != SPARE:
-            raise ValueError(
-                f'memory is {memory!r}; give bytes, a share of free memory, or "spare"'
-            )
         return _spare(device)
-    if isinstance(memory, bool) or memory <= 0:
-        raise ValueError(f"memory is {memory!r}; give bytes, or a share of free memory above 0")
     if isinstance(memory, float) and memory <= 1:
         return int(_free(device) * memory)
     return int(memory)
+
+
+def checked_memory(memory: Any) -> Memory:
+    """Take what `allowance` understands."""
+    if isinstance(memory, str) and memory == SPARE:
+        return memory
+    number = isinstance(memory, Real) and not isinstance(memory, bool)
+    if not number or not 0 < float(memory) < float("inf"):
+        raise ValueError(
+            f'memory is {memory!r}; give bytes, a share above 0 of what is free, or "spare"'
+        )
+    return int(memory) if isinstance(memory, Integral) else float(memory)
 
 
 def _spare(device: torch.device) -> int:

@@ -17,9 +17,10 @@ from torch import nn
 from .borrow import borrowed
 from .lock_step import gathers
 from .loop import Loop
-from .machine import Machine, Settings, assemble
+from .machine import Machine, assemble
 from .request import Request
 from .request_trace import Trace
+from .settings import Settings
 from .stats import Stats
 from .weights import WeightsVersion, autocast_inside
 

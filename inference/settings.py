@@ -1,0 +1,110 @@
+"""What an engine is told when it is made, checked, with what was left open filled in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import nn
+
+from .memory import Memory, checked_memory
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
+"""What position tables are called; adapters wrap what they adapt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the working parts are built for."""
+
+    memory: Memory
+    page_size: int
+    max_running: int
+    tokens_per_step: int
+    max_length: int
+    graphs: bool
+    debug: bool
+
+
+def settle(
+    model: Any,
+    *,
+    memory: Memory,
+    page_size: int | None,
+    max_running: int | None,
+    tokens_per_step: int | None,
+    max_length: int | None,
+    graphs: bool,
+    debug: bool,
+) -> Settings:
+    """Check what was asked for; None is what suits the model and its device."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return Settings(
+        memory=checked_memory(memory),
+        page_size=_page_size(page_size, 256 if on_gpu else 16),
+        max_running=positive("max_running", max_running, 512 if on_gpu else 64),
+        tokens_per_step=positive("tokens_per_step", tokens_per_step, 16384 if on_gpu else 2048),
+        max_length=_max_length(model, max_length),
+        graphs=graphs,
+        debug=debug,
+    )
+
+
+def positive(name: str, value: int | None, default: int | None = None) -> int:
+    """A count from 1, or the default for None."""
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
+    return int(value)
+
+
+def checked_seed(seed: int) -> int:
+    """A whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(f"seed is {seed!r}; it must be a whole number")
+    return int(seed)
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """A dtype that models compute in, or None."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; give one such as torch.bfloat16, or None")
+    return dtype
+
+
+def _page_size(value: int | None, default: int) -> int:
+    size = positive("page_size", value, default)
+    if size % 16:
+        raise ValueError(f"page_size is {size}; it must be a multiple of 16")
+    return size
+
+
+def _max_length(model: Any, value: int | None) -> int:
+    length = positive("max_length", value, _positions(model))
+    rows = min(_position_tables(model), default=length)
+    if length > rows + 1:  # the last token is never run
+        raise ValueError(f"max_length is {length}; the model knows {rows} positions: give no more")
+    return length
+
+
+def _positions(model: Any) -> int:
+    """Longest sequence a model's positions allow, as far as its settings tell."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 8192
+
+
+def _position_tables(model: nn.Module) -> list[int]:
+    """Positions in each table of learned ones; models that turn or slope have none."""
+    return [
+        module.num_embeddings - getattr(module, "offset", 0)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name)
+    ]

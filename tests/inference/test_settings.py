@@ -1,0 +1,61 @@
+"""What an engine cannot be made with is told when it is made, in one line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from nopad.inference import Engine
+
+BAD = [
+    ("memory", None),
+    ("memory", float("nan")),
+    ("memory", float("inf")),
+    ("memory", 0),
+    ("memory", True),
+    ("memory", "0.5"),
+    ("seed", "a"),
+    ("seed", 1.5),
+    ("dtype", "bfloat16"),
+    ("dtype", torch.int8),
+    ("dtype", torch.float8_e4m3fn),
+    ("max_waiting", 0),
+    ("max_waiting", "a"),
+    ("max_running", 2.5),
+    ("tokens_per_step", True),
+    ("page_size", 17),
+    ("max_length", -3),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_value_is_named_where_it_is_given(tiny, name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is .*; ") as caught:
+        Engine(tiny("llama"), **{name: value})
+    assert repr(value) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers(tiny):
+    settings = {"max_running": np.int64(2), "memory": np.float32(0.25), "seed": np.uint8(3)}
+    (done,) = Engine(tiny("llama"), **settings).generate([[3, 4]], {"max_tokens": 2})
+    assert done.error is None
+
+
+def test_no_position_is_read_past_a_learned_table(tiny):
+    model = tiny("gpt2")  # of 256 positions; the last token of a sequence is never run
+    (done,) = Engine(model, max_length=257).generate([[3, 4, 5]], {"max_tokens": 400})
+    assert done.error is None and len(done.tokens) <= 254
+    with pytest.raises(ValueError, match="max_length is 258; the model knows 256 positions"):
+        Engine(model, max_length=258)
+    Engine(tiny("llama"), max_length=1000)  # what is turned has no end
+
+
+def test_position_tables_are_found_by_any_name_and_without_their_offset():
+    from nopad.inference.settings import _position_tables
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "opt", vocab_size=20, hidden_size=8, ffn_dim=8, num_hidden_layers=1,
+        num_attention_heads=1, max_position_embeddings=12, word_embed_proj_dim=8,
+    )  # fmt: skip
+    assert _position_tables(AutoModelForCausalLM.from_config(config)) == [12]
