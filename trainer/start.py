@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..attention.documents import installed, keep_apart
 from ..collators import PackedCollator
-from ..packing import IGNORE, PackedDataset, Planner
+from ..packing import IGNORE, Pack, PackedDataset, Planner, Sample
 from .loader import PackedLoader
 from .ranks import rank, sum_over_ranks
 
@@ -50,7 +50,7 @@ def say_start(lines: list[str]) -> None:
 
 
 def leak(model: Any, collator: Any = None, apart: bool = False) -> float:
-    """Change the first of three packed samples; return how far the others' logits move.
+    """Change the first of some packed samples; return how far the others' logits move.
 
     The movement is relative to the largest logit; 0.0 is what packing promises. Nothing is
     compiled for it: the small shape would be remembered as one of the run's.
@@ -58,7 +58,9 @@ def leak(model: Any, collator: Any = None, apart: bool = False) -> float:
     collator = collator or PackedCollator()
     vocabulary = model.config.get_text_config().vocab_size
     draw = np.random.default_rng(0)
-    rows = [draw.integers(0, vocabulary, n) for n in (6, 9, 5)]
+    rows = [draw.integers(0, vocabulary, length) for length in _probed(collator)]
+    if len(rows) < 2:
+        return 0.0  # a sequence alone in its pack has no neighbour
     other = [(rows[0] + 1) % vocabulary, *rows[1:]]
     with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         before, after = (_logits(model, collator, ids, apart) for ids in (rows, other))
@@ -69,9 +71,17 @@ def leak(model: Any, collator: Any = None, apart: bool = False) -> float:
     return 0.0 if moved < rounding else float(moved)
 
 
+def _probed(collator: Any) -> list[int]:
+    """Lengths of samples to pack, of which the collator has room for so many and so long ones."""
+    room = getattr(collator, "fixed_sequences", None) or 3
+    longest = getattr(collator, "max_length", None) or 9
+    return [min(length, longest) for length in (6, 9, 5)][:room]
+
+
 def _logits(model: Any, collator: Any, rows: list[np.ndarray], apart: bool) -> torch.Tensor:
     device = next(model.parameters()).device
-    batch = collator([{"input_ids": ids} for ids in rows])
+    # A pack, as in training, and a full one: collators that fill rows up need not.
+    batch = collator(Pack.of([Sample(ids) for ids in rows], budget=sum(map(len, rows))))
     batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}
     batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
     if not apart:

@@ -19,14 +19,16 @@ from transformers import TrainingArguments
 Gradient = dict[str, torch.Tensor]
 
 
-def accelerate(model, data: PackedDataset, folder: Path, accumulation: int = 2) -> Gradient:
+def accelerate(
+    model, data: PackedDataset, folder: Path, accumulation: int = 2, *, collator=None
+) -> Gradient:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     attach_loss(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in AcceleratePacks(accelerator, data):
+    for batch in AcceleratePacks(accelerator, data, collator):
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
             if accelerator.sync_gradients:
@@ -36,7 +38,9 @@ def accelerate(model, data: PackedDataset, folder: Path, accumulation: int = 2) 
     raise AssertionError("the data ended before the first step")
 
 
-def hf(model, data: PackedDataset, folder: Path, accumulation: int = 2, **settings) -> Gradient:
+def hf(
+    model, data: PackedDataset, folder: Path, accumulation: int = 2, *, collator=None, **settings
+) -> Gradient:
     args = TrainingArguments(
         str(folder),
         max_steps=1,
@@ -48,7 +52,7 @@ def hf(model, data: PackedDataset, folder: Path, accumulation: int = 2, **settin
         **{"use_cpu": True, **settings},
     )
     watch = Watch()
-    PackedTrainer(model, args, None, data, callbacks=[watch]).train()
+    PackedTrainer(model, args, collator, data, callbacks=[watch]).train()
     return watch.gradient
 
 
@@ -68,9 +72,15 @@ class Module(pl.LightningModule):
 
 
 def lightning(
-    model, data: PackedDataset, folder: Path, accumulation: int = 2, *callbacks, **settings
+    model,
+    data: PackedDataset,
+    folder: Path,
+    accumulation: int = 2,
+    *callbacks,
+    collator=None,
+    **settings,
 ) -> Gradient:
-    packs, module = PackedDataModule(data), Module(model)
+    packs, module = PackedDataModule(data, collator=collator), Module(model)
     pl.Trainer(
         accelerator="cpu",
         devices=1,

@@ -1,0 +1,75 @@
+"""Recipes with --compile, from the command line to the saved model."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import small_inputs
+import torch
+from nopad.trainer import compiling
+from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def trained(recipe: str, arguments: list[str], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that the recipe leaves."""
+    common = ["--tokenizer", folder / "tokenizer", "--budget", "64", "--steps", "3"]
+    output = folder / "-".join([recipe, *arguments[:1]])
+    rest = ["--learning-rate", "1e-2", "--warmup", "0", "--output", output]
+    importlib.import_module(recipe).main([*map(str, [*arguments, *common, *rest])])
+    return load_file(next(output.glob("*model.safetensors")))
+
+
+def check_compiled(recipe: str, more: list[str], folder: Path, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    given = [*inputs(recipe, folder), *more]
+    compiled, plain = (trained(recipe, [*how, *given], folder) for how in (["--compile"], []))
+    assert compiled.keys() == plain.keys()
+    for name, weight in plain.items():
+        assert torch.allclose(compiled[name], weight, atol=1e-4), name
+
+
+def inputs(recipe: str, folder: Path) -> list[str]:
+    small_inputs.tokenizer(folder)
+    config = small_inputs.model(folder)
+    if recipe == "train_hf":
+        return ["--data", str(small_inputs.documents(folder)), "--model", str(config)]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    base.save_pretrained(folder / "base")
+    return ["--data", str(small_inputs.chats(folder)), "--model", str(folder / "base")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("train_hf", []),
+        ("sft", ["--lora", "4"]),
+        pytest.param("train_hf", ["--checkpointing"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_run_leaves_the_weights_of_one_that_is_not(recipe, more, tmp_path, monkeypatch):
+    """Its graphs are run as they are: to make kernels of them takes many times as long."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(compiling, "frugal", counter)
+    check_compiled(recipe, more, tmp_path, monkeypatch)
+    assert counter.frame_count >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["train_hf", "sft"])
+def test_a_run_compiled_to_kernels_leaves_the_weights_of_one_that_is_not(
+    recipe, tmp_path, monkeypatch
+):
+    check_compiled(recipe, [], tmp_path, monkeypatch)
