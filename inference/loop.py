@@ -130,15 +130,16 @@ class Loop:
 
     def _receive(self, step: Step, read: Callable[[], Results]) -> list[Request]:
         """Take in what a step gave; requests that ended meanwhile get nothing more."""
-        results = read()
-        self.stats.note_tokens(step.yield_slots, self.clock())
+        results, now = read(), self.clock()
         if results.logprob is not None:
             self._score(step, results)
-        news = []
+        news: list[Request] = []
+        dropped: list[int] = []
         for row, (request, token) in enumerate(
             zip(step.yielding, results.tokens.tolist(), strict=True)
         ):
             if request.finish_reason is not None:
+                dropped.append(row)
                 continue
             if request.watched or token < 0:
                 self._accept(request, token, row, results)
@@ -152,6 +153,8 @@ class Loop:
             elif len(output) >= request.limit - len(request.prompt):
                 self._finish(request, "length")
                 news.append(request)
+        slots = np.delete(step.yield_slots, dropped) if dropped else step.yield_slots
+        self.stats.note_tokens(slots, now)
         for request, span in step.scored:
             whole = request.limit == len(request.prompt) == span.stop + 1
             if whole and request.finish_reason is None:

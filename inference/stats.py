@@ -26,6 +26,12 @@ class Stats:
     def __init__(self) -> None:
         self._counted: WeakKeyDictionary[Scheduler, tuple[int, int, int]] = WeakKeyDictionary()
         """What a scheduler had counted at its last step: its counters outlive a reset."""
+        self._queued_at: dict[int, float] = {}
+        """By request, while it is under way: when it was queued; a reset changes nothing there."""
+        self._since = np.empty(0)
+        """By slot: when its request was queued."""
+        self._last = np.empty(0)
+        """By slot: when its request's newest token came."""
         self.reset()
 
     def reset(self) -> None:
@@ -48,15 +54,8 @@ class Stats:
         """Time it took to set up: to lay out the cache, compile kernels and prove that they fit."""
         self.capturing = 0.0
         """Time it took to capture graphs, inside the steps that needed them first."""
-        self._log = Window(5)
-        self._queued_at: dict[int, float] = {}
-        self._since = np.empty(0)
-        """By slot: when its request was queued."""
-        self._last = np.empty(0)
-        """By slot: when its request's newest token came."""
+        self._log = Window(7)
         self._queue, self._first, self._between = Window(), Window(), Window()
-        self._slots = 1
-        self._pages = 1
 
     def note_queued(self, request: Request, now: float) -> None:
         self._queued_at[request.id] = now
@@ -74,7 +73,10 @@ class Stats:
 
     @property
     def steps_log(self) -> np.ndarray:
-        """Of the newest steps: time, requests in it, waiting, tokens, pages in use; [steps, 5]."""
+        """One row for each of the newest steps, oldest first.
+
+        Time, requests in it, waiting, tokens, pages in use, requests and pages there might be.
+        """
         return self._log.rows()
 
     def note_time(self, seconds: float) -> None:
@@ -86,9 +88,10 @@ class Stats:
         self.tokens_run += len(step.ids)
         pages = scheduler.pages
         used = pages.num_pages - pages.available
-        row = (now, len(step.requests), scheduler.waiting, len(step.ids), used)
+        running = len(step.requests)
+        most = max(scheduler.max_running, running)  # the dial may have been turned below it
+        row = (now, running, scheduler.waiting, len(step.ids), used, most, pages.num_pages)
         self._log.add(np.array([row]))
-        self._slots, self._pages = scheduler.max_running, pages.num_pages
         counted = (scheduler.preemptions, scheduler.prefix_hits, scheduler.prompt_tokens)
         before = self._counted.get(scheduler, (0, 0, 0))
         self.preemptions += counted[0] - before[0]
@@ -121,12 +124,14 @@ class Stats:
     @property
     def occupancy(self) -> float:
         """Mean share of the slots that ran a request, over steps."""
-        return float(self.steps_log[:, 1].mean() / self._slots) if self.steps else 0.0
+        log = self.steps_log
+        return float((log[:, 1] / log[:, 5]).mean()) if self.steps else 0.0
 
     @property
     def page_use(self) -> float:
         """Largest share of the pages in use."""
-        return float(self.steps_log[:, 4].max(initial=0)) / self._pages
+        log = self.steps_log
+        return float((log[:, 4] / log[:, 6]).max(initial=0))
 
     @property
     def padding(self) -> float:
@@ -174,7 +179,7 @@ class Stats:
     def plot(self, path: str | Path) -> None:
         """Draw running and waiting requests and pages in use over time, as an SVG file."""
         width, height = 800, 240
-        log = self.steps_log if self.steps else np.zeros((1, 5))
+        log = self.steps_log if self.steps else np.zeros((1, 7))
         times = log[:, 0]
         x = (times - times[0]) / max(float(np.ptp(times)), 1e-9) * width
         lines = []
