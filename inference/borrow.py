@@ -35,6 +35,8 @@ def borrowed(
     device = next(model.parameters()).device
     modules = list(model.modules()) if modules is None else modules
     with ExitStack() as stack:
+        # What is made here, pages of the cache for instance, outlives the caller's mode.
+        stack.enter_context(torch.inference_mode(False))
         if device.type == "cuda":  # kernels are launched on the current device, wherever data lies
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(random_states(device))
