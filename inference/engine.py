@@ -100,6 +100,7 @@ class Engine:
             self.stats,
             self.trace,
             lambda request: self._under_way.of(request).text_ends(request),
+            lambda: bool(self._under_way),
             keep=keep,
             dtype=checked_dtype(dtype),
         )
@@ -164,6 +165,7 @@ class Engine:
         finally:
             for group in groups:
                 self._cancel(group)
+            self._tenancy.rest()
 
     def submit(
         self,
@@ -204,6 +206,7 @@ class Engine:
         if group is None:
             return
         self._cancel(group)
+        self._tenancy.rest()
         self._news.append(Event(group.id, [], "", group.result()))
 
     def score(
@@ -271,15 +274,16 @@ class Engine:
 
     @contextmanager
     def _session(self, light: bool = False, look: bool = False) -> Iterator[None]:
-        """Have the model; after a fault, nothing of the running calls survives."""
+        """Have the model; after a fault that took the machine, no running call survives."""
         try:
             with self._tenancy.session(light, look) as drained:
                 self._news += self._under_way.events(drained)
                 self._stepped = self._stepped and light and not look
                 yield
         except BaseException:
-            self._under_way.refuse_all("the engine stopped on an error")
-            self._news.clear()
+            if self._machine is None:
+                self._under_way.refuse_all("the engine stopped on an error")
+                self._news.clear()
             raise
 
     def _begin(self) -> None:

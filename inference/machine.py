@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
@@ -16,6 +18,7 @@ from .graphs import graph_bytes
 from .lock_step import gathers
 from .loop import Loop
 from .memory import allowance, note_taken
+from .narrow import Shadow, multiplies
 from .request import Request
 from .request_trace import Trace
 from .runner import DeviceRunner
@@ -24,7 +27,22 @@ from .settings import Settings
 from .slots import Slots
 from .stacked import stacked_bytes
 from .stats import Stats
-from .weights import Shadow
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a machine is built for; it serves no other."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of keys and values."""
+    narrow: torch.dtype | None
+    """The dtype computed in where the weights are wider."""
+    modules: Sequence[nn.Module]
+    """On these the fused kernels were proven; adapters, for instance, come and go."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.device}, {len(self.modules)} modules"
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +54,23 @@ class Machine:
     shadow: Shadow | None
     fused: Fused
     """Fused kernels that fit the model."""
-    narrow: torch.dtype | None
-    """The dtype computed in where the weights are wider."""
+    kind: Kind
+
+
+def kind_of(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> Kind:
+    """Of what kind a model is now; `narrow` is the dtype of autocast, if the weights are wider.
+
+    Keys arrive in the dtype of the first matrix a layer multiplies with.
+    """
+    matrices = (weight for module in modules if (weight := _matrix(module)) is not None)
+    first = next(matrices, None)
+    weight = next(modules[0].parameters()) if first is None else first
+    return Kind(weight.device, narrow or weight.dtype, narrow, modules)
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    weight = module._parameters.get("weight") if multiplies(module) else None
+    return weight if weight is not None and weight.is_floating_point() else None
 
 
 def assemble(
@@ -46,14 +79,13 @@ def assemble(
     stats: Stats,
     trace: Trace,
     ends: Any,
-    narrow: torch.dtype | None,
+    kind: Kind,
 ) -> Machine:
-    """Build everything; `narrow` is the dtype of autocast, if the weights are wider."""
+    """Build everything for a model that is of this kind now."""
     refuse(model)
-    device = _only_device(model)
+    device, dtype = _only_device(model), kind.dtype
     shapes = probe_layers(model)
-    shadow = Shadow(model, narrow) if narrow is not None else None
-    dtype = narrow or _compute_dtype(model)
+    shadow = None if kind.narrow is None else Shadow(kind.modules, kind.narrow)
     page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
     most = settings.max_running * -(-settings.max_length // settings.page_size)
     budget = allowance(settings.memory, device) - (shadow.bytes if shadow else 0)
@@ -91,7 +123,7 @@ def assemble(
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
     most = settings.max_running if graphs else 0
     fused = provable_parts(model, cache, most) if device.type == "cuda" else []
-    return Machine(loop, runner, shadow, Fused(fused), narrow)
+    return Machine(loop, runner, shadow, Fused(fused), kind)
 
 
 def _only_device(model: Any) -> torch.device:
@@ -108,11 +140,3 @@ def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget:
     """What graphs of every batch size keep, but no more than a quarter of the memory."""
     vocabulary = model.config.get_text_config().vocab_size
     return max(1, min(graph_bytes(settings.max_running, vocabulary, dtype.itemsize), budget // 4))
-
-
-def _compute_dtype(model: Any) -> torch.dtype:
-    """The dtype keys arrive in: that of the first matrix a layer multiplies with."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            return module.weight.dtype
-    return next(model.parameters()).dtype

@@ -20,6 +20,7 @@ from ..attention import PagedCache, Pages, Varlen, carry, expect_layers
 from ..attention.allocator import Copy
 from ..attention.backends.ask import NotInAGraph
 from ..attention.backends.choice import reader_of_pages
+from .adapters import Switches
 from .batch import Step
 from .graphs import DecodeGraphs
 from .loop import OutOfMemory, Results
@@ -64,6 +65,9 @@ class DeviceRunner:
         self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
         self.may_capture = True
         """Whether forwards are now such that a graph may hold them, and may be replayed."""
+        self.adapters: Switches = []
+        """Which adapters are on now; graphs hold those that were on when they were captured."""
+        self._captured_with: Switches = []
         self._refused: set[str | None] = set()
         """Attention backends, as asked for by name, whose calls cannot be captured."""
 
@@ -103,6 +107,9 @@ class DeviceRunner:
         """Run a step as a graph, if graphs are made and one serves it."""
         if self._graphs is None or not self.may_capture:
             return None
+        if self._captured_with != self.adapters:
+            self.forget_graphs()
+            self._captured_with = self.adapters
         if (by := reader_of_pages()) in self._refused or not self._graphs.serves(step):
             return None
         began, captured = perf_counter(), len(self._graphs)
@@ -117,7 +124,7 @@ class DeviceRunner:
             return None
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs: the weights have moved."""
+        """Drop captured graphs: weights have moved, or other adapters are on."""
         if self._graphs is not None:
             self._graphs = DecodeGraphs(self.cache, self._newest, self._room)
 

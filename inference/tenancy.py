@@ -17,12 +17,13 @@ from torch import nn
 from .borrow import borrowed
 from .lock_step import gathers
 from .loop import Loop
-from .machine import Machine, assemble
+from .machine import Kind, Machine, assemble, kind_of
+from .narrow import autocast_inside
 from .request import Request
 from .request_trace import Trace
 from .settings import Settings
 from .stats import Stats
-from .weights import WeightsVersion, autocast_inside
+from .weights import WeightsVersion
 
 
 class Tenancy:
@@ -35,6 +36,7 @@ class Tenancy:
         stats: Stats,
         trace: Trace,
         ends: Callable[[Request], bool],
+        wanted: Callable[[], bool],
         *,
         keep: bool,
         dtype: torch.dtype | None,
@@ -45,6 +47,7 @@ class Tenancy:
         self._stats = stats
         self._trace = trace
         self._ends = ends
+        self._wanted = wanted
         self._keep = keep
         self._dtype = dtype
         self._weights = WeightsVersion(model)
@@ -71,30 +74,32 @@ class Tenancy:
             light: trust the version counters to tell of changed weights: for single steps.
             look: then look at a sample of the weights as well: for what is new among them.
         """
-        narrow = self._narrow()
         if not light:
             self._modules = list(self._model.modules())
+        kind = kind_of(self._modules, self._narrow())
+        self._make_way(kind)  # where that is refused, all is as it was
         try:
             with ExitStack() as stack:
-                stack.enter_context(borrowed(self._model, narrow, self._modules))
-                if self.machine is not None and self.machine.narrow != narrow:
-                    self._change_dtype()
+                stack.enter_context(borrowed(self._model, kind.narrow, self._modules))
                 stale = not light or self.machine is None or not self._weights.unchanged(look)
                 if self.machine is None:
-                    self.machine = self._assemble(narrow)
-                if stale:  # ranks that step together vote before a forward, which no graph holds
-                    self.machine.runner.may_capture = not gathers(self._model)
+                    self.machine = self._assemble(kind)
                 news = self._notice_weights() if stale else []
                 if self.machine.shadow is not None:
-                    stack.enter_context(self.machine.shadow.active(stale))
+                    stack.enter_context(self.machine.shadow.active())
                 stack.enter_context(self.machine.fused.active(self._modules, stale))
                 yield news
         except BaseException:
             self.machine = None
             raise
         finally:
-            if not self._keep and self.machine is not None and not self.loop.busy:
-                self.release()
+            self.rest()
+
+    def rest(self) -> None:
+        """Unless it is to be kept, give all back once no request wants it."""
+        if not self._keep and self.machine is not None and not self._wanted():
+            self.loop.drain()
+            self.release()
 
     def release(self) -> None:
         """Give back pages, graphs and copies of weights."""
@@ -102,17 +107,23 @@ class Tenancy:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _assemble(self, narrow: torch.dtype | None) -> Machine:
+    def _assemble(self, kind: Kind) -> Machine:
         began = perf_counter()
-        machine = assemble(self._model, self.settings, self._stats, self._trace, self._ends, narrow)
+        machine = assemble(self._model, self.settings, self._stats, self._trace, self._ends, kind)
         self._stats.preparing += perf_counter() - began
         self._weights.refresh()
         machine.loop.scheduler.scope = str(self._weights.number)
         return machine
 
-    def _change_dtype(self) -> None:
+    def _make_way(self, kind: Kind) -> None:
+        """Give back what was built for a model of another kind."""
+        if self.machine is None or self.machine.kind == kind:
+            return
         if self.loop.busy:
-            raise ValueError("autocast changed while requests run; finish or cancel them first")
+            raise ValueError(
+                f"requests run in {self.machine.kind}, the model is now in {kind}: finish them "
+                "with the autocast, dtype, device and modules they began with, or cancel them first"
+            )
         self.release()
 
     def _narrow(self) -> torch.dtype | None:
@@ -131,9 +142,17 @@ class Tenancy:
     def _notice_weights(self) -> list[Request]:
         """Forget what other weights computed: cached prefixes, and the keys of running requests."""
         assert self.machine is not None
-        if self._weights.moved():
-            self.machine.runner.forget_graphs()
-        if not self._weights.refresh():
+        runner, shadow = self.machine.runner, self.machine.shadow
+        # Ranks that step together vote before a forward, which no graph holds.
+        runner.may_capture = not gathers(self._model)
+        moved = self._weights.moved()
+        if shadow is not None:
+            moved = shadow.refresh(self._modules) or moved
+        if moved:
+            runner.forget_graphs()
+        changed = self._weights.refresh()
+        runner.adapters = self._weights.adapters
+        if not changed:
             return []
         news = self.loop.drain()
         scheduler = self.loop.scheduler

@@ -13,6 +13,9 @@ class UnderWay:
     def __init__(self):
         self._groups: dict[int, Group] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
     def add(self, groups: list[Group]) -> None:
         for group in groups:
             if not group.done:
