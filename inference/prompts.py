@@ -18,8 +18,13 @@ class Tongue:
 
     def __init__(self, model: Any, tokenizer: Any | None):
         self.tokenizer = tokenizer
-        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._model = model
         self.ends = _end_tokens(model, tokenizer)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows now: embeddings may be resized."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
 
     def encode(self, prompt: Any, special: bool = True) -> np.ndarray:
         """Turn a prompt into token ids the model can take; raise ValueError if it is none."""
