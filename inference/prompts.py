@@ -18,13 +18,13 @@ class Tongue:
 
     def __init__(self, model: Any, tokenizer: Any | None):
         self.tokenizer = tokenizer
-        self._model = model
+        self._among, self._name = _embeddings(model)
         self.ends = _end_tokens(model, tokenizer)
 
     @property
     def vocabulary(self) -> int:
         """Tokens the model knows now: embeddings may be resized."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return int(self._among[self._name].weight.shape[0])
 
     def encode(self, prompt: Any, special: bool = True) -> np.ndarray:
         """Turn a prompt into token ids the model can take; raise ValueError if it is none."""
@@ -116,6 +116,13 @@ def _is_messages(prompt: Any) -> bool:
         and len(prompt) > 0
         and isinstance(prompt[0], Mapping)
     )
+
+
+def _embeddings(model: Any) -> tuple[dict[str, Any], str]:
+    """Where a model keeps its input embeddings: asking it each time takes long."""
+    own = model.get_input_embeddings()
+    places = ((m._modules, name) for m in model.modules() for name in m._modules)
+    return next((among, name) for among, name in places if among[name] is own)
 
 
 def _end_tokens(model: Any, tokenizer: Any | None) -> frozenset[int]:
