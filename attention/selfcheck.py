@@ -9,7 +9,7 @@ Used by `nopad doctor`, by the zoo test and by anyone before a long run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,7 +41,16 @@ class Packed:
     """Relative to the largest gradient."""
 
     def right(self, tolerance: float = 1e-3) -> bool:
-        return max(self.leak, self.logits, self.loss, self.gradients) <= tolerance
+        return worst([self.leak, self.logits, self.loss, self.gradients]) <= tolerance
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest of them, or NaN where one is NaN: Python's `max` may lose it.
+
+    >>> worst([0.5, float("nan"), 2.0])
+    nan
+    """
+    return torch.tensor([0.0, *differences], dtype=torch.float64).max().item()
 
 
 def draw_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
@@ -93,7 +102,7 @@ def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False)
         leak=_largest(changed[:, first:] - logits[:, first:]),
         logits=_largest(logits - want),
         loss=abs(loss - want_loss),
-        gradients=max(_largest(a - b) for a, b in pairs) / scale,
+        gradients=worst(_largest(a - b) for a, b in pairs) / scale,
     )
 
 
@@ -120,12 +129,12 @@ def check_paged(model: Any, page_size: int = 16) -> float:
     documents = draw_documents(model, lengths=(9, 1, 35, 6, 18))
     with torch.no_grad():
         want = _forward(model, documents, repair=False)[0].split([d.shape[1] for d in documents])
-        worst = 0.0
+        found = []
         for spans, logits in _paged_steps(model, documents, page_size):
             for index, (start, end) in enumerate(spans):
                 got, logits = logits[: end - start], logits[end - start :]
-                worst = max(worst, _largest(got - want[index][start:end]))
-    return worst
+                found.append(_largest(got - want[index][start:end]))
+    return worst(found)
 
 
 def _packed(model: Any, documents: list[Tensor], repair: bool):

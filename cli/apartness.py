@@ -44,7 +44,7 @@ def examine(oracle: Any, name: str) -> Finding:
         return Finding(name, "not run", note=_first_line(error))
     limit = tolerance(model)
     verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
-    if paged is not None and paged > limit:
+    if paged is not None and not paged <= limit:  # NaN is neither more nor less
         verdict = "WRONG"
     return Finding(name, verdict, packed, paged, _advice(model, oracle, verdict, limit))
 
@@ -54,7 +54,7 @@ def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
     stock = model.config._attn_implementation in ("sdpa", "eager")
     if verdict != "apart":
         return _repair(model, oracle, limit) if stock else ""
-    leaks = check_default_cache(model) > limit
+    leaks = not check_default_cache(model) <= limit
     return "but leaks where the batch does not say use_cache=False" if leaks else ""
 
 
