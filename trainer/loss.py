@@ -62,6 +62,17 @@ class ModelLoss:
             self._gate.remove()
         self.fused = False
 
+    @contextmanager
+    def keeping_logits(self) -> Iterator[None]:
+        """Compute logits for as long as this lasts."""
+        fused = self.fused
+        self.keep_logits()
+        try:
+            yield
+        finally:
+            if fused:
+                self._take_head()
+
     def detach(self) -> None:
         """Give the model back as it was."""
         self.keep_logits()

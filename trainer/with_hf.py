@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,8 +88,18 @@ class Packed(_Base):
             return data
         if not hasattr(args, "dataset_kwargs"):
             raise ValueError(f"args is {type(args).__name__}, TRL's trainer: give an SFTConfig")
+        if getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"):
+            raise ValueError(
+                f"loss_type={args.loss_type!r}: the loss of packs is the exact mean of 'nll'; "
+                "leave it out, or use the trainer without Packed"
+            )
         args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
         return trl.Dataset.from_dict({"input_ids": [[0, 1]]})
+
+    def _reject_skip_prepare_without_labels(self, datasets: dict[str, Any], *args: Any) -> None:
+        # TRL looks at the columns of what it evaluates, and packs have none.
+        rows = {n: data for n, data in datasets.items() if not isinstance(data, PackedDataset)}
+        super()._reject_skip_prepare_without_labels(rows, *args)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_train_dataloader(self) -> Any:
         self._loader = PackedLoader(
@@ -120,6 +131,11 @@ class Packed(_Base):
             self._evaluated[data] = EvaluationLoader(data, self.packed_collator)
         return self._evaluated[data]
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        if isinstance(test_dataset, PackedDataset):
+            return self.get_eval_dataloader(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_whole_checkpoint(Path(str(self.args.output_dir))))
@@ -141,6 +157,11 @@ class Packed(_Base):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with away():
             return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        only_losses = self.args.prediction_loss_only
+        with away(), nullcontext() if only_losses else self.model_loss.keeping_logits():
+            return super().predict(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
         # Straight to the stock one: trainers in between take their loss from logits.
@@ -223,6 +244,7 @@ def _settle(args: TrainingArguments, data: PackedDataset) -> float:
     args.remove_unused_columns = False
     args.per_device_train_batch_size = 1  # a batch is one pack, and is counted as that
     args.ignore_data_skip = True  # the data state does it, without replaying
+    args.average_tokens_across_devices = True  # a mean of the ranks' means is not exact
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
         args.max_steps = _steps(args, data)

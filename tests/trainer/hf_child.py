@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tiny_run
 import torch
+from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.ranks import leave_group
 from nopad.trainer.with_hf import PackedTrainer
@@ -31,7 +32,9 @@ class Watch(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def trainer(folder: Path, data: PackedDataset, accumulation: int, more=None, **settings):
+def trainer(
+    folder: Path, data: PackedDataset, accumulation: int, more=None, collator=None, **settings
+):
     """A trainer and its watch; `more` is the trainer's, the settings are its arguments'."""
     args = TrainingArguments(
         str(folder),
@@ -45,7 +48,7 @@ def trainer(folder: Path, data: PackedDataset, accumulation: int, more=None, **s
         **{"save_strategy": "no", "learning_rate": 1e-2, **settings},
     )
     watch = Watch()
-    run = PackedTrainer(tiny_run.model(), args, None, data, callbacks=[watch], **(more or {}))
+    run = PackedTrainer(tiny_run.model(), args, collator, data, callbacks=[watch], **(more or {}))
     return run, watch
 
 
@@ -62,6 +65,20 @@ def gradients(folder: Path, world: int) -> dict:
             run, watch = trainer(folder, tiny_run.dataset(), accumulation, max_steps=1, **settings)
             run.train()
             found[f"{accumulation} {name}"] = tiny_run.distance(watch.gradient, gold)
+    return found | means_over_ranks(folder, world)
+
+
+def means_over_ranks(folder: Path, world: int) -> dict:
+    """The same, where the arguments ask for a mean of each rank's."""
+    found = {}
+    for mean in ("token", "sample"):
+        packs = tiny_run.packs(tiny_run.dataset(rank=0, world=1), 2 * world)
+        gold = tiny_run.gold_gradient(tiny_run.model(), packs, mean)
+        apart = {"max_steps": 1, "average_tokens_across_devices": False}
+        collator = PackedCollator(mean=mean)
+        run, watch = trainer(folder, tiny_run.dataset(), 2, collator=collator, **apart)
+        run.train()
+        found[f"{mean} mean"] = tiny_run.distance(watch.gradient, gold)
     return found
 
 

@@ -27,7 +27,7 @@ def two(tmp_path_factory):
 
 def test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one(one, two):
     for child in (*one, *two):
-        assert len(child["gradients"]) == 7
+        assert len(child["gradients"]) == 9
         for name, distance in child["gradients"].items():
             assert distance < 2e-6, name
 
@@ -50,6 +50,26 @@ def test_the_evaluation_loss_is_the_token_mean(one, two):
     for child in (*one, *two):
         got, wanted = child["evaluated"]
         assert abs(got - wanted) < 1e-5 * wanted
+
+
+def test_predictions_are_the_logits_of_the_set_and_leave_the_loss_as_it_was(tmp_path):
+    from hf_child import trainer
+
+    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1)
+    data = tiny_run.dataset(23)
+    wanted = run.evaluate(data)["eval_loss"]
+    told = run.predict(data)
+    assert told.metrics["test_loss"] == pytest.approx(wanted, rel=1e-6)
+    data.rewind()
+    for pack, logits, labels in zip(data, told.predictions, told.label_ids, strict=True):
+        batch = tiny_run.collate(pack)
+        del batch["labels"]
+        gold = run.model(**batch).logits[0].detach().numpy()
+        assert np.allclose(logits[: len(gold)], gold, atol=1e-5)
+        assert labels[: len(gold)].tolist() == pack.labels.tolist()
+    assert run.model_loss.fused
+    run.args.prediction_loss_only = True
+    assert run.predict(data).predictions is None
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -206,9 +226,9 @@ def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
             PackedSFTTrainer(tiny_run.model(), args, None, tiny_run.dataset())
 
 
-def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
+def trl_trainer(folder: Path, model, data: PackedDataset, more=None, **settings):
+    """TRL's SFTTrainer on packs; `more` is the trainer's, the settings are its arguments'."""
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
-    from hf_child import Watch
     from nopad.trainer.with_hf import Packed
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -218,14 +238,41 @@ def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
 
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    model = tiny_run.model()
-    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
-    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "bf16": False}
+    usual = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "bf16": False}
     quiet = {"report_to": [], "save_strategy": "no", "max_grad_norm": 0, "disable_tqdm": True}
-    args = sft.SFTConfig(str(tmp_path), **settings, **quiet)
-    watch, data = Watch(), tiny_run.dataset()
-    PackedSFTTrainer(model, args, None, data, processing_class=tokenizer, callbacks=[watch]).train()
+    args = sft.SFTConfig(str(folder), **{**usual, **quiet, **settings})
+    more = {"processing_class": tokenizer, **(more or {})}
+    return PackedSFTTrainer(model, args, None, data, **more)
+
+
+def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
+    from hf_child import Watch
+
+    model, watch = tiny_run.model(), Watch()
+    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
+    trl_trainer(tmp_path, model, tiny_run.dataset(), {"callbacks": [watch]}).train()
     assert tiny_run.distance(watch.gradient, gold) < 2e-6
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_trl_s_sft_trainer_evaluates_packs(named, tmp_path):
+    from hf_child import trainer
+
+    stock, _ = trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1)
+    wanted, data = stock.evaluate(tiny_run.dataset(23))["eval_loss"], tiny_run.dataset(23)
+    more = {"eval_dataset": {"held": data} if named else data}
+    often = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
+    run = trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(), more, **often)
+    run.train()
+    name = "eval_held_loss" if named else "eval_loss"
+    told = next(line[name] for line in run.state.log_history if name in line)
+    assert told == pytest.approx(wanted, rel=1e-6)
+    assert run.evaluate(tiny_run.dataset(23))["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_loss_of_trl_s_own_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"loss_type='dft'.*'nll'"):
+        trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(), loss_type="dft")
 
 
 def test_adapters_get_the_gradient_of_the_samples_one_by_one(tmp_path):
