@@ -175,13 +175,10 @@ class EngineLM(TemplateLM):
         bos = getattr(self.tokenizer, "bos_token", None)
         extra = {"add_special_tokens": False} if has_bos_prefix(context, bos) else {}
         ids = self.tokenizer(context, **extra)["input_ids"][-room:]
-        # Decoded text does not show special tokens: those stop by their ids.
-        special = [text for text in until if text in self.tokenizer.all_special_tokens]
         penalty = getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
         params = SamplingParams(
             max_tokens=new,
-            stop=[text for text in until if text and text not in special],
-            stop_token_ids=self.tokenizer.convert_tokens_to_ids(special),
+            stop=[text for text in until if text],
             **{"temperature": 0.0, "repetition_penalty": penalty, **wishes},
         )
         return ids, params, until

@@ -33,11 +33,15 @@ class Intake:
     ) -> list[Group]:
         """One group a prompt; `room` is what the cache holds, in tokens."""
         twins: Counter[int] = Counter()
+        checked: dict[int, SamplingParams] = {}  # by identity: most often all get the same
         groups = []
-        for one in asked:
+        for prompt, params, priority in asked:
             group = Group(self._number(), self._tongue, streaming)
             try:
-                group.requests = self._requests(*one, until, room, twins, streaming)
+                if id(params) not in checked:
+                    checked[id(params)] = self._tongue.check_params(params)
+                how = checked[id(params)], priority, until
+                group.requests = self._requests(prompt, *how, room, twins, streaming)
             except ValueError as error:
                 group.refuse(str(error))
             groups.append(group)
@@ -65,7 +69,7 @@ class Intake:
     def _requests(
         self,
         prompt: Prompt,
-        params: Params,
+        settings: SamplingParams,
         priority: int,
         until: float,
         room: int,
@@ -73,11 +77,16 @@ class Intake:
         streaming: bool,
     ) -> list[Request]:
         """The `n` requests of one prompt."""
-        settings = self._tongue.check_params(params)
         if not isinstance(priority, Integral):
             raise ValueError(f"priority is {priority!r}; give {_GIVE['priority']}")
         ids = self._tongue.encode(prompt)
         limit = self._fit(len(ids), settings.max_tokens, room)
+        ends = self._tongue.stop_ids(settings)
+        if settings.min_tokens and len(ends) >= self._tongue.vocabulary:
+            raise ValueError(
+                f"min_tokens is {settings.min_tokens}, but every token ends the text: "
+                "name fewer stop_token_ids"
+            )
         who = identity(ids)
         # Without a seed of its own, the same prompt given twice is to be answered twice.
         salt = 0 if settings.seed is not None else twins[who] << 16
@@ -92,7 +101,7 @@ class Intake:
                 seed=stream_seed(seed, who, salt + sibling),
                 priority=priority,
                 deadline=until,
-                stop_ids=self._tongue.stop_ids(settings),
+                stop_ids=ends,
                 score_from=None if settings.prompt_logprobs is None else 1,
                 watched=streaming or bool(settings.stop) or settings.logprobs is not None,
             )

@@ -5,9 +5,9 @@ Nothing here is clamped or guessed: a value that cannot be meant raises, naming 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,15 @@ class SamplingParams:
     """Added to the logits of these tokens."""
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            if type(value := getattr(self, name)) not in _PLAIN:
+                object.__setattr__(self, name, _plain(value))
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name, (holds, law) in _LAWS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+            if not _is_number(value) or not holds(value):
                 raise ValueError(f"{name} is {value!r}; it must {law}")
         for name in _WHOLE:
             value = getattr(self, name)
@@ -72,11 +76,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more, or None for none")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        _ids("logit_bias", tuple(self.logit_bias))
-        if not all(isfinite(bias) for bias in self.logit_bias.values()):
-            raise ValueError("logit_bias holds a value that is not finite")
 
     @property
     def greedy(self) -> bool:
@@ -96,29 +99,54 @@ class SamplingParams:
 
 
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "seed", "n", "logprobs", "prompt_logprobs")
+_MOST = 1e20
+"""What is larger, 32 bits may not hold once it was multiplied, added up and cooled."""
 _LAWS = {
-    "temperature": (lambda x: isfinite(x) and x >= 0, "be 0 or more"),
+    "temperature": (lambda x: 0 <= x <= _MOST, f"lie in [0, {_MOST:g}]"),
     "top_p": (lambda x: 0 < x <= 1, "lie in (0, 1]"),
     "top_k": (lambda x: x >= -1, "be a count, or 0 for all"),
     "min_p": (lambda x: 0 <= x <= 1, "lie in [0, 1]"),
     "max_tokens": (lambda x: x >= 1, "be 1 or more"),
     "min_tokens": (lambda x: x >= 0, "be 0 or more"),
     "n": (lambda x: 1 <= x <= 1024, "lie in 1..1024"),
-    "presence_penalty": (isfinite, "be finite"),
-    "frequency_penalty": (isfinite, "be finite"),
-    "repetition_penalty": (lambda x: isfinite(x) and x > 0, "be above 0"),
+    "presence_penalty": (lambda x: abs(x) <= _MOST, f"lie in [-{_MOST:g}, {_MOST:g}]"),
+    "frequency_penalty": (lambda x: abs(x) <= _MOST, f"lie in [-{_MOST:g}, {_MOST:g}]"),
+    "repetition_penalty": (lambda x: 1 / _MOST <= x <= _MOST, f"be above 0, at most {_MOST:g}"),
 }
+_NUMBERS = (*dict.fromkeys((*_LAWS, *_WHOLE)), "ignore_eos")
+_PLAIN = (int, float, bool, type(None))
 
 
-def _strings(stop: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+def _plain(value: Any) -> Any:
+    """A number as Python has it, if it is one of NumPy's or torch's; else what was given."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(s, str) and s for s in strings):
         raise ValueError(f"stop is {stop!r}; every stop string must hold at least one character")
     return strings
 
 
-def _ids(name: str, ids: tuple[int, ...] | list[int]) -> tuple[int, ...]:
+def _ids(name: str, given: Iterable[int] | None) -> tuple[int, ...]:
+    ids = tuple(_plain(i) for i in (() if given is None else given))
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise ValueError(f"{name} holds {i!r}; token ids are whole numbers from 0")
-    return tuple(ids)
+    return ids
+
+
+def _biases(given: Mapping[int, float] | None) -> dict[int, float]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"logit_bias is {given!r}; give a dict of token ids and what to add")
+    biases = {} if given is None else {_plain(t): _plain(bias) for t, bias in given.items()}
+    _ids("logit_bias", biases)
+    for bias in biases.values():
+        if not _is_number(bias) or not abs(bias) <= _MOST:
+            raise ValueError(f"logit_bias holds {bias!r}; it must lie in [-{_MOST:g}, {_MOST:g}]")
+    return biases

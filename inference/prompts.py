@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,12 @@ class Tongue:
         """Tokens the model knows now: embeddings may be resized."""
         return int(self._among[self._name].weight.shape[0])
 
-    def encode(self, prompt: Any, special: bool = True) -> np.ndarray:
-        """Turn a prompt into token ids the model can take; raise ValueError if it is none."""
+    def encode(self, prompt: Any, special: bool = True, empty: bool = False) -> np.ndarray:
+        """Turn a prompt into token ids the model can take; raise ValueError if it is none.
+
+        special: let the tokenizer add its own tokens, such as that of the beginning.
+        empty: take a prompt of no tokens as well.
+        """
         if isinstance(prompt, str):
             ids = _ids_of(self._require("text"), prompt, add_special_tokens=special)
         elif _is_messages(prompt):
@@ -39,7 +44,10 @@ class Tongue:
             ids = _ids_of(template, prompt, **how)
         else:
             ids = prompt
-        return self._checked(ids)
+        array = self._checked(ids)
+        if not array.size and not empty:
+            raise ValueError("the prompt is empty; give at least one token")
+        return array
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, without special ones."""
@@ -59,7 +67,7 @@ class Tongue:
                 f"sampling parameters are a {type(params).__name__}; give SamplingParams"
             )
         if params.stop:
-            self._require("stop strings")
+            params = self._stopping_by_ids(params)
         for token in (*params.logit_bias, *params.stop_token_ids):
             if token >= self.vocabulary:
                 raise ValueError(f"token {token} is not in the vocabulary of {self.vocabulary}")
@@ -67,8 +75,28 @@ class Tongue:
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a request with these settings."""
-        own = frozenset[int]() if params.ignore_eos else self.ends
-        return own | frozenset(params.stop_token_ids)
+        own = () if params.ignore_eos else (end for end in self.ends if end < self.vocabulary)
+        return frozenset((*own, *params.stop_token_ids))
+
+    def _stopping_by_ids(self, params: SamplingParams) -> SamplingParams:
+        """Let stop strings that are special tokens stop by their ids: no text ever shows them."""
+        found = {stop: self._special(stop) for stop in params.stop}
+        ids = [token for token in found.values() if token is not None]
+        if not ids:
+            return params
+        texts = [stop for stop, token in found.items() if token is None]
+        return replace(params, stop=texts, stop_token_ids=[*params.stop_token_ids, *ids])
+
+    def _special(self, stop: str) -> int | None:
+        """The token of this name, if decoding leaves it out and the model can make it."""
+        tokenizer = self._require("stop strings")
+        if not hasattr(tokenizer, "convert_tokens_to_ids"):
+            return None
+        token = tokenizer.convert_tokens_to_ids(stop)
+        if token is None or tokenizer.convert_ids_to_tokens(token) != stop:  # or it is unknown
+            return None
+        hidden = tokenizer.decode([token], skip_special_tokens=False) and not self.decode([token])
+        return token if hidden and token < self.vocabulary else None
 
     def _require(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -86,9 +114,7 @@ class Tongue:
             raise ValueError(
                 f"a prompt is a {type(ids).__name__}; give text, a flat list of ids, or messages"
             )
-        if not array.size:
-            raise ValueError("the prompt is empty; give at least one token")
-        if array.min() < 0 or array.max() >= self.vocabulary:
+        if array.size and (array.min() < 0 or array.max() >= self.vocabulary):
             worst = int(array.min()) if array.min() < 0 else int(array.max())
             raise ValueError(f"token id {worst} is not in the vocabulary of {self.vocabulary}")
         return np.ascontiguousarray(array, dtype=np.int64)

@@ -10,6 +10,9 @@ import numpy as np
 
 from .request import Request
 
+_ALL = 2**31 - 1
+"""More than any vocabulary has, and less than columns hold."""
+
 
 class Slots:
     """Sampling settings of the running requests, one row a slot."""
@@ -36,12 +39,13 @@ class Slots:
         slot, p = request.slot, request.params
         self.seed[slot] = request.seed
         self.temperature[slot] = 0 if p.greedy else p.temperature
-        self.top_k[slot], self.top_p[slot], self.min_p[slot] = p.top_k, p.top_p, p.min_p
+        self.top_k[slot] = min(p.top_k, _ALL)
+        self.top_p[slot], self.min_p[slot] = p.top_p, p.min_p
         self.filters[slot] = p.filters
         self.repetition[slot] = p.repetition_penalty
         self.presence[slot] = p.presence_penalty
         self.frequency[slot] = p.frequency_penalty
         self.penalises[slot] = p.penalises
-        self.logprobs[slot] = -1 if p.logprobs is None else p.logprobs
+        self.logprobs[slot] = -1 if p.logprobs is None else min(p.logprobs, _ALL)
         self.prompt_length[slot] = len(request.prompt)
         self.edited[slot] = bool(p.logit_bias) or (p.min_tokens > 0 and bool(request.stop_ids))

@@ -19,6 +19,23 @@ class Letters:
         return "".join(chr(32 + t) for t in tokens)
 
 
+class Special(Letters):
+    """One whose token 90 is special; what it does not know is token 0."""
+
+    def __init__(self):
+        self.names = {90: "<|end|>", 0: "<unk>"}
+
+    def decode(self, tokens, skip_special_tokens=True):
+        shown = [t for t in tokens if not skip_special_tokens or t not in self.names]
+        return super().decode(shown)
+
+    def convert_tokens_to_ids(self, name):
+        return next((t for t, known in self.names.items() if known == name), 0)
+
+    def convert_ids_to_tokens(self, token):
+        return self.names.get(token, chr(32 + token))
+
+
 @pytest.fixture
 def engine(tiny):
     return Engine(tiny("llama"), Letters(), page_size=16)
@@ -56,6 +73,17 @@ def test_a_stop_token_is_told_alike_with_and_without_stop_strings(engine):
         assert done.text == streamed == first.text[: place + 1]
     done, streamed = said(engine, stop_token_ids=[ends], stop=first.text[place])
     assert done.text == streamed == first.text[:place]
+
+
+def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny):
+    engine = Engine(tiny("llama"), Special(), page_size=16)
+    whole, _ = said(engine)
+    always = {"logit_bias": {90: 1000.0}}
+    for stop in (["<|end|>"], ["never there", "<|end|>"]):
+        done, streamed = said(engine, stop=stop, **always)
+        assert (done.tokens, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
+    assert said(engine, stop=["<|other|>"], **always)[0].finish_reason == "length"
+    assert said(engine, stop=["<|other|>"])[0].tokens == whole.tokens, "what is unknown is no stop"
 
 
 def test_text_is_the_same_however_its_bytes_come():
