@@ -72,6 +72,12 @@ class _Captured:
     tokens: Tensor
 
 
+def decodes(step: Step) -> bool:
+    """Whether every request of a step runs one token and yields one."""
+    alike = len(step.yielding) == len(step.requests) == len(step.rows)
+    return step.max_tokens == 1 and alike
+
+
 def graph_bytes(max_running: int, vocabulary: int, itemsize: int) -> int:
     """What the graphs of all batch sizes keep: nearly all of it logits, and half-filled segments.
 
@@ -97,9 +103,8 @@ class DecodeGraphs:
         return len(self._captured)
 
     def serves(self, step: Step) -> bool:
-        """Whether every request of the step runs one token and yields one, and a graph is there."""
-        alike = len(step.yielding) == len(step.requests) == len(step.rows)
-        return step.max_tokens == 1 and alike and self._key(step) is not None
+        """Whether it is a decode step, and a graph is there."""
+        return decodes(step) and self._key(step) is not None
 
     def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int] | None:
         """Replay the step: logits [N, V], likeliest tokens [N], number of padding rows.

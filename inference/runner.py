@@ -22,7 +22,7 @@ from ..attention.backends.ask import NotInAGraph
 from ..attention.backends.choice import reader_of_pages
 from .adapters import Switches
 from .batch import Step
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, decodes
 from .loop import OutOfMemory, Results
 from .memory import does_not_fit
 from .sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
@@ -105,7 +105,7 @@ class DeviceRunner:
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
         """Run a step as a graph, if graphs are made and one serves it."""
-        if self._graphs is None or not self.may_capture:
+        if self._graphs is None or not self.may_capture or not decodes(step):
             return None
         if self._captured_with != self.adapters:
             self.forget_graphs()

@@ -84,7 +84,8 @@ class WeightsVersion:
                 parts.append(part.view(torch.uint8) if part.itemsize == 1 else part)
         if not parts:
             return 0.0
-        sample = torch.cat(parts).double()
+        with torch.autocast(parts[0].device.type, enabled=False):  # it may refuse such a mixture
+            sample = torch.cat(parts).double()
         order = torch.arange(1, len(sample) + 1, device=sample.device, dtype=torch.float64)
         return float((sample.nan_to_num() * order.sin()).sum())
 
