@@ -5,17 +5,20 @@
 `GenerationEval` is handed what generates: an engine's `generate`, or one shared out over ranks, or
 a harness object that brings its own tasks. It knows no trainer; `with_*_eval.py` plug it into one.
 Whatever goes wrong in an evaluation is told in its report, on every rank alike, and training goes
-on as if there had been none; only Ctrl-C stops it.
+on as if there had been none; only Ctrl-C stops it, or whatever else asks the process to leave.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +35,8 @@ log = logging.getLogger(__name__)
 
 COUNTS = ("examples", "failed", "unfinished", "new_tokens")
 """What is found out beside the metrics."""
+TAKEN = (*COUNTS, "seconds", "share_of_time")
+"""Names that no metric can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class GenerationEval:
     def __init__(
         self,
         source: Callable[..., Any],
-        examples: Sequence[Example] | None = None,
+        examples: Iterable[Example] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         params: Any = None,
         *,
@@ -67,30 +72,37 @@ class GenerationEval:
         source: `generate(prompts, params, deadline=)`, giving completions; or, without examples, a
             harness, called with `deadline=` and giving metrics by name.
         params: how to continue the prompts, as the source takes it: one for all.
-        every: steps between evaluations; None: only when the trainer evaluates, and at the end.
+        every: steps between evaluations; None: only when the trainer evaluates. Either way after
+            the last step, too, where the run is not stopped before.
         name: between `eval/` and the metric's name, where there are several evaluations.
         deadline: seconds one evaluation may take; what is not finished then does not count.
         max_share: of the run's time; evaluations that would exceed it are cut down or left out.
         samples: rows of the table of samples.
-        watch: the metric whose best value is remembered.
+        watch: the metric whose best value is remembered; what is not finite is never the best.
         on_error: go on training, or let the error out.
         """
-        if every is not None and every < 1:
-            raise ValueError(f"every is {every}; it must be steps from 1, or None")
+        if every is not None and not (isinstance(every, Integral) and every >= 1):
+            raise ValueError(f"every is {every!r}; it must be steps from 1, or None")
         if not callable(source):
             raise ValueError(
                 f"source is a {type(source).__name__}; give what generates: x.generate"
             )
+        metrics = {} if metrics is None else metrics
+        if not isinstance(metrics, Mapping):
+            kind = type(metrics).__name__
+            raise ValueError(f"metrics is a {kind}; give functions by name, in a dict")
         if examples is not None:
-            _check(examples, metrics or {}, watch)
+            examples = list(examples)
+            _check(examples, metrics, watch)
         if on_error not in ("report", "raise"):
             raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
         self.every, self.watch, self.samples = every, watch, samples
         self.best: float | None = None
         self.budget = Budget(max_share, deadline)
         self._source, self._params = source, params
-        self._examples = None if examples is None else list(examples)
-        self._metrics = dict(metrics or {})
+        self._examples, self._metrics = examples, dict(metrics)
+        self._names = [*metrics] + [n for n in [watch] if n is not None and n not in metrics]
+        self._told_names = examples is not None
         self.name = name
         self._sign = -1.0 if lower_is_better else 1.0
         self._on_error = on_error
@@ -110,13 +122,19 @@ class GenerationEval:
         if plan.note:
             _say("evaluation after step %d %s", step, plan.note)
         if not plan.examples:
-            return Report(step, note=plan.note, name=self.name)
+            return Report(step, note=plan.note, name=self.name, unknown=self._unknown({}))
         with undisturbed(), away():
             found, rows, error = self._on_all_ranks(plan, model)
         seconds = time.monotonic() - began
-        finished = plan.examples - int(found.get("unfinished", 0)) if found else None
-        self.budget.note(finished, seconds)
+        late = 0 if self._examples is None else int(found.get("unfinished", 0))
+        self.budget.note(plan.examples - late if found else None, seconds)
         return self._report(step, found, rows, seconds, plan.note, error)
+
+    def may_find(self, name: str) -> bool:
+        """Say whether this is the full name of a metric; a harness's first report tells."""
+        if self._told_names:
+            return name in (path(self.name, own) for own in (*self._names, *TAKEN))
+        return name.startswith(path(self.name, ""))
 
     def state_dict(self) -> dict:
         """What a checkpoint should keep."""
@@ -136,12 +154,12 @@ class GenerationEval:
         except BaseException as raised:  # the other ranks must hear of it, else they would wait
             trouble = raised
         message = trouble and f"{type(trouble).__name__}: {trouble}"
-        told = gather_objects((found, rows, error, message))
-        failures = [(r, m) for r, (*_, m) in enumerate(told) if m is not None]
+        leaves = trouble is not None and not isinstance(trouble, Exception)
+        told = gather_objects((found, rows, error, message, leaves))
+        failures = [(r, m) for r, (*_, m, _) in enumerate(told) if m is not None]
         if not failures:
             return told[0][:3]
-        if any(m.startswith("KeyboardInterrupt") for _, m in failures):
-            raise KeyboardInterrupt
+        _leave([(r, m) for r, (*_, m, leaving) in enumerate(told) if leaving], trouble)
         if trouble is not None and self._on_error == "raise":
             raise trouble
         where, text = failures[0]
@@ -151,7 +169,8 @@ class GenerationEval:
 
     def _evaluate(self, plan: Allowance) -> tuple[dict[str, float], list[Row], str | None]:
         if self._examples is None:
-            return dict(self._source(deadline=plan.deadline)), [], None
+            found, error = _numbers(self._source(deadline=plan.deadline))
+            return found, [], error
         chosen = subset(len(self._examples), plan.examples)
         examples = [self._examples[i] for i in chosen]
         prompts = [example.prompt for example in examples]
@@ -194,17 +213,47 @@ class GenerationEval:
     ) -> Report:
         if error is not None:
             _say("evaluation after step %d: %s", step, error, level=logging.ERROR)
-        best = False
-        if self.watch is not None and self.watch in found:
-            value = float(found[self.watch])
-            best = self.best is None or self._sign * value > self._sign * self.best
-            self.best = value if best else self.best
+        self._learn(found)
+        best = self._is_best(found.get(self.watch, math.nan)) if self.watch else False
+        unknown = self._unknown(found)
         found = {**found, "seconds": seconds, "share_of_time": self.budget.share}
         named = {path(self.name, key): float(value) for key, value in found.items()}
-        return Report(step, named, rows, seconds, best, note, error, self.name)
+        return Report(step, named, rows, seconds, best, note, error, self.name, unknown)
+
+    def _learn(self, found: dict[str, float]) -> None:
+        """Take the names of a harness's metrics from the first report that has some."""
+        if self._told_names or not found:
+            return
+        self._names, self._told_names = list(found), True
+        if self.watch is not None and self.watch not in found:
+            near = difflib.get_close_matches(self.watch, self._names, 3, 0.0)
+            _say("watch=%r is never found; the nearest there are %s", self.watch, near)
+
+    def _unknown(self, found: dict[str, float]) -> tuple[str, ...]:
+        return tuple(path(self.name, name) for name in self._names if name not in found)
+
+    def _is_best(self, value: float) -> bool:
+        """Compare with the best so far, and remember the better."""
+        if not math.isfinite(value):
+            return False
+        before = self.best
+        better = before is None or not math.isfinite(before) or self._sign * (value - before) > 0
+        self.best = value if better else before
+        return better
 
 
-def _check(examples: Sequence[Example], metrics: Mapping[str, Metric], watch: str | None) -> None:
+def _leave(leaving: list[tuple[int, str]], own: BaseException | None) -> None:
+    """Leave on all ranks where one was told to, by Ctrl-C or an exit: it is no error to report."""
+    if any(message.startswith("KeyboardInterrupt") for _, message in leaving):
+        raise KeyboardInterrupt
+    if leaving and own is not None and not isinstance(own, Exception):
+        raise own
+    if leaving:
+        where, message = leaving[0]
+        raise SystemExit(f"rank {where} left in an evaluation: {message}")
+
+
+def _check(examples: list[Example], metrics: Mapping[str, Metric], watch: str | None) -> None:
     """Refuse now what every evaluation would only report."""
     if not examples:
         raise ValueError("examples is empty; give at least one")
@@ -215,6 +264,8 @@ def _check(examples: Sequence[Example], metrics: Mapping[str, Metric], watch: st
     for name, metric in metrics.items():
         if not callable(metric):
             raise ValueError(f"metric {name!r} is a {type(metric).__name__}; give a function")
+        if name in TAKEN:
+            raise ValueError(f"a metric is named {name!r}, as what is counted: give another name")
     if watch is not None and watch not in {*metrics, *COUNTS}:
         raise ValueError(f"watch={watch!r}: there are {sorted(metrics)}")
 
@@ -263,6 +314,18 @@ def _apply(
         except Exception as raised:
             trouble = f"metric {name!r} on example {number}: {type(raised).__name__}: {raised}"
             error = error or trouble
+    return values, error
+
+
+def _numbers(found: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
+    """What a harness gave, NaN where it is no number, and what the first of those is."""
+    values, error = {}, None
+    for name, value in dict(found).items():
+        try:
+            values[name] = float(value)
+        except Exception:
+            values[name] = math.nan
+            error = error or f"metric {name!r} is a {type(value).__name__}; it must be a number"
     return values, error
 
 

@@ -39,7 +39,7 @@ class Budget:
     ):
         if max_share is not None and not 0 < max_share < 1:
             raise ValueError(f"max_share is {max_share}; it must lie between 0 and 1")
-        if deadline is not None and deadline <= 0:
+        if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline is {deadline}; it must be seconds above 0")
         self.max_share, self.deadline = max_share, deadline
         self.spent = 0.0

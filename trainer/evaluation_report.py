@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -32,6 +33,16 @@ class Report:
     """What went wrong, in which example."""
     name: str = ""
     """Which evaluation this was, where there are several."""
+    unknown: tuple[str, ...] = ()
+    """Full names of metrics that have no value: all failed, came late, or was left out."""
+
+    def values(self) -> dict[str, float]:
+        """Give every metric, NaN where there is none: no monitor takes an older value for new.
+
+        >>> Report(4, {"eval/exact": 0.5}, unknown=("eval/f1",)).values()
+        {'eval/f1': nan, 'eval/exact': 0.5}
+        """
+        return {**dict.fromkeys(self.unknown, math.nan), **self.metrics}
 
 
 def path(evaluation: str, name: str) -> str:

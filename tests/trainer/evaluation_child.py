@@ -100,6 +100,7 @@ def faults(model) -> dict:
     last = dist.get_world_size() - 1
     raising = failing(Engine(model), last, ValueError)
     interrupted = failing(Engine(model), last, KeyboardInterrupt)
+    exited = failing(Engine(model), last, SystemExit)
     examples = [Example(p) for p in prompts(4)]
     strict = GenerationEval(raising, examples, None, GREEDY, on_error="raise")
     stopped = GenerationEval(interrupted, examples, None, GREEDY)
@@ -107,6 +108,7 @@ def faults(model) -> dict:
         "raises": told(lambda: raising(prompts(4), GREEDY)),
         "strict": told(lambda: strict.run(1)),
         "interrupted": told(lambda: stopped.run(1)),
+        "left": told(lambda: GenerationEval(exited, examples, None, GREEDY).run(1)),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -105,9 +107,81 @@ def test_the_best_value_is_remembered_also_over_a_checkpoint():
     assert [second.run(i).is_best for i in range(2)] == [False, True]
 
 
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_what_is_not_finite_is_never_the_best(lower_is_better):
+    values = iter([math.nan, math.inf, -math.inf, 0.5, math.nan, 0.5])
+    evaluation = GenerationEval(
+        lambda deadline: {"acc": next(values)}, watch="acc", lower_is_better=lower_is_better
+    )
+    evaluation.load_state_dict({"best": math.nan})  # as checkpoints of old have it
+    assert [evaluation.run(i).is_best for i in range(6)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert evaluation.best == 0.5
+
+
+def test_a_watched_metric_that_a_harness_does_not_have_is_told_of_once(caplog):
+    evaluation = GenerationEval(lambda deadline: {"arc/acc": 1.0, "b": 0}, watch="arc/acuracy")
+    assert not any(evaluation.run(i).is_best for i in range(3))
+    assert caplog.text.count("watch='arc/acuracy' is never found; the nearest there are") == 1
+    assert "['arc/acc', 'b']" in caplog.text
+
+
+def test_a_harness_value_that_is_no_number_is_told_of_and_spoils_no_other():
+    given = {"text": "0.5 good", "unfinished": None, "acc": 0.5, "both": torch.tensor([1.0, 2.0])}
+    report = GenerationEval(lambda deadline: given, watch="text").run(1)
+    assert report.error == "metric 'text' is a str; it must be a number"
+    assert report.metrics["eval/acc"] == 0.5 and not report.is_best
+    assert all(
+        math.isnan(report.metrics[f"eval/{name}"]) for name in ("text", "unfinished", "both")
+    )
+
+
+def test_every_metric_without_a_value_is_named():
+    def bad(text, reference):
+        raise ValueError("cannot")
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    report = GenerationEval(echo, EXAMPLES, {"exact": equal, "bad": bad}, name="n").run(1)
+    assert report.unknown == ("eval/n/bad",) and math.isnan(report.values()["eval/n/bad"])
+    assert report.values()["eval/n/exact"] == 0.75
+    report = GenerationEval(broken, EXAMPLES, {"exact": equal}, watch="new_tokens").run(1)
+    assert report.unknown == ("eval/exact", "eval/new_tokens")
+    answers = iter([{}, {"arc": 1.0}, {}])
+    harness = GenerationEval(lambda deadline: next(answers))
+    told = [harness.may_find("eval/any"), *(harness.run(i).unknown for i in range(3))]
+    assert told == [True, (), (), ("eval/arc",)]
+    assert harness.may_find("eval/arc") and not harness.may_find("eval/any")
+
+
+@pytest.mark.parametrize("where", ["source", "metric"])
+def test_an_exit_inside_an_evaluation_ends_the_run(where):
+    def leave(*args, **kwargs):
+        sys.exit(3)
+
+    source, metric = (leave, equal) if where == "source" else (echo, leave)
+    with pytest.raises(SystemExit) as left:
+        GenerationEval(source, EXAMPLES, {"exact": metric}).run(1)
+    assert left.value.code == 3
+
+
+def test_examples_may_come_from_a_generator():
+    report = GenerationEval(echo, (e for e in EXAMPLES), {"exact": equal}).run(1)
+    assert report.metrics["eval/exact"] == 0.75 and report.metrics["eval/examples"] == 4
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"max_share": 1.5}, {"deadline": 0}, {"on_error": "hide"}]
-)
+    "wrong",
+    [{"every": 0}, {"every": "5"}, {"every": 2.5}, {"max_share": 1.5}, {"deadline": 0},
+     {"deadline": math.nan}, {"on_error": "hide"}],
+)  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         GenerationEval(echo, EXAMPLES, **wrong)
@@ -120,6 +194,9 @@ def test_settings_that_cannot_be_meant_are_refused(wrong):
         (echo, {"examples": [("2+2=", "4")]}, "example 0 is a tuple"),
         (echo, {"examples": []}, "empty"),
         (echo, {"metrics": {"exact": 0.5}}, "metric 'exact' is a float"),
+        (echo, {"metrics": equal}, "metrics is a function; give functions by name"),
+        (echo, {"metrics": {"seconds": equal}}, "a metric is named 'seconds'"),
+        (echo, {"metrics": {"failed": equal}}, "a metric is named 'failed'"),
         (echo, {"metrics": {"exact": equal}, "watch": "exat"}, r"watch='exat': there are \['exact"),
     ],
 )
