@@ -21,21 +21,23 @@ def gathered_state(loader: PackedLoader, state: dict | None = None) -> dict:
     return merge_states(gather_objects(state or loader.state()))
 
 
-def save_data_state(loader: PackedLoader, folder: Path, state: dict | None = None) -> None:
+def save_data_state(
+    loader: PackedLoader, folder: Path, state: dict | None = None, name: str = STATE_FILE
+) -> None:
     """Write the data state into a checkpoint folder; call it on every rank."""
     whole = gathered_state(loader, state)
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        write_state(folder / STATE_FILE, whole)
+        write_state(folder / name, whole)
     wait_for_all()
 
 
-def load_data_state(loader: PackedLoader, folder: Path) -> None:
+def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) -> None:
     """Continue the data where a checkpoint was taken."""
-    path = folder / STATE_FILE
+    path = folder / name
     if not path.is_file():
         raise ValueError(
-            f"{folder} has no {STATE_FILE}: it was not saved with packed data, "
+            f"{folder} has no {name}: it was not saved with packed data, "
             "or its save was cut short; choose another checkpoint"
         )
     loader.load_state(read_state(path, fall_back=False))

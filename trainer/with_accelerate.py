@@ -8,7 +8,8 @@
 
 Accelerate's own `prepare` would dispatch batches from rank 0 and slice `cu_seq_lens` over ranks;
 this loader is not a torch DataLoader, so `prepare` hands it back untouched. `save_state` and
-`load_state` carry the data position in a file of our own, `nopad_data.json`.
+`load_state` carry the data position in a file of our own, `nopad_data.json`; of further loaders,
+in `nopad_data_1.json` and so on, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
@@ -23,9 +25,12 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from ..packing import Pack, PackedDataset
-from .data_state import load_data_state, save_data_state
+from .data_state import STATE_FILE, load_data_state, save_data_state
 from .loader import Batch, PackedLoader
 from .start import check_run, guard, say_start
+
+_made: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+"""How many loaders each accelerator has."""
 
 
 class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
@@ -55,6 +60,9 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
         self.accelerator = accelerator
         self.gradient_state = GradientState()
         self._to_check = check
+        number = _made.get(accelerator, 0)
+        _made[accelerator] = number + 1
+        self._file = STATE_FILE.replace(".", f"_{number}.") if number else STATE_FILE
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
@@ -87,7 +95,13 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
         self.end_of_dataloader = is_last
 
     def _save(self, models: list, weights: list, folder: str) -> None:
-        save_data_state(self, Path(folder))
+        save_data_state(self, Path(folder), name=self._file)
 
     def _load(self, models: list, folder: str) -> None:
-        load_data_state(self, Path(folder))
+        saved = len(list(Path(folder).glob(STATE_FILE.replace(".", "*."))))
+        if saved > _made[self.accelerator]:
+            raise ValueError(
+                f"{folder} holds the positions of {saved} loaders, and this run has "
+                f"{_made[self.accelerator]}: make as many, in the same order, before load_state"
+            )
+        load_data_state(self, Path(folder), self._file)

@@ -62,3 +62,35 @@ def test_one_rank_goes_on_where_two_stopped(one, two):
     in_turn = [index for pair in zip(whole[0][0], whole[1][0], strict=True) for index in pair]
     assert packs == in_turn[12:] == list(range(12, 24))
     assert np.allclose(losses, whole[0][1][3:], rtol=1e-5)
+
+
+def two_loaders(seeds: tuple[int, ...] = (3, 4)):
+    from accelerate import Accelerator
+    from nopad.trainer.with_accelerate import AcceleratePacks
+
+    accelerator = Accelerator(cpu=True)
+    sets = [tiny_run.dataset(seed=seed, epochs=None) for seed in seeds]
+    return accelerator, [AcceleratePacks(accelerator, data, check=False) for data in sets]
+
+
+@pytest.mark.parametrize("seeds", [(3, 4), (3, 3)])
+def test_each_loader_of_a_run_goes_on_where_it_stood(seeds, tmp_path):
+    accelerator, loaders = two_loaders(seeds)
+    readers = [iter(loader) for loader in loaders]
+    for reader, count in zip(readers, (4, 7), strict=True):
+        for _ in range(count):
+            next(reader)
+    accelerator.save_state(str(tmp_path))
+    wanted = [next(reader)["input_ids"].tolist() for reader in readers]
+    accelerator, loaders = two_loaders(seeds)
+    accelerator.load_state(str(tmp_path))
+    assert [next(iter(loader))["input_ids"].tolist() for loader in loaders] == wanted
+
+
+def test_a_run_with_another_number_of_loaders_is_not_resumed(tmp_path):
+    accelerator, _ = two_loaders()
+    accelerator.save_state(str(tmp_path))
+    for count, told in ((1, "positions of 2 loaders, and this run has 1"), (3, "no nopad_data_2")):
+        other, _ = two_loaders((3, 4, 5)[:count])
+        with pytest.raises(ValueError, match=told):
+            other.load_state(str(tmp_path))
