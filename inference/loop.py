@@ -165,7 +165,7 @@ class Loop:
     def _accept(self, request: Request, token: int, row: int, results: Results) -> None:
         """Add a token to a request whose every token is looked at."""
         if token < 0:
-            self._finish(request, "error", "the model's logits are not numbers (NaN)")
+            self._finish(request, "error", "the model's logits are not numbers (NaN or infinite)")
             return
         request.output.append(token)
         if request.params.logprobs is not None:
@@ -188,7 +188,7 @@ class Loop:
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         self.scheduler.finish(request, reason, error)
-        self.stats.note_finish(request, self.clock())
+        self.stats.note_finish(request)
 
 
 def _likelihood(results: Results, row: int, top: int) -> tuple[float, list[int], list[float]]:

@@ -4,7 +4,8 @@
 
 Each row is treated alone: what another row asks for never changes its token. The draw inverts the
 cumulative distribution, in vocabulary order and float64, at a number the host made from
-(seed, position). A row whose logits are not numbers yields token -1.
+(seed, position). A row whose logits are not numbers, or to be drawn from infinite ones, yields
+token -1.
 """
 
 from __future__ import annotations
@@ -77,8 +78,7 @@ def sample(logits: Tensor, choice: Choice) -> Tensor:
         _penalise(logits, choice.penalties)
     token = _likeliest(logits)
     if choice.temperature is not None and choice.uniform is not None:
-        drawn = torch.where(token < 0, -1, _draw(logits, choice))
-        token = torch.where(choice.temperature > 0, drawn, token)
+        token = torch.where(choice.temperature > 0, _draw(logits, choice), token)
     return token
 
 
@@ -98,8 +98,11 @@ def _draw(logits: Tensor, choice: Choice) -> Tensor:
         f = choice.filters
         scaled = scaled.index_copy(0, f.rows, _cut(scaled[f.rows], f))
     cdf = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    below = cdf <= choice.uniform[:, None] * cdf[:, -1:]
-    return below.sum(dim=-1).clamp_(max=logits.shape[-1] - 1)
+    total = cdf[:, -1:]
+    below = cdf <= choice.uniform[:, None] * total
+    token = below.sum(dim=-1).clamp_(max=logits.shape[-1] - 1)
+    # Infinite logits, and rows in which every token is banned, have no distribution either.
+    return torch.where(total[:, 0].isnan(), -1, token)
 
 
 def _cut(scaled: Tensor, f: Filters) -> Tensor:

@@ -113,6 +113,36 @@ def test_logits_that_are_no_numbers_fail_their_row_alone():
         assert tokens[1] == -1 and min(tokens[0], tokens[2]) >= 0
 
 
+@pytest.mark.parametrize("knobs", [{}, {"k": 1}, {"k": 3, "p": 0.5}, {"m": 0.1}])
+def test_rows_without_a_distribution_fail_alone(knobs):
+    logits = rows(4, 6)
+    logits[1, 4], logits[2] = torch.inf, -torch.inf
+    tokens = sample(logits, choice(1.0, [0.5] * 4, **knobs)).tolist()
+    assert tokens[1] == tokens[2] == -1 and min(tokens[0], tokens[3]) >= 0
+    tokens = sample(logits * 1e38, choice(0.5, [0.5] * 4, **knobs)).tolist()
+    assert set(tokens) == {-1}, "cooled, they are more than floats hold"
+    heat = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    uniform = torch.full((4,), 0.5, dtype=torch.float64)
+    tokens = sample(logits, Choice(temperature=heat, uniform=uniform)).tolist()
+    assert tokens[1] == 4 and tokens[2] == -1, "greedy rows take what is largest"
+
+
+def test_infinite_logits_end_a_sampled_request_with_an_error(tiny):
+    model = tiny("llama")
+    hook = model.lm_head.register_forward_hook(lambda *io: io[2].index_fill(-1, HOT, torch.inf))
+    try:
+        hot = SamplingParams(temperature=0.7, max_tokens=3, seed=0)
+        greedy = SamplingParams(temperature=0, max_tokens=3)
+        bad, good = Engine(model).generate([[3, 4], [5, 6]], [hot, greedy])
+    finally:
+        hook.remove()
+    assert bad.finish_reason == "error" and "NaN or infinite" in bad.error and not bad.tokens
+    assert good.tokens == [5, 5, 5] and good.error is None
+
+
+HOT = torch.tensor([5])
+
+
 def test_likelihoods_are_log_softmax():
     logits = rows(4, 8)
     tokens = torch.tensor([0, 5, int(logits[2].argmax()), 22])
