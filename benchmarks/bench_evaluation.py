@@ -188,8 +188,10 @@ def inside_training(args: argparse.Namespace) -> None:
     class Clocked(Engine):
         """An engine that tells how long its steps took: generation itself, and nothing around."""
 
-        def _finish_all(self, *args, **named) -> None:
-            busy.append(timed(lambda: super(Clocked, self)._finish_all(*args, **named))[0])
+        def _finish_all(self, *args, **named) -> object:
+            seconds, done = timed(lambda: super(Clocked, self)._finish_all(*args, **named))
+            busy.append(seconds)
+            return done
 
     engine = Clocked(model)
 

@@ -37,16 +37,19 @@ class AllRanks:
         prompts: Sequence[Prompt],
         params: Params | Sequence[Params] = None,
         *,
-        deadline: float | None = None,
+        deadline: float | Sequence[float | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt, all ranks together; every rank gets all completions."""
-        each = [own for _, own, _ in each_asked(prompts, params, 0)]
-        costs = [_size(p) + _new_tokens(q) for p, q in zip(prompts, each, strict=True)]
+        each = each_asked(prompts, params, deadline=deadline)
+        costs = [_size(prompt) + _new_tokens(own) for prompt, own, *_ in each]
         names = [repr(prompt) for prompt in prompts]
 
         def work(mine: list[int]) -> list[Completion]:
-            asked = [prompts[i] for i in mine], [each[i] for i in mine]
-            return self.engine.generate(*asked, deadline=deadline)
+            own = [each[i] for i in mine]
+            until = [seconds for *_, seconds in own]
+            return self.engine.generate(
+                [prompt for prompt, *_ in own], [params for _, params, *_ in own], deadline=until
+            )
 
         return together(self._in_step(work), deal(costs, _world(), names))
 

@@ -23,7 +23,7 @@ from .borrow import unwrap
 from .completion import Completion, Event, Score
 from .garbage import full_collections_later
 from .group import Group, longest_first
-from .intake import Asked, Intake, Params, each_asked
+from .intake import Asked, Intake, Params, each_asked, seconds
 from .loop import Loop
 from .machine import Machine
 from .memory import SPARE, Memory
@@ -34,7 +34,7 @@ from .scoring import Job, pairs, rolling_windows, scored
 from .settings import checked_dtype, checked_seed, positive, settle
 from .stats import Stats
 from .tenancy import Tenancy
-from .under_way import UnderWay
+from .under_way import Inbox, UnderWay
 
 
 class Engine:
@@ -105,7 +105,8 @@ class Engine:
             dtype=checked_dtype(dtype),
         )
         self._under_way = UnderWay()
-        self._news: list[Event] = []
+        self._news = Inbox()
+        """Of submitted requests, until `step` tells it."""
         self._stepped = False
         """Whether a step was run since the weights were last looked at."""
 
@@ -115,7 +116,7 @@ class Engine:
         params: Params | Sequence[Params] = None,
         *,
         priority: int | Sequence[int] = 0,
-        deadline: float | None = None,
+        deadline: float | Sequence[float | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order given.
@@ -125,16 +126,15 @@ class Engine:
         Args:
             params: for all prompts, or one for each.
             priority: lower runs first; for all, or one for each.
-            deadline: seconds after which unfinished requests return what they have.
+            deadline: seconds after which requests return what they have; for all, or one for each.
         """
-        asked = each_asked(prompts, params, priority)
+        asked = each_asked(prompts, params, priority, deadline)
         bar = tqdm(total=len(asked), disable=not progress, unit="req")
         with bar, full_collections_later(), self._session():
             self._begin()
-            groups = self._take_in(asked, deadline)
-            bar.update(sum(group.done for group in groups))
-            self._finish_all(groups, longest_first(groups), bar.update)
-            return [group.result() for group in groups]
+            groups = self._take_in(asked)
+            done = self._finish_all(groups, bar.update)
+            return [done[group.id] for group in groups]
 
     def stream(
         self,
@@ -142,29 +142,35 @@ class Engine:
         params: Params | Sequence[Params] = None,
         *,
         priority: int | Sequence[int] = 0,
-        deadline: float | None = None,
+        deadline: float | Sequence[float | None] | None = None,
     ) -> Iterator[Event]:
         """Yield tokens and text as they are made; `Event.request` is the prompt's index.
 
-        The model is borrowed only while a step runs: between two events it is the trainer's.
+        The model is borrowed only while a step runs: between two events it is the trainer's. Other
+        calls may come in between, other streams too; each gets what is its own.
         """
-        asked = each_asked(prompts, params, priority)
+        asked = each_asked(prompts, params, priority, deadline)
+        inbox = Inbox()
         with self._session():
             self._begin()
-            groups = self._take_in(asked, deadline, streaming=True)
-            queue = longest_first(groups)
-        index = {group.id: i for i, group in enumerate(groups)}
+            groups = self._take_in(asked, streaming=True)
+            self._under_way.add(groups, inbox)
+        queue, index = longest_first(groups), {group.id: i for i, group in enumerate(groups)}
+        left = len(groups)
         try:
-            yield from (Event(i, [], "", g.result()) for i, g in enumerate(groups) if g.done)
-            while self._feed(queue) or not all(g.done for g in groups):
-                with self._session(light=True):
-                    events = self._advance()
-                self._news += [e for e in events if e.request not in index]
-                mine = (e for e in events if e.request in index)
-                yield from (replace(e, request=index[e.request]) for e in mine)
+            while left:
+                if not inbox:
+                    with self._session(light=True):
+                        self._feed(queue)
+                        self._advance()
+                while inbox:
+                    event = inbox.popleft()
+                    left -= event.completion is not None
+                    yield replace(event, request=index[event.request])
         finally:
             for group in groups:
                 self._cancel(group)
+                self._under_way.forget(group)
             self._tenancy.rest()
 
     def submit(
@@ -179,35 +185,32 @@ class Engine:
         under_way = self._machine is not None and self._loop.busy
         # Of requests submitted one after the other, the first has looked at the weights.
         with self._session(light=under_way, look=self._stepped):
-            (group,) = self._take_in([(prompt, params, priority)], deadline, streaming=True)
-            full = (
-                self._max_waiting is not None and self._loop.scheduler.waiting >= self._max_waiting
-            )
-            if full and not group.done:
-                self._under_way.forget(group)
-                group.refuse(f"the queue is full ({self._max_waiting} waiting): step() first")
-            if group.done:
-                self._news.append(Event(group.id, [], "", group.result()))
+            (group,) = self._take_in([(prompt, params, priority, deadline)], streaming=True)
+            if not group.done and (why := self._no_room(len(group.requests))) is not None:
+                group.refuse(why)
+            self._under_way.add([group], self._news)
             for request in group.requests:
                 self._enqueue(request)
         return group.id
 
     def step(self) -> list[Event]:
-        """Run one step of the submitted requests; say what is new."""
-        news, self._news = self._news, []
-        if self._machine is None or not self._loop.busy:
-            return news
-        with self._session(light=True):
-            return news + self._advance()
+        """Run one step of the submitted requests; say what is new.
+
+        Should it raise, all requests under way end with an error, and the next call says so.
+        """
+        if self._machine is not None and self._loop.busy:
+            with self._session(light=True):
+                self._advance()
+        news = list(self._news)
+        self._news.clear()
+        return news
 
     def cancel(self, request: int) -> None:
         """End a submitted request; its completion has what it made so far."""
         group = self._under_way.get(request)
-        if group is None:
-            return
-        self._cancel(group)
-        self._tenancy.rest()
-        self._news.append(Event(group.id, [], "", group.result()))
+        if group is not None:
+            self._under_way.tell(self._cancel(group))
+            self._tenancy.rest()
 
     def score(
         self,
@@ -240,26 +243,30 @@ class Engine:
     @property
     def max_running(self) -> int:
         """Requests in one step; may be lowered and raised again while requests run."""
-        return self._dial("max_running")
+        return self._tenancy.dial("max_running")
 
     @max_running.setter
     def max_running(self, value: int) -> None:
         most = self._tenancy.settings.max_running
-        if not 1 <= value <= most:
+        if (value := positive("max_running", value)) > most:
             raise ValueError(f"max_running is {value}; this engine was made for 1 to {most}")
-        self._turn("max_running", value)
+        self._tenancy.turn("max_running", value)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens in one step; may be changed while requests run."""
-        return self._dial("tokens_per_step")
+        return self._tenancy.dial("tokens_per_step")
 
     @tokens_per_step.setter
     def tokens_per_step(self, value: int) -> None:
-        self._turn("tokens_per_step", positive("tokens_per_step", value))
+        self._tenancy.turn("tokens_per_step", positive("tokens_per_step", value))
 
     def release(self) -> None:
-        """Give back pages, graphs and copies of weights; the next call builds them anew."""
+        """Give back pages, graphs and copies of weights; the next call builds them anew.
+
+        Requests under way end with an error.
+        """
+        self._refuse_all("the engine was released while the request was under way")
         self._tenancy.release()
 
     # --- below: how the calls above share one loop ---
@@ -274,90 +281,87 @@ class Engine:
 
     @contextmanager
     def _session(self, light: bool = False, look: bool = False) -> Iterator[None]:
-        """Have the model; after a fault that took the machine, no running call survives."""
+        """Have the model; requests end with the machine that a fault takes away."""
         try:
             with self._tenancy.session(light, look) as drained:
-                self._news += self._under_way.events(drained)
+                self._under_way.tell(drained)
                 self._stepped = self._stepped and light and not look
                 yield
-        except BaseException:
+        except BaseException as error:
             if self._machine is None:
-                self._under_way.refuse_all("the engine stopped on an error")
-                self._news.clear()
+                self._refuse_all(f"the engine stopped on an error ({type(error).__name__})")
             raise
 
     def _begin(self) -> None:
         """Begin a call: unless other requests are under way, the trace is about this one."""
-        if not self._loop.busy:
+        if not self._under_way:
             self.trace.clear()
 
-    def _take_in(
-        self, asked: list[Asked], deadline: float | None, streaming: bool = False
-    ) -> list[Group]:
-        until = self._until(deadline)
-        groups = self._intake.to_generate(asked, until, self._tenancy.room, streaming)
-        self._under_way.add(groups)
-        return groups
-
-    def _until(self, deadline: float | None) -> float:
-        return float("inf") if deadline is None else self._loop.clock() + deadline
+    def _take_in(self, asked: list[Asked], streaming: bool = False) -> list[Group]:
+        return self._intake.to_generate(asked, self._loop.clock(), self._tenancy.room, streaming)
 
     def _finish_all(
-        self,
-        groups: list[Group],
-        queue: deque[Request],
-        tell: Callable[[int], Any] = lambda finished: None,
-    ) -> None:
-        """Run until all groups are done; keep others' events for `step`."""
-        ours = {group.id for group in groups if not group.done}
-        while self._feed(queue) or ours:
-            for event in self._advance():
-                if event.request not in ours:
-                    self._news.append(event)
-                elif event.completion is not None:
-                    ours.remove(event.request)
-                    tell(1)
+        self, groups: list[Group], tell: Callable[[int], Any] = lambda finished: None
+    ) -> dict[int, Completion]:
+        """Run until all groups are done."""
+        inbox, queue = Inbox(), longest_first(groups)
+        self._under_way.add(groups, inbox)
+        done: dict[int, Completion] = {}
+        while True:
+            ended = {e.request: e.completion for e in inbox if e.completion is not None}
+            inbox.clear()
+            if ended:
+                done |= ended
+                tell(len(ended))
+            if len(done) == len(groups):
+                return done
+            self._feed(queue)
+            self._advance()
+
+    def _no_room(self, count: int) -> str | None:
+        """Why so many requests more cannot wait, if they cannot."""
+        most, waiting = self._max_waiting, self._loop.scheduler.waiting
+        if most is None or waiting + count <= most:
+            return None
+        if count > most:
+            return f"n is {count}, and max_waiting is {most}: lower n or raise max_waiting"
+        return f"the queue is full ({waiting} waiting, at most {most}): step() first"
 
     def _enqueue(self, request: Request) -> None:
         self.stats.note_queued(request, self._loop.clock())
         self._loop.scheduler.add(request)
 
-    def _feed(self, queue: deque[Request]) -> bool:
-        """Queue requests as far as the queue goes; say whether some are left."""
-        while queue and (
-            self._max_waiting is None or self._loop.scheduler.waiting < self._max_waiting
-        ):
-            self._enqueue(queue.popleft())
-        return bool(queue)
+    def _feed(self, queue: deque[Request]) -> None:
+        """Queue requests as far as the queue goes."""
+        while queue and self._no_room(1) is None:
+            request = queue.popleft()
+            if request.finish_reason is None:
+                self._enqueue(request)
 
-    def _advance(self) -> list[Event]:
-        """Run a step; say what is new."""
+    def _advance(self) -> None:
+        """Run a step of all that is under way."""
         self._stepped = True
-        events = self._under_way.events(self._loop.step())
+        self._under_way.tell(self._loop.step())
         if self._tenancy.settings.debug:
             self._loop.scheduler.check()
-        return events
 
-    def _cancel(self, group: Group) -> None:
-        for request in group.requests:
-            if request.finish_reason is None:
-                self._loop.cancel(request)
-        self._under_way.forget(group)
+    def _cancel(self, group: Group) -> list[Request]:
+        """End what is open of a group."""
+        still = [request for request in group.requests if request.finish_reason is None]
+        for request in still:
+            self._loop.cancel(request)
+        return still
+
+    def _refuse_all(self, error: str) -> None:
+        """End all that is under way with an error."""
+        for request in self._under_way.refuse_all(error):
+            self.stats.note_finish(request)
+            self.trace.add(request.id, "finished", why="error", tokens=len(request.output))
 
     def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
+        left = seconds(deadline)
         with full_collections_later(), self._session():
             self._begin()
-            groups = self._intake.to_score(jobs, self._until(deadline), self._tenancy.room)
-            self._under_way.add(groups)
-            self._finish_all(groups, longest_first(groups))
+            groups = self._intake.to_score(jobs, self._loop.clock() + left, self._tenancy.room)
+            self._finish_all(groups)
             return [scored(group) for group in groups]
-
-    def _dial(self, name: str) -> int:
-        place = self._tenancy.settings if self._machine is None else self._loop.scheduler
-        return getattr(place, name)
-
-    def _turn(self, name: str, value: int) -> None:
-        if self._machine is None:
-            self._tenancy.settings = replace(self._tenancy.settings, **{name: value})
-        else:
-            setattr(self._loop.scheduler, name, value)

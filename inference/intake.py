@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from .draws import stream_seed
@@ -15,8 +15,8 @@ from .request import Request
 from .scoring import Job
 
 Params = SamplingParams | Mapping[str, Any] | None
-Asked = tuple[Prompt, Params, int]
-"""A prompt, its parameters and its priority."""
+Asked = tuple[Prompt, Params, int, float | None]
+"""A prompt, its parameters, priority and deadline."""
 
 
 class Intake:
@@ -29,18 +29,18 @@ class Intake:
         self._next = 0
 
     def to_generate(
-        self, asked: Sequence[Asked], until: float, room: int, streaming: bool
+        self, asked: Sequence[Asked], now: float, room: int, streaming: bool
     ) -> list[Group]:
         """One group a prompt; `room` is what the cache holds, in tokens."""
         twins: Counter[int] = Counter()
         checked: dict[int, SamplingParams] = {}  # by identity: most often all get the same
         groups = []
-        for prompt, params, priority in asked:
+        for prompt, params, priority, deadline in asked:
             group = Group(self._number(), self._tongue, streaming)
             try:
                 if id(params) not in checked:
                     checked[id(params)] = self._tongue.check_params(params)
-                how = checked[id(params)], priority, until
+                how = checked[id(params)], priority, now + seconds(deadline)
                 group.requests = self._requests(prompt, *how, room, twins, streaming)
             except ValueError as error:
                 group.refuse(str(error))
@@ -130,23 +130,40 @@ class Intake:
 
 
 def each_asked(
-    prompts: Sequence[Prompt], params: Params | Sequence[Params], priority: int | Sequence[int]
+    prompts: Sequence[Prompt],
+    params: Params | Sequence[Params],
+    priority: int | Sequence[int] = 0,
+    deadline: float | Sequence[float | None] | None = None,
 ) -> list[Asked]:
-    """Give every prompt its own parameters and priority."""
+    """Give every prompt its own parameters, priority and deadline."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts is one {type(prompts).__name__}; give a list of prompts")
     each = _for_each("params", params, len(prompts), (SamplingParams, Mapping, type(None)))
     priorities = _for_each("priority", priority, len(prompts), (Integral,))
-    return list(zip(prompts, each, priorities, strict=True))
+    deadlines = _for_each("deadline", deadline, len(prompts), (Real, type(None)))
+    return list(zip(prompts, each, priorities, deadlines, strict=True))
 
 
-_GIVE = {"params": "SamplingParams or a dict", "priority": "a whole number"}
+def seconds(deadline: Any) -> float:
+    """The seconds a deadline leaves; None leaves all there are."""
+    if deadline is None:
+        return float("inf")
+    if not isinstance(deadline, Real) or deadline != deadline:
+        raise ValueError(f"deadline is {deadline!r}; give {_GIVE['deadline']}")
+    return float(deadline)
+
+
+_GIVE = {
+    "params": "SamplingParams or a dict",
+    "priority": "a whole number",
+    "deadline": "seconds or None",
+}
 
 
 def _for_each(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
     if isinstance(value, single):
         return [value] * count
-    if not hasattr(value, "__len__"):
+    if isinstance(value, str) or not hasattr(value, "__len__"):
         raise ValueError(f"{name} is {value!r}; give {_GIVE[name]}, or one for each prompt")
     if len(value) != count:
         raise ValueError(f"{len(value)} {name} for {count} prompts; give one, or one for each")

@@ -139,7 +139,7 @@ class Scheduler:
         self._forget_deadlines()
         if request.slot >= 0:
             self._release(request)
-        else:
+        elif request.order:  # without one, it was never queued
             self._stale += 1
             self._sweep()
 

@@ -116,7 +116,7 @@ class Stats:
         self._between.add(now - last[~fresh])
         self._last[slots] = now
 
-    def note_finish(self, request: Request, now: float) -> None:
+    def note_finish(self, request: Request) -> None:
         reason = request.finish_reason or "error"
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self._queued_at.pop(request.id, None)

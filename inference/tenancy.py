@@ -52,6 +52,8 @@ class Tenancy:
         self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
+        self._dial: dict[str, int] = {}
+        """What was turned away from the settings, for this machine and those to come."""
         self._inside: tuple[torch.dtype | None] | None = None
         """What `autocast_inside` found, once it was asked."""
 
@@ -101,6 +103,18 @@ class Tenancy:
             self.loop.drain()
             self.release()
 
+    def dial(self, name: str) -> int:
+        """Where `max_running` or `tokens_per_step` stands."""
+        if self.machine is not None:
+            return getattr(self.loop.scheduler, name)
+        return self._dial[name] if name in self._dial else getattr(self.settings, name)
+
+    def turn(self, name: str, value: int) -> None:
+        """Set it, now and for what is built later."""
+        self._dial[name] = value
+        if self.machine is not None:
+            setattr(self.loop.scheduler, name, value)
+
     def release(self) -> None:
         """Give back pages, graphs and copies of weights."""
         self.machine = None
@@ -113,13 +127,15 @@ class Tenancy:
         self._stats.preparing += perf_counter() - began
         self._weights.refresh()
         machine.loop.scheduler.scope = str(self._weights.number)
+        for name, value in self._dial.items():
+            setattr(machine.loop.scheduler, name, value)
         return machine
 
     def _make_way(self, kind: Kind) -> None:
         """Give back what was built for a model of another kind."""
         if self.machine is None or self.machine.kind == kind:
             return
-        if self.loop.busy:
+        if self._wanted():
             raise ValueError(
                 f"requests run in {self.machine.kind}, the model is now in {kind}: finish them "
                 "with the autocast, dtype, device and modules they began with, or cancel them first"
