@@ -78,10 +78,20 @@ def install(masking: ModuleType, name: str) -> bool:
     return True
 
 
+_NO_MASK = (
+    "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack the samples "
+    "(nopad.collators) or generate through nopad.inference"
+)
+
+
+@torch.compiler.disable(reason=_NO_MASK)
 def _hides_something(mask: Any) -> bool:
-    """A few models make themselves a mask of ones: that one says nothing."""
-    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False  # cannot look; the first, eager step did
+    """A few models make themselves a mask of ones: that one says nothing.
+
+    A compiled model leaves its graph to look: a graph cannot refuse what only a value tells.
+    """
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # cannot look; the step before the capture did
     return mask.ndim != 2 or not bool(mask.all())
 
 
@@ -89,10 +99,7 @@ def _wrapped(original: Any, name: str) -> Any:
     def prepare(config: Any, inputs_embeds: Tensor, attention_mask: Any, *rest: Any, **named: Any):
         ours = getattr(config, "_attn_implementation", None) == name
         if ours and attention_mask is not None and _hides_something(attention_mask):
-            raise ValueError(
-                "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack "
-                "the samples (nopad.collators) or generate through nopad.inference"
-            )
+            raise ValueError(_NO_MASK)
         made = original(config, inputs_embeds, attention_mask, *rest, **named)
         if made[0] or not _documents or inputs_embeds.shape[1] != _documents[-1].shape[1]:
             return made

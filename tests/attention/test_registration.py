@@ -136,6 +136,17 @@ def test_a_mask_of_ones_says_nothing_and_passes():
     assert torch.equal(masked, model(input_ids=ids, use_cache=False).logits)
 
 
+def test_a_compiled_model_looks_at_its_mask_too():
+    model, ids = tiny(layers=1), torch.arange(3, 11)[None]
+    padded = torch.tensor([[0] * 3 + [1] * 5])
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="takes no attention_mask"):
+        whole(input_ids=ids, attention_mask=padded, use_cache=False)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="takes no attention_mask"):
+        compiled(input_ids=ids, attention_mask=padded, use_cache=False)
+
+
 def test_keys_of_a_foreign_cache_are_refused():
     model = tiny()
     past = model(input_ids=torch.arange(3, 8)[None], use_cache=True).past_key_values
