@@ -8,12 +8,13 @@
 
 A batch's loss is its share of the step's; the mean of a step, over ranks too, is in the log and in
 the bar as `pack/loss`. Lightning keeps the state of rank 0's loader, one batch ahead. Here the
-callback keeps the state of the last batch that was stepped, joined over ranks, in the checkpoint.
+callback keeps the state of the last batch that was stepped, joined over ranks, in the checkpoint,
+and every rank's random numbers beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 
 from ..packing import Pack, PackedDataset
 from .data_state import gathered_state
-from .loader import Batch, EvaluationLoader, PackedLoader
+from .loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from .loss import attach_loss
 from .meter import Meter, away
+from .random_state import gathered_random, load_random
 from .start import check_run, guard, say_start
 from .stop import StopRequest
 
@@ -42,7 +44,39 @@ else:
                 "lightning is not installed: pip install 'nopad[lightning]'"
             ) from None
 
-KEY, WINDOW = "nopad_data", "nopad_accumulation"
+KEY, WINDOW, RANDOM = "nopad_data", "nopad_accumulation", "nopad_random"
+
+
+class LightningPacks(PackedLoader):
+    """The batches of this rank; those that Lightning read ahead and left out come again."""
+
+    told = False
+    """Whether somebody says which batches were trained on."""
+    stepped: dict | None = None
+    """The state behind the last step that was trained, or where the iteration began."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.go_back()
+        self.stepped, empty = self.state(), True
+        for batch in super().__iter__():
+            empty = False
+            yield batch
+        if empty:  # the position is the end of a pass, and Lightning begins an epoch
+            yield from super().__iter__()
+
+    def take(self) -> tuple[PackInfo, dict | None]:
+        """Hear that the next batch was trained on; return its pack, and the state if it steps."""
+        info, state = self.handed_out.popleft()
+        self.stepped = state or self.stepped
+        return info, state
+
+    def go_back(self) -> None:
+        """Put the data behind the last step, whatever was handed out since."""
+        if self.told and self.handed_out:
+            self._state = self.stepped
+        self.handed_out.clear()
+        if self._state is not None:
+            self.load_state(self._state)
 
 
 class PackedDataModule(pl.LightningDataModule):
@@ -58,7 +92,7 @@ class PackedDataModule(pl.LightningDataModule):
         super().__init__()
         self.train, self.validation = train, validation
         self.collator, self.num_workers = collator, num_workers
-        self.loader: PackedLoader | None = None
+        self.loader: LightningPacks | None = None
         self.checked: nn.Module | None = None
         """The model whose batches are refused where it was not made for them."""
         self._without_validation()
@@ -72,14 +106,18 @@ class PackedDataModule(pl.LightningDataModule):
         self._without_validation()  # a pickled method comes back as that of the class
 
     def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        self.loader = PackedLoader(
+        trainer: Any = self.trainer
+        _check_windows(trainer)
+        if self.loader is not None and self.loader.dataset is self.train:
+            self.loader.go_back()
+        self.loader = LightningPacks(
             self.train,
             self.collator,
-            accumulation=self.trainer.accumulate_grad_batches,
+            accumulation=trainer.accumulate_grad_batches,
             num_workers=self.num_workers,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=trainer.strategy.root_device.type == "cuda",
         )
+        self.loader.told = any(isinstance(one, PackedCallback) for one in trainer.callbacks)
         if self.checked is not None:
             guard(self.loader, self.checked)
         return self.loader
@@ -90,19 +128,21 @@ class PackedDataModule(pl.LightningDataModule):
 
 
 class PackedCallback(pl.Callback):
-    """Attach the exact loss, check the run, keep the data state, log what packing does."""
+    """Attach the exact loss, check the run, keep data and random state, log what packing does."""
 
     def __init__(self, data: PackedDataModule, *, z_loss: float = 0.0, check: bool = True):
         self.data, self.z_loss, self.check = data, z_loss, check
         self.meter = Meter()
         self._loss: Any = None
-        self._state: dict | None = None
+        self._random: list[list[Tensor]] | None = None
+        """Where a checkpoint's random numbers stood, until the training begins."""
         self._losses: list[Tensor] = []
         """Of the micro-batches since the last step, divided by Lightning: shares of its loss."""
         self._validating = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._random = None
             self._loss = attach_loss(causal_lm(pl_module), z_loss=self.z_loss)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -115,6 +155,19 @@ class PackedCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self.data.loader is not None
         self.meter = Meter.of(self.data.loader, causal_lm(pl_module))
+        if self._random is not None:
+            load_random(self._random, trainer.strategy.root_device)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.data.loader is not None
+        now, made = trainer.accumulate_grad_batches, self.data.loader.accumulation
+        if now != made:
+            raise ValueError(
+                f"accumulate_grad_batches={now}, but the packs of this run's steps were made for "
+                f"{made}: give it to the Trainer, and do not change it during the run"
+            )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validating.enter_context(away())
@@ -136,13 +189,13 @@ class PackedCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         assert self.data.loader is not None
-        info, state = self.data.loader.handed_out.popleft()
+        info, state = self.data.loader.take()
         self.meter.add(info, batch["labels"], self._loss.token_losses)
         if outputs and "loss" in outputs:  # who optimizes by hand may return what they like
             self._losses.append(outputs["loss"].detach())
         if state is None:
             return
-        self._state, losses, self._losses = state, self._losses, []
+        losses, self._losses = self._losses, []
         every = trainer.log_every_n_steps  # 0 is Lightning's word for never
         if every and trainer.global_step % every == 0:
             rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
@@ -157,9 +210,9 @@ class PackedCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
         if self.data.loader is not None:
-            start = self._state or self.data.train.state_dict()
-            checkpoint[KEY] = gathered_state(self.data.loader, start)
+            checkpoint[KEY] = gathered_state(self.data.loader, self.data.loader.stepped)
             checkpoint[WINDOW] = trainer.accumulate_grad_batches
+            checkpoint[RANDOM] = gathered_random(trainer.strategy.root_device)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
@@ -171,6 +224,8 @@ class PackedCallback(pl.Callback):
                 "without PackedCallback; start a new run from its weights instead"
             )
         self.data.train.load_state_dict(checkpoint[KEY])
+        self.data.loader = None  # else the next one would go on where this one stood
+        self._random = checkpoint.get(RANDOM)
         # Lightning counts batches, and steps where the count divides by the accumulation. What was
         # saved are whole steps, whatever the accumulation is now.
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
@@ -233,6 +288,23 @@ class StopCallback(AfterStep):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self.request.release()
+
+
+def _check_windows(trainer: Any) -> None:
+    """Refuse what would have Lightning step where no step of the packs ends."""
+    size, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    scheduler = pl.callbacks.GradientAccumulationScheduler  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in trainer.callbacks:
+        if isinstance(callback, scheduler) and set(callback.scheduling.values()) != {size}:
+            raise ValueError(
+                f"GradientAccumulationScheduler({callback.scheduling}): the steps of packs are all "
+                "of one size; leave it out and give accumulate_grad_batches= to the Trainer"
+            )
+    if isinstance(limit, int) and limit % size and not trainer.fast_dev_run:
+        raise ValueError(
+            f"limit_train_batches={limit} ends epochs inside a step of accumulate_grad_batches="
+            f"{size} packs: give a multiple, such as {max(limit // size, 1) * size}"
+        )
 
 
 def causal_lm(module: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ between steps, and does not in the other run, changes the dropout of all steps t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import tiny_run
@@ -65,7 +66,30 @@ def accelerate(folder: Path, steps: int, resume: bool) -> list:
     return [*losses, tiny_run.digest(accelerator.unwrap_model(model))]
 
 
-RESUMED = {"hf": hf, "accelerate": accelerate}
+def lightning(folder: Path, steps: int, resume: bool) -> list:
+    import lightning.pytorch as pl
+    from front_ends import Module
+    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
+
+    class Noting(Module):
+        losses: ClassVar[list[float]] = []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.item())
+            return loss
+
+    module, packs = Noting(untouched.model()), PackedDataModule(tiny_run.dataset(epochs=None))
+    quiet = {f"enable_{name}": False for name in ("checkpointing", "progress_bar", "model_summary")}
+    quiet |= {"accelerator": "cpu", "devices": 1, "logger": False}
+    trainer = pl.Trainer(max_steps=steps, callbacks=[PackedCallback(packs)], **quiet)
+    file = folder / "last.ckpt"
+    trainer.fit(module, packs, ckpt_path=file if resume else None, weights_only=True)
+    trainer.save_checkpoint(file)
+    return [*module.losses, tiny_run.digest(module)]
+
+
+RESUMED = {"hf": hf, "accelerate": accelerate, "lightning": lightning}
 
 
 @pytest.mark.parametrize("trainer", RESUMED)
@@ -82,3 +106,15 @@ def test_evaluations_by_loss_leave_the_dropout_of_the_training_alone(tmp_path):
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     without = hf(tmp_path, STEPS, False, save_strategy="no")
     assert hf(tmp_path, STEPS, False, save_strategy="no", **evaluating) == without
+
+
+def test_other_ranks_than_those_that_saved_draw_their_own_numbers():
+    from nopad.trainer.random_state import gathered_random, load_random
+
+    host = torch.device("cpu")
+    saved, drawn = gathered_random(host), torch.rand(3)
+    here = torch.get_rng_state()
+    load_random([*saved, *saved], host)
+    assert torch.equal(torch.get_rng_state(), here)
+    load_random(saved, host)
+    assert torch.equal(torch.rand(3), drawn)
