@@ -31,6 +31,7 @@ def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: floa
 
 def hf_arguments(args: argparse.Namespace):
     """Put these settings into the words of the HF Trainer."""
+    import torch
     from transformers import TrainingArguments
 
     return TrainingArguments(
@@ -43,6 +44,7 @@ def hf_arguments(args: argparse.Namespace):
         warmup_steps=args.warmup,
         bf16=args.precision == "bf16",
         fp16=args.precision == "fp16",
+        use_cpu=not torch.accelerator.is_available(),  # else it would refuse bf16 there
         gradient_checkpointing=args.checkpointing,
         dataloader_num_workers=args.workers,
         seed=args.seed,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import small_inputs
+import torch
 from nopad.trainer.stop import SIGNALS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -175,6 +176,16 @@ def test_the_command_line_overrides_the_yaml(tmp_path):
     settings = (args.learning_rate, args.accumulation, args.checkpointing, args.compile)
     assert settings == (1e-4, 2, True, False)
     assert hf_arguments(args).max_steps == -1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_every_precision_is_taken_without_a_gpu(precision, tmp_path):
+    from hf_training import hf_arguments
+    from train_hf import options
+
+    args = hf_arguments(options(["--precision", precision, "--output", str(tmp_path)]))
+    assert args.device.type == "cpu"
 
 
 def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
