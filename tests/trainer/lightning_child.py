@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import tiny_run
 import torch
+import untouched
 from nopad.trainer.ranks import leave_group
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
@@ -19,9 +21,9 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(pl.LightningModule):
-    def __init__(self):
+    def __init__(self, model=None):
         super().__init__()
-        self.model = tiny_run.model()
+        self.model = model or tiny_run.model()
         self.gradient, self.losses = None, []
 
     def training_step(self, batch, _):
@@ -41,7 +43,7 @@ class Module(pl.LightningModule):
 
 
 def fit(accumulation: int, data=None, workers: int = 0, checkpoint=None, validation=None, **limits):
-    module = Module()
+    module = Module(limits.pop("model", None))
     packs = PackedDataModule(data or tiny_run.dataset(), validation, num_workers=workers)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -70,11 +72,19 @@ def gradients() -> dict:
     return found
 
 
+def dropping():
+    """A model with dropout, of which each rank draws its own."""
+    made = untouched.model()
+    torch.manual_seed(int(os.environ["RANK"]))
+    return made
+
+
 def resumed(folder: Path) -> dict:
-    _, whole = fit(2, tiny_run.dataset(epochs=None), max_steps=6)
-    trainer, first = fit(2, tiny_run.dataset(epochs=None), max_steps=3)
+    _, whole = fit(2, tiny_run.dataset(epochs=None), model=dropping(), max_steps=6)
+    trainer, first = fit(2, tiny_run.dataset(epochs=None), model=dropping(), max_steps=3)
     trainer.save_checkpoint(folder / "middle.ckpt")
-    _, second = fit(2, tiny_run.dataset(epochs=None), 1, folder / "middle.ckpt", max_steps=6)
+    again = {"workers": 1, "checkpoint": folder / "middle.ckpt", "max_steps": 6}
+    _, second = fit(2, tiny_run.dataset(epochs=None), model=dropping(), **again)
     return {
         "whole": [whole.losses, tiny_run.digest(whole)],
         "parts": [first.losses + second.losses, tiny_run.digest(second)],
