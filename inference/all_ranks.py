@@ -21,6 +21,7 @@ from .intake import Params, each_asked
 from .lock_step import gathers, in_step
 from .params import SamplingParams
 from .prompts import Prompt
+from .scoring import check_pairs
 
 Work = Callable[[list[int]], list[Any]]
 """Answers to the requests of these indices."""
@@ -61,6 +62,7 @@ class AllRanks:
         deadline: float | None = None,
     ) -> list[Any]:
         """Score as `Engine.score`, all ranks together; a context's continuations stay together."""
+        check_pairs(contexts, continuations)
         costs = [_size(c) + _size(after) for c, after in zip(contexts, continuations, strict=True)]
 
         def work(mine: list[int]) -> list[Score]:

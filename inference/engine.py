@@ -236,8 +236,7 @@ class Engine:
         the beginning-of-text token.
         """
         longest = self._tenancy.settings.max_length
-        length = min(max_length or longest, longest)
-        jobs, join = rolling_windows(self._tongue, texts, length)
+        jobs, join = rolling_windows(self._tongue, texts, max_length, longest)
         return join(self._score(jobs, None))
 
     @property

@@ -9,6 +9,7 @@ once. Only rows whose next token is scored ever meet the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,7 @@ def pairs(
     tongue: Tongue, contexts: Sequence[Any], continuations: Sequence[Any]
 ) -> tuple[list[Job], Callable[[list[Score]], list[Any]]]:
     """Flatten contexts and continuations to jobs; the second value undoes that for scores."""
-    if len(contexts) != len(continuations):
-        raise ValueError(f"{len(contexts)} contexts, {len(continuations)} continuations")
+    check_pairs(contexts, continuations)
     jobs: list[Job] = []
     counts: list[int | None] = []
     for context, given in zip(contexts, continuations, strict=True):
@@ -41,15 +41,29 @@ def pairs(
     return jobs, shape
 
 
+def check_pairs(contexts: Any, continuations: Any) -> None:
+    """See that there is a continuation, or a list of them, for every context."""
+    _check_list("contexts", contexts)
+    _check_list("continuations", continuations)
+    if len(contexts) != len(continuations):
+        raise ValueError(f"{len(contexts)} contexts, {len(continuations)} continuations")
+
+
 def rolling_windows(
-    tongue: Tongue, texts: Sequence[Any], length: int
+    tongue: Tongue, texts: Sequence[Any], length: int | None, longest: int
 ) -> tuple[list[Job], Callable[[list[Score]], list[Score]]]:
     """Cut texts to windows that predict every token once; the second value joins their scores."""
+    _check_list("texts", texts)
+    length = longest if length is None else length
+    if isinstance(length, bool) or not isinstance(length, Integral) or length < 2:
+        raise ValueError(
+            f"max_length is {length!r}; it must be a whole number from 2, to predict one token"
+        )
     jobs: list[Job] = []
     counts = []
     for text in texts:
         try:
-            windows: list[Job] = list(windows_of(_with_start(tongue, text), length))
+            windows: list[Job] = [*windows_of(_with_start(tongue, text), min(length, longest))]
         except ValueError as error:
             windows = [str(error)]
         jobs += windows
@@ -65,10 +79,12 @@ def rolling_windows(
 def windows_of(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
     """Windows of at most `length` tokens, each opening with the last token of the one before.
 
+    What has nothing to predict has no windows.
+
     >>> [(w.tolist(), first) for w, first in windows_of(np.arange(6), 3)]
     [([0, 1, 2], 1), ([2, 3, 4], 1), ([3, 4, 5], 2)]
     """
-    windows = [(ids[:length], 1)]
+    windows = [(ids[:length], 1)] if len(ids) > 1 else []
     done = min(length, len(ids))
     while done < len(ids):
         end = min(done + length - 1, len(ids))
@@ -95,7 +111,8 @@ def scored(group: Group) -> Score:
 def _joined(parts: list[Score]) -> Score:
     error = next((p.error for p in parts if p.error), None)
     logprobs = [x for part in parts for x in part.token_logprobs]
-    return Score(sum(p.logprob for p in parts), all(p.greedy for p in parts), logprobs, error)
+    total = sum((p.logprob for p in parts), 0.0)
+    return Score(total, all(p.greedy for p in parts), logprobs, error)
 
 
 def _job(tongue: Tongue, context: Any, continuation: Any) -> Job:
@@ -103,10 +120,9 @@ def _job(tongue: Tongue, context: Any, continuation: Any) -> Job:
         if isinstance(context, str) and isinstance(continuation, str):
             return _split_text(tongue, context, continuation)
         before = tongue.encode(context)
-        after = tongue.encode(continuation, special=False)
+        return np.concatenate([before, _continuation(tongue, continuation)]), len(before)
     except ValueError as error:
         return str(error)
-    return np.concatenate([before, after]), len(before)
 
 
 def _split_text(tongue: Tongue, context: str, continuation: str) -> Job:
@@ -117,31 +133,44 @@ def _split_text(tongue: Tongue, context: str, continuation: str) -> Job:
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
     if not kept:
-        start = _start_token(tongue)
-        after = tongue.encode(continuation, special=False)
-        return np.concatenate([np.array([start]), after]), 1
+        start = np.array([_start_token(tongue)])
+        return np.concatenate([start, _continuation(tongue, continuation)]), 1
     whole = tongue.encode(kept + continuation)
     before = tongue.encode(kept)
     if len(whole) <= len(before):
-        raise ValueError("the continuation is empty; give at least one token")
+        raise ValueError(_EMPTY)
     return whole, len(before)
 
 
+_EMPTY = "the continuation is empty; give at least one token"
+
+
+def _continuation(tongue: Tongue, given: Any) -> np.ndarray:
+    ids = tongue.encode(given, special=False, empty=True)
+    if not len(ids):
+        raise ValueError(_EMPTY)
+    return ids
+
+
 def _with_start(tongue: Tongue, text: Any) -> np.ndarray:
-    start = _start_token(tongue)
-    ids = tongue.encode(text, special=False)
-    return np.concatenate([np.array([start]), ids])
+    ids = tongue.encode(text, special=False, empty=True)
+    return np.concatenate([np.array([_start_token(tongue)]), ids])
 
 
 def _start_token(tongue: Tongue) -> int:
     tokenizer = tongue.tokenizer
     for name in ("bos_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)
-        if token is not None:
+        if token is not None and token < tongue.vocabulary:
             return token
-    if tongue.ends:
-        return min(tongue.ends)
+    if (first := min(tongue.ends, default=tongue.vocabulary)) < tongue.vocabulary:
+        return first
     raise ValueError("no beginning-of-text token is known to predict the first token from")
+
+
+def _check_list(name: str, given: Any) -> None:
+    if isinstance(given, str) or not hasattr(given, "__len__"):
+        raise ValueError(f"{name} is one {type(given).__name__}; give a list of {name}")
 
 
 def _several(continuation: Any) -> bool:
