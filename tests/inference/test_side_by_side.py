@@ -68,7 +68,6 @@ class Caller:
         self.engine, self.alone = engine, alone
         self.submitted: dict[int, Record] = {}
         self.streams: list[tuple] = []
-        self.faulty = False
 
     def submit(self, i: int) -> None:
         which = i % len(ASKED)
@@ -176,8 +175,7 @@ KINDS = ("submit", "step", "step", "cancel", "stream", "next", "next", "next", "
 KINDS += ("generate", "score", "release", "fault")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+ANY_ORDER = given(
     calls=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), max_size=25),
     running=st.integers(1, 4),
     waiting=st.sampled_from([None, 2, 5]),
@@ -185,12 +183,12 @@ KINDS += ("generate", "score", "release", "fault")
     keep=st.booleans(),
     depth=st.integers(0, 1),
 )
-def test_whatever_comes_between_every_request_gets_what_it_gets_alone(
-    tiny, alone, calls, running, waiting, pages, keep, depth
-):
+
+
+def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> None:
     with patch("nopad.inference.machine.Loop", partial(deep, depth)):
         engine = Engine(
-            tiny("llama"), Letters(), page_size=16, max_running=running, max_waiting=waiting,
+            model, Letters(), page_size=16, max_running=running, max_waiting=waiting,
             tokens_per_step=40, memory=pages * PAGE, keep=keep,
         )  # fmt: skip
         caller = Caller(engine, alone)
@@ -199,6 +197,19 @@ def test_whatever_comes_between_every_request_gets_what_it_gets_alone(
             assert engine._machine is None or engine._loop.scheduler.waiting >= 0
         caller.finish()
     assert keep or engine._machine is None
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@ANY_ORDER
+def test_whatever_comes_between_every_request_gets_what_it_gets_alone(tiny, alone, **how):
+    in_this_order(tiny("llama"), alone, **how)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@ANY_ORDER
+def test_a_thousand_orders_of_calls_are_as_good_as_a_few(tiny, alone, **how):
+    in_this_order(tiny("llama"), alone, **how)
 
 
 def deep(depth: int, *parts, **named) -> Loop:
