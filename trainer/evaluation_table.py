@@ -38,6 +38,17 @@ def show(report: Report, loggers: Iterable[Any], console: bool = False) -> None:
         _say_once()
 
 
+def writer(logger: Any, inside: str) -> Any:
+    """The logger if it takes tables, else what is inside it if that takes text, as TensorBoard's.
+
+    Clients inside others' loggers have a `log_table` of other arguments.
+    """
+    if hasattr(logger, "log_table"):
+        return logger
+    found = getattr(logger, inside, None)
+    return found if hasattr(found, "add_text") else None
+
+
 def lines(report: Report) -> list[str]:
     """What the console shows: the metrics, what went wrong first, and samples.
 

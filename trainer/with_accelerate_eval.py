@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from .evaluation import GenerationEval, distinct
 from .evaluation_report import Report
-from .evaluation_table import show
+from .evaluation_table import show, writer
 
 
 class AccelerateEval:
@@ -59,5 +59,5 @@ class AccelerateEval:
             self.accelerator.log(report.metrics, step=step)
         if self.accelerator.is_main_process:
             trackers = self.accelerator.trackers
-            show(report, [getattr(t, "writer", t) for t in trackers], self.console)
+            show(report, [writer(tracker, "writer") for tracker in trackers], self.console)
         return report

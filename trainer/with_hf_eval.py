@@ -6,14 +6,16 @@
 
 Metrics are logged as `eval_…`, which the loggers show under `eval/…`. With `every=None` they join
 the trainer's own evaluations, so that `metric_for_best_model="exact"` and `load_best_model_at_end`
-work as ever; with `every=N` a new best asks for a checkpoint, unless saving is off.
+work as ever, and are made after the last step in any case; with `every=N` a new best asks for a
+checkpoint, unless saving is off. A metric without a value, because its evaluation failed, was left
+out or runs at other steps, is NaN where the trainer looks for its best, and never is.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
 from .evaluation import GenerationEval, distinct
 from .evaluation_report import Report
@@ -27,31 +29,57 @@ class EvalCallback(TrainerCallback):
         """console: print samples, too."""
         self.trainer, self.console = trainer, console
         self.evaluations = distinct(evaluations)
+        self._found: dict[str, tuple[int, dict[str, float]]] = {}
+        """After which step of this training each of them ran last, and what it found."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._found.clear()
+        handler = self.trainer.callback_handler
+        others = [callback for callback in handler.callbacks if callback is not self]
+        flow = [isinstance(callback, DefaultFlowCallback) for callback in others]
+        place = flow.index(True) + 1 if True in flow else 0
+        # Whoever looks at metrics, to stop early for one, must come after who brings them.
+        handler.callbacks = [*others[:place], self, *others[place:]]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for evaluation in self.evaluations:
             if evaluation.every is not None and evaluation.due(
                 state.global_step, state.global_step >= state.max_steps
             ):
-                found = self._run(evaluation, state.global_step)
-                if _best_name(args) in found and self._is_best(found):
-                    control.should_save = args.save_strategy != "no"
+                self._run_alone(evaluation, args, state, control)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict | None = None, **_: Any
     ) -> None:
+        given = {} if metrics is None else metrics  # the trainer looks for its best in this dict
         for evaluation in self.evaluations:
             if evaluation.every is None:
-                found = self._run(evaluation, state.global_step)
-                if metrics is not None:  # the trainer looks for its best metric in this very dict
-                    metrics.update(found)
+                given.update(self._run(evaluation, state.global_step))
+            elif self._ran(evaluation, state.global_step):
+                given.update(self._found[evaluation.name][1])
         name = _best_name(args)
-        if (
-            metrics is not None
-            and name is not None
-            and any(e.every is None for e in self.evaluations)
-        ):
-            metrics.setdefault(name, float("nan"))  # a failed evaluation is never the best
+        path = (name or "").replace("eval_", "eval/", 1)
+        if name is not None and any(evaluation.may_find(path) for evaluation in self.evaluations):
+            given.setdefault(name, float("nan"))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step < state.max_steps or control.should_evaluate:
+            return
+        for evaluation in self.evaluations:
+            if not self._ran(evaluation, state.global_step):
+                self._run_alone(evaluation, args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._found.clear()  # the weights may be others' now: those of the best checkpoint
+
+    def _ran(self, evaluation: GenerationEval, step: int) -> bool:
+        return self._found.get(evaluation.name, (-1,))[0] == step
+
+    def _run_alone(self, evaluation: GenerationEval, args: Any, state: Any, control: Any) -> None:
+        found = self._run(evaluation, state.global_step)
+        theirs = control.should_evaluate  # the trainer will compare, with its own evaluation
+        if not theirs and _best_name(args) in found and self._is_best(found):
+            control.should_save = args.save_strategy != "no"
 
     def _is_best(self, found: dict[str, float]) -> bool:
         """Let the trainer compare and remember, as after an evaluation of its own."""
@@ -61,6 +89,7 @@ class EvalCallback(TrainerCallback):
         with self.trainer.accelerator.autocast():
             report = evaluation.run(step, self.trainer.model)
         found = {name.replace("eval/", "eval_", 1): v for name, v in report.metrics.items()}
+        self._found[evaluation.name] = step, found
         if found:
             self.trainer.log(found)
         if self.trainer.is_world_process_zero():
