@@ -6,32 +6,36 @@ shows it. PEFT is not imported: its layers are known by a property that all of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
+Layer = Mapping[str, Any]
+"""The attributes of a layer with adapters: read at every step, so without detours."""
 Switches = list[tuple[Any, ...]]
-"""Of every layer with adapters: whether they are off, which are chosen, merged; their scales."""
+"""Of every such layer: whether its adapters are off, which are chosen, merged; their scales."""
 
 
-def adapted_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def adapted_layers(modules: Iterable[nn.Module]) -> list[Layer]:
     """The layers that carry adapters."""
-    return [module for module in modules if _carries(type(module))]
+    return [vars(module) for module in modules if _carries(type(module))]
 
 
-def switches(layers: Sequence[Any]) -> Switches:
+def switches(layers: Sequence[Layer]) -> Switches:
     """What a forward through these layers goes by, beside their tensors."""
-    return [
-        (
-            layer.disable_adapters,
-            _copied(layer.active_adapter),
-            _copied(getattr(layer, "merged_adapters", None)),
-            _copied(vars(layer).get("scaling")),
-        )
-        for layer in layers
-    ]
+    return [tuple(map(_copied, _now(layer))) for layer in layers]
+
+
+def switched(layers: Sequence[Layer], before: Switches) -> bool:
+    """Whether they are no longer as they were."""
+    return any(_now(layer) != then for layer, then in zip(layers, before, strict=True))
+
+
+def _now(own: Layer) -> tuple[Any, ...]:
+    get = own.get
+    return get("_disable_adapters"), get("_active_adapter"), get("merged_adapters"), get("scaling")
 
 
 def _copied(value: Any) -> Any:

@@ -76,8 +76,8 @@ class Tenancy:
             light: trust the version counters to tell of changed weights: for single steps.
             look: then look at a sample of the weights as well: for what is new among them.
         """
-        if not light:
-            self._modules = list(self._model.modules())
+        if not light and (modules := list(self._model.modules())) != self._modules:
+            self._modules = modules
         kind = kind_of(self._modules, self._narrow())
         self._make_way(kind)  # where that is refused, all is as it was
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .adapters import Switches, adapted_layers, switches
+from .adapters import Layer, Switches, adapted_layers, switched, switches
 
 _SAMPLES = 32
 
@@ -29,7 +29,7 @@ class WeightsVersion:
         """Who holds each tensor under which name, and the tensor's version counter."""
         self._checksum = 0.0
         self._places: tuple[int, ...] = ()
-        self._adapted: list[nn.Module] = []
+        self._adapted: list[Layer] = []
         self.adapters: Switches = []
         """Which adapters were on at the last look."""
 
@@ -58,7 +58,8 @@ class WeightsVersion:
         same = all(
             holder.get(name) is tensor and _version(tensor) == version
             for holder, name, tensor, version in self._seen
-        ) and self.adapters == switches(self._adapted)
+        )
+        same = same and not switched(self._adapted, self.adapters)
         return same and (not look or self._sample() == self._checksum)
 
     def moved(self) -> bool:
