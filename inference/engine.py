@@ -47,6 +47,10 @@ class Engine:
         ms a token      1.2    1.5    1.6    2.4    3.9
         k tokens/s       13     32     60     80     98
 
+    Between calls weights may change and adapters be switched: what others computed is forgotten. A
+    write of few elements through `.data` may escape it (a sample is compared): write them under
+    `torch.no_grad()`, which is seen, or call `release()` after it.
+
     Args:
         memory: bytes, a share of free memory, or "spare": what training leaves.
         page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
