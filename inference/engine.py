@@ -10,7 +10,7 @@ it was. What it keeps for the next call (pages, graphs, cached prefixes) stays w
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +35,9 @@ from .settings import checked_dtype, checked_seed, positive, settle
 from .stats import Stats
 from .tenancy import Tenancy
 from .under_way import Inbox, UnderWay
+
+_TWINS = 1 << 16
+"""Prompts whose repetitions are counted; an engine that is never idle forgets them in time."""
 
 
 class Engine:
@@ -111,6 +114,8 @@ class Engine:
         self._under_way = UnderWay()
         self._news = Inbox()
         """Of submitted requests, until `step` tells it."""
+        self._twins: Counter[int] = Counter()
+        """How often each prompt was submitted since none was under way."""
         self._stepped = False
         """Whether a step was run since the weights were last looked at."""
 
@@ -185,11 +190,18 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queue a request for `step`; its number names it in events and for `cancel`."""
+        """Queue a request for `step`; its number names it in events and for `cancel`.
+
+        A prompt submitted again while requests are under way is answered anew, unless it names a
+        seed; once all are done, the draws begin again.
+        """
+        if not self._under_way or len(self._twins) > _TWINS:
+            self._twins.clear()
         under_way = self._machine is not None and self._loop.busy
         # Of requests submitted one after the other, the first has looked at the weights.
         with self._session(light=under_way, look=self._stepped):
-            (group,) = self._take_in([(prompt, params, priority, deadline)], streaming=True)
+            asked = [(prompt, params, priority, deadline)]
+            (group,) = self._take_in(asked, streaming=True, twins=self._twins)
             if not group.done and (why := self._no_room(len(group.requests))) is not None:
                 group.refuse(why)
             self._under_way.add([group], self._news)
@@ -300,8 +312,11 @@ class Engine:
         if not self._under_way:
             self.trace.clear()
 
-    def _take_in(self, asked: list[Asked], streaming: bool = False) -> list[Group]:
-        return self._intake.to_generate(asked, self._loop.clock(), self._tenancy.room, streaming)
+    def _take_in(
+        self, asked: list[Asked], streaming: bool = False, twins: Counter[int] | None = None
+    ) -> list[Group]:
+        now, room = self._loop.clock(), self._tenancy.room
+        return self._intake.to_generate(asked, now, room, streaming, twins)
 
     def _finish_all(
         self, groups: list[Group], tell: Callable[[int], Any] = lambda finished: None

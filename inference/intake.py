@@ -29,10 +29,19 @@ class Intake:
         self._next = 0
 
     def to_generate(
-        self, asked: Sequence[Asked], now: float, room: int, streaming: bool
+        self,
+        asked: Sequence[Asked],
+        now: float,
+        room: int,
+        streaming: bool,
+        twins: Counter[int] | None = None,
     ) -> list[Group]:
-        """One group a prompt; `room` is what the cache holds, in tokens."""
-        twins: Counter[int] = Counter()
+        """One group a prompt.
+
+        room: tokens the cache holds.
+        twins: how often each prompt was given before, and is to be answered anew; counted on.
+        """
+        twins = Counter() if twins is None else twins
         checked: dict[int, SamplingParams] = {}  # by identity: most often all get the same
         groups = []
         for prompt, params, priority, deadline in asked:

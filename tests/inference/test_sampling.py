@@ -203,6 +203,26 @@ def test_the_same_prompt_twice_without_a_seed_is_answered_twice(tiny):
     assert one.tokens == two.tokens
 
 
+def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
+    engine = Engine(tiny("llama"), max_running=2)
+    hot = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
+
+    def submitted(count: int, **more) -> list[list[int]]:
+        """All of them, the later ones submitted while the first run or after they ended."""
+        order, done = [], {}
+        while len(done) < count:
+            if len(order) < count:
+                order.append(engine.submit([3, 4], hot | more))
+            done |= {e.request: e.completion.tokens for e in engine.step() if e.completion}
+        return [done[number] for number in order]
+
+    answers = submitted(12)
+    assert len({tuple(tokens) for tokens in answers}) == 12
+    assert answers == [c.tokens for c in engine.generate([[3, 4]] * 12, hot)]
+    assert submitted(12) == answers, "an idle engine begins again"
+    assert submitted(3, seed=0) == [submitted(1, seed=0)[0]] * 3
+
+
 def test_prompt_logprobs_and_logprobs_equal_a_plain_forward(tiny):
     model = tiny("llama")
     prompt = [5, 9, 30, 31, 7]
