@@ -53,6 +53,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend as Transformers' attention interface asks: (B, H, T, D) in, (B, T, H, Dv) out."""
     _refuse(module, query, key, attention_mask, dropout, is_causal, unused)
+    if cu_seq_lens_q is None:  # of self-attention, the keys' are the queries'
+        cu_seq_lens_q, max_length_q = unused.get("cu_seq_lens_k"), unused.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
         varlen = Varlen(cu_seq_lens_q, _longest(max_length_q, query))
     if varlen is None:

@@ -97,6 +97,14 @@ def test_restarting_positions_alone_keep_documents_apart():
     assert (model(**only).logits - want).abs().max() < 1e-4
 
 
+def test_boundaries_of_the_keys_alone_are_those_of_the_queries():
+    model = tiny()
+    batch = batch_of(draw_documents(model))
+    want = model(**batch).logits
+    only = {k: batch[k] for k in ("input_ids", "cu_seq_lens_k", "max_length_k", "use_cache")}
+    assert (model(**only).logits - want).abs().max() < 1e-4
+
+
 def test_autocast_narrows_attention_as_it_narrows_every_product():
     model = tiny()
     batch = batch_of(draw_documents(model))
