@@ -52,6 +52,11 @@ class EngineLM(TemplateLM):
         super().__init__()
         self.model: Any = unwrap(model)
         self.tokenizer = tokenizer
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither a bos nor an eos token, and texts are scored from one "
+                "on: name one, tokenizer.eos_token = ..."
+            )
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length is {max_length}; it must be tokens from 1")
         self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
@@ -65,7 +70,7 @@ class EngineLM(TemplateLM):
         self._until = moment
 
     @property
-    def eot_token_id(self) -> int:
+    def eot_token_id(self) -> Any:
         return self.tokenizer.eos_token_id
 
     @property
@@ -160,10 +165,12 @@ class EngineLM(TemplateLM):
     def _generation(self, context: str, settings: dict) -> tuple[list[int], Any, list[str]]:
         """What one request asks for: the prompt's ids, how to continue it, and where to cut."""
         wishes: dict[str, Any] = {**normalize_gen_kwargs(settings, _NEW_TOKENS)}
-        end = self.tokenizer.decode([self.eot_token_id])
+        end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until = handle_stop_sequences(wishes.pop("until", None), eos=end)
         new = wishes.pop("max_gen_toks")
         wishes.pop("do_sample", None)
+        if (beams := wishes.pop("num_beams", 1)) != 1:
+            raise ValueError(f"num_beams is {beams}: there is no beam search; set it to 1")
         unknown = set(wishes) - set(_KNOBS)
         if unknown:
             raise ValueError(f"generation setting {sorted(unknown)[0]!r}: there are {_KNOBS}")

@@ -248,8 +248,27 @@ def test_a_special_token_among_the_stop_strings_ends_the_text(small):
 
 
 def test_a_setting_we_do_not_have_is_refused_by_name(small):
-    with pytest.raises(ValueError, match="num_beams"):
-        EngineLM(*small).generate_until([Asked("Lily", {"num_beams": 4})])
+    lm = EngineLM(*small)
+    with pytest.raises(ValueError, match="num_beams is 4: there is no beam search"):
+        lm.generate_until([Asked("Lily", {"num_beams": 4})])
+    with pytest.raises(ValueError, match="'length_penalty': there are"):
+        lm.generate_until([Asked("Lily", {"length_penalty": 2})])
+    plain = {"max_gen_toks": 4}
+    one, none = (lm.generate_until([Asked("Lily", s)]) for s in ({**plain, "num_beams": 1}, plain))
+    assert one == none
+
+
+@pytest.mark.parametrize(("bos", "works"), [("<s>", True), (None, False)])
+def test_a_tokenizer_needs_a_token_to_begin_with(small, bos, works):
+    model, tokenizer = small[0], small_tokenizer()
+    tokenizer.eos_token, tokenizer.bos_token = None, bos
+    if not works:
+        with pytest.raises(ValueError, match="neither a bos nor an eos token"):
+            EngineLM(model, tokenizer)
+        return
+    lm = EngineLM(model, tokenizer)
+    assert len(lm.generate_until([Asked("Lily", {"max_gen_toks": 4})])) == 1
+    assert len(lm.loglikelihood([Asked("", " a cat")], disable_tqdm=True)) == 1
 
 
 def test_equal_requests_are_computed_once_and_answered_each(small):
