@@ -130,20 +130,26 @@ def main(argv: list[str] | None = None) -> Report:
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))
+        if report.metrics["eval/unfinished"] == len(given):
+            late = f"nothing was finished in {args.deadline} s: raise --deadline"
+            print(f"evaluate_checkpoint: {late}", file=sys.stderr)
     return report
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run the recipe; give the exit status: 1 where an example failed, 2 where none could run."""
+    """Run the recipe; give the exit status.
+
+    1 where an example failed or none was finished in time, 2 where none could run.
+    """
     try:
-        failed = main(argv).error is not None
+        report = main(argv)
     except (ValueError, OSError) as error:
         print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     from nopad.trainer.ranks import leave_group
 
     leave_group()
-    return int(failed)
+    return int(report.error is not None or not report.metrics["eval/examples"])
 
 
 if __name__ == "__main__":

@@ -106,3 +106,13 @@ def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
     told = capsys.readouterr().out
     assert status == 1 and json.loads(told.splitlines()[-1])["eval/failed"] == 5
     assert "went wrong: example 0: " in told and "max_length" in told
+
+
+def test_a_deadline_that_lets_nothing_finish_is_status_one(checkpoint, data, capsys):
+    given = ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}"]
+    assert evaluate_checkpoint.run([*given, "--reference", "{answer}", "--deadline", "1e-6"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["eval/unfinished"] == 5
+    assert (
+        told.err.strip() == "evaluate_checkpoint: nothing was finished in 1e-06 s: raise --deadline"
+    )
