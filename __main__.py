@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read, as `head` does, has read enough
             sys.stdout = None
-            return 1
+            return 141  # as of a program that SIGPIPE ends
         print(f"nopad {argv[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -117,3 +120,12 @@ def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     pack_map.write_png(tmp_path / "map.png", [np.array([3, 4])], 8)
     assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_reader_that_has_read_enough_is_answered_as_by_sigpipe(data):
+    command = [sys.executable, "-m", "nopad", "inspect", str(data), "--budget", "128"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
