@@ -17,6 +17,14 @@ from typing import Any
 from nopad.cli.asking import in_options
 from run_folder import refuse_changes, run_to_resume, started_with
 
+RENAMED = {
+    "column": "text_column",
+    "attn_implementation": "attention",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+}
+"""What recipes call the arguments that errors name."""
+
 
 def parse(
     parser: argparse.ArgumentParser, argv: list[str] | None = None, recipe: str = ""
@@ -120,9 +128,7 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
     except (ValueError, OSError) as error:
         if Training.begun:
             raise
-        told = in_options(
-            error, column="text_column", attn_implementation="attention", max_steps="steps"
-        )
+        told = in_options(error, **RENAMED)
         print(f"{recipe}: {' '.join(told.split())}", file=sys.stderr)
         return 2
     from nopad.trainer.ranks import leave_group  # here: torch is loaded by now, if at all needed

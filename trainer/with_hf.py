@@ -253,8 +253,11 @@ def _settle(args: TrainingArguments, data: PackedDataset) -> float:
 
 def _steps(args: TrainingArguments, data: PackedDataset) -> int:
     """Count the steps of `num_train_epochs`, and have the data begin with the first of them."""
-    if args.num_train_epochs <= 0:
-        raise ValueError(f"num_train_epochs={args.num_train_epochs} and no max_steps: no step")
+    if not 0 < args.num_train_epochs < math.inf:
+        raise ValueError(
+            f"num_train_epochs={args.num_train_epochs}: it needs to be more than 0 and to end, or "
+            "else say max_steps="
+        )
     if not isinstance(data.packs, PlannedPacks):
         raise ValueError(
             "a stream's packs cannot be counted before it was read: say max_steps=, how many "

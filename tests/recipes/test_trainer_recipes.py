@@ -275,6 +275,21 @@ def test_a_number_that_cannot_be_ends_before_any_work(wrong, capsys):
     assert f"{wrong.split()[0]}: '{wrong.split()[1]}': a whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("epochs", ["-1", "nan", "inf"])
+def test_epochs_that_cannot_be_are_told_in_words_of_the_command_line(
+    epochs, tmp_path, monkeypatch, capsys
+):
+    from settings import exit_status
+    from train_hf import main
+
+    monkeypatch.chdir(tmp_path)
+    inputs = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
+    inputs += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64"]
+    assert exit_status("train_hf", main, [*map(str, inputs), "--epochs", epochs]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"train_hf: --epochs {float(epochs)}: ") and told.endswith("say --steps")
+
+
 def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
