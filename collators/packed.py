@@ -54,7 +54,8 @@ class PackedCollator:
         stack: several packs become rows [B, budget] instead of one longer row.
         mean: "sample" adds `loss_weights` that let every sample count the same, long or short;
             the tokens of a split one weigh what they would in one piece, but the first of each
-            part counts nothing, so its parts together weigh a little less.
+            part counts nothing, so its parts together weigh a little less. The attached loss reads
+            them (`nopad.trainer.loss.attach_loss`, or any of our front ends); a stock one does not.
         """
         if fixed_sequences is not None and fixed_sequences < 1:
             raise ValueError(f"fixed_sequences={fixed_sequences}: the filler needs a place")
