@@ -29,7 +29,7 @@ from .pack import Pack
 from .planned import PlannedPacks, Position
 from .planner import Strategy, whole
 from .progress import Progress, done
-from .state import VERSION, check_state, pass_end
+from .state import VERSION, check_state, is_over, pass_end
 
 
 class PackedDataset(IterableDataset):
@@ -112,8 +112,7 @@ class PackedDataset(IterableDataset):
         return fingerprint_of(self.packs)
 
     def __iter__(self) -> Iterator[Pack]:
-        if self._over:
-            self._begin_pass(self._following_epoch())
+        self.go_on()
         share, begin = self._share(), self._begin
         given = Progress(begin.position, dict(begin.cursors))
         position = begin.position
@@ -171,12 +170,27 @@ class PackedDataset(IterableDataset):
         """Go back to the very beginning, as if nothing had been read."""
         self._begin_pass(0)
 
+    def go_on(self) -> None:
+        """Begin the next pass if this one is over, as iterating does: before workers copy it."""
+        if self._over:
+            self._begin_pass(self._following_epoch())
+
+    def end_pass(self) -> dict:
+        """End the pass behind the packs stepped so far, and give the state there.
+
+        What comes to the end by itself needs it not; through workers this process cannot know.
+        """
+        self._over, self._given = True, self._done or self._given
+        return self.state_dict()
+
     def stepped(self, *packs: Pack | dict) -> None:
         """Say which packs were trained on: from now on the state is that of the stepped ones.
 
         Without it, the state is that of the packs given out, which counts prefetched ones too.
         A stream's packs carry their own shard's place only, so none of them may be left out.
         """
+        if self._given is self._begin:
+            self.go_on()  # a loaded pass was over: the workers that read these went on as well
         if self._done is None:
             self._done = Progress(self._begin.position, dict(self._begin.cursors))
         for pack in packs:
@@ -192,6 +206,8 @@ class PackedDataset(IterableDataset):
     def state_dict(self) -> dict:
         """Give the state: small JSON that any number of ranks and workers can continue from.
 
+        Behind the last pack of a pass nothing is left of it. Once the pass was asked for more, or
+        `end_pass` was called, it is over, and what continues from there is the next one.
         Of packs that a DataLoader's workers read, this process knows only what `stepped` told it;
         without that the state stays the beginning, and a StatefulDataLoader's own has to be saved.
         Where lengths are unknown a rank knows its own shards only: `merge_states` joins them.
@@ -199,7 +215,8 @@ class PackedDataset(IterableDataset):
         info = get_worker_info()
         if info is None:
             progress = self._done or self._given
-            return self._state(progress.reached(self._share()), progress.shards())
+            over = self._over and progress.last == self._given.last  # what is read may be ahead
+            return self._state(progress.reached(self._share()), progress.shards(), over)
         at = self._begin.position
         _, epoch, start = self._given.last or (0, at.epoch, at.start)
         worker = {"id": info.id, "of": info.num_workers, "taken": self._given.taken}
@@ -209,8 +226,9 @@ class PackedDataset(IterableDataset):
     def load_state_dict(self, state: dict) -> None:
         """Continue where the state was taken; it must be of the same data and settings.
 
-        Where lengths are known, `epochs` may be another: the pass has then so many in all. A
-        stream's last epoch ends with packs of what was held back, so there it must be the same.
+        A pass that was over is followed by the next, unless it may be longer here: `packs` may be
+        another, and so may `epochs` where lengths are known, and the pass has so many in all. A
+        stream's last epoch ends with packs of what was held back, so its `epochs` are the same.
         """
         check_state(state, self.settings, self.data)
         position = Position(**state["position"])
@@ -231,14 +249,17 @@ class PackedDataset(IterableDataset):
             )
         cursors = {int(shard): dict(at) for shard, at in state.get("shards", {}).items()}
         self._begin = Progress(position, cursors)
-        self._given, self._done, self._worker, self._over = self._begin, None, worker, False
+        self._given, self._done, self._worker = self._begin, None, worker
+        self._over = is_over(state, self.epochs, self.packs.packs)
 
-    def _state(self, position: Position, shards: dict) -> dict:
+    def _state(self, position: Position, shards: dict, over: bool = False) -> dict:
         state = {
             "version": VERSION,
             "settings": dict(self.settings),
             "data": self.data,
             "epochs": self.epochs,
+            "packs": self.packs.packs,
+            "over": over,
             "position": asdict(position),
         }
         return {**state, "shards": shards} if shards else state
@@ -264,7 +285,7 @@ class PackedDataset(IterableDataset):
         # A run without end was ended by `packs`, for each reader at a pack of its own: all must
         # name one epoch. Where shards end in different ones, only the pass's first is known to all.
         if isinstance(self.packs, PlannedPacks):
-            return self.packs.following_epoch
+            return self.packs.following_epoch(self._given.reached(self._share()))
         return self._begin.position.epoch + 1
 
     def _share(self) -> Share:

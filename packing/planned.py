@@ -79,8 +79,6 @@ class PlannedPacks:
         self._drawn = 0, np.zeros(len(weights), np.int64)
         """An epoch, and the tokens of each source before it: those counted last."""
         self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
-        self.following_epoch = 0
-        """The first epoch that the last `read` to come to its end left untouched."""
 
     def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
         """Plan an epoch window by window; the items are the documents of the store."""
@@ -139,6 +137,15 @@ class PlannedPacks:
         """Count the packs of an epoch, without reading a token."""
         return sum(len(plan) for plan in self.plans(epoch))
 
+    def following_epoch(self, position: Position) -> int:
+        """Give the first epoch that a pass which `packs` ends leaves untouched."""
+        assert self.packs is not None
+        epoch, at = position.epoch, position.start
+        while at < self.packs:
+            at += max(1, self.count(epoch))
+            epoch += 1
+        return epoch
+
     def read(self, position: Position, share: Share, base: int) -> Iterator[Pack]:
         """Give the share's packs from `position` on, through the epochs before its `until`.
 
@@ -149,7 +156,6 @@ class PlannedPacks:
         last = sys.maxsize if self.packs is None else self.packs
         for epoch in count(position.epoch):
             if epoch == position.until or at >= last:
-                self.following_epoch = epoch
                 break
             begins.append((epoch, at))
             for plan in self.plans(epoch, at):

@@ -1,6 +1,7 @@
 """The state of a run: small versioned JSON, the same on every rank.
 
     {"version": 2, "settings": {...}, "data": "fingerprint", "epochs": 3,
+     "packs": null, "over": false,                         whether a pass of so many has ended
      "position": {"epoch", "start", "index", "until"},     packs below `index` were stepped
      "shards": {"0": "...", ...}}                          cursors, where lengths are unknown
 
@@ -15,7 +16,9 @@ from typing import Any
 
 VERSION = 2
 """Grows with the format, and when the same data and settings would give other packs."""
-FIELDS = {"version", "settings", "data", "epochs", "position", "shards", "worker"}
+FIELDS = {"version", "settings", "data", "epochs", "position", "packs", "over", "shards", "worker"}
+OPTIONAL = {"packs", "over", "shards", "worker"}
+"""Fields that a state may lack: the first two came later."""
 POSITION = ("epoch", "start", "index", "until")
 
 
@@ -28,7 +31,7 @@ def check_state(state: Any, settings: dict, data: str) -> None:
             f"the state has version {state['version']}, this nopad reads {VERSION}: "
             "use the nopad that wrote it"
         )
-    if set(state) - FIELDS or FIELDS - {"shards", "worker"} - set(state):
+    if set(state) - FIELDS or FIELDS - OPTIONAL - set(state):
         raise ValueError(f"the state has the fields {sorted(state)}, expected {sorted(FIELDS)}")
     _check_settings(state["settings"], settings)
     if state["data"] != data:
@@ -37,6 +40,7 @@ def check_state(state: Any, settings: dict, data: str) -> None:
         )
     _check_position(state["position"])
     _check_epochs(state["epochs"], state["position"]["until"])
+    _check_end(state.get("over", False), state.get("packs"))
     _check_shards(state.get("shards", {}), settings.get("shards") or 0)
 
 
@@ -67,6 +71,13 @@ def _check_epochs(epochs: Any, until: Any) -> None:
         raise ValueError(f"the state's epochs={epochs!r} and until={until!r} contradict each other")
 
 
+def _check_end(over: Any, packs: Any) -> None:
+    if not isinstance(over, bool):
+        raise ValueError(f"the state's over is {over!r}: expected true or false")
+    if packs is not None and not is_count(packs):
+        raise ValueError(f"the state's packs is {packs!r}: expected a number from 0, or none")
+
+
 def _check_shards(shards: Any, count: int) -> None:
     if not isinstance(shards, dict):
         raise ValueError(f"the state's shards are {type(shards).__name__}, not a dict")
@@ -95,6 +106,12 @@ def pass_end(state: dict, epochs: int | None) -> int | None:
             f"counted from 0; this dataset has epochs={epochs}, nothing would be left: raise it"
         )
     return until
+
+
+def is_over(state: dict, epochs: int | None, packs: int | None) -> bool:
+    """Whether a state's pass came to its end, and may be no longer here than it was there."""
+    bounds = state["epochs"], state.get("packs")
+    return state.get("over", False) and bounds == (epochs, packs)
 
 
 def is_count(value: Any) -> bool:

@@ -1,0 +1,198 @@
+"""The end of a pass: what continues from it is the next pass, whoever read and whoever goes on."""
+
+import itertools
+import json
+
+import pytest
+from nopad.packing import PackedDataset, Sample
+from nopad.packing.state import merge_states
+from nopad.packing.token_store import Shelf, TokenStore
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+KINDS = (
+    "planned",
+    "levelled",
+    "store",
+    "planned mixture",
+    "sharded",
+    "sharded mixture",
+    "function",
+)
+
+
+@pytest.fixture
+def make(tools, jsonl):
+    """Give a function that opens a dataset of each kind for one rank."""
+    rows = tools.documents(60)
+    path, other = jsonl(rows), jsonl(rows[:20], "other.jsonl")
+    sources = {
+        "store": TokenStore([Shelf.of([Sample(row) for row in rows])]),
+        "planned mixture": [(rows, 2), (rows[:20], 1)],
+        "sharded": path,
+        "sharded mixture": [(path, 2), (other, 1)],
+        "function": lambda: iter(rows),
+    }
+
+    def open_one(kind, rank=0, world=1, **options):
+        options = {"budget": 64, "pool": 6, "rank": rank, "world": world, **options}
+        if kind in ("sharded", "sharded mixture", "function"):
+            options |= {"shards": 4, "shuffle": 8, "ahead": False}
+        if "mixture" in kind:
+            options["stop"] = "all"
+        return PackedDataset(sources.get(kind, rows), level=kind == "levelled", **options)
+
+    return open_one
+
+
+def one_pass(tools, packs):
+    return [tools.digest(pack) for pack in packs]
+
+
+def saved(data):
+    return json.loads(json.dumps(data.state_dict()))
+
+
+def loaded(data, state):
+    data.load_state_dict(state)
+    return data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [{}, {"epochs": 2}, {"packs": 9}, {"epochs": None, "packs": 21}])
+def test_a_state_of_a_pass_that_is_over_goes_on_with_the_next(make, tools, kind, end):
+    data, passes, states = make(kind, **end), [], []
+    for _ in range(3):
+        passes.append(one_pass(tools, data))
+        states.append(saved(data))
+    assert passes[0] and passes[0] != passes[1] != passes[2]
+    for number, state in enumerate(states[:2], 1):
+        again = loaded(make(kind, **end), state)
+        assert saved(again) == state, "a load alone changed it"
+        assert [one_pass(tools, again) for _ in passes[number:]] == passes[number:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_behind_the_last_pack_nothing_is_left_of_a_pass_that_was_not_asked_for_more(
+    make, tools, kind
+):
+    whole = make(kind)
+    first, second = one_pass(tools, whole), one_pass(tools, whole)
+    data = make(kind)
+    assert [tools.digest(pack) for pack in itertools.islice(data, len(first))] == first
+    again = loaded(make(kind), saved(data))
+    assert [one_pass(tools, again) for _ in range(2)] == [[], second]
+
+
+@pytest.mark.parametrize("kind", ["planned", "store", "sharded"])
+@pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_next_pass_is_the_same_for_other_ranks_and_workers(make, tools, kind, before):
+    for end in ({"packs": 13}, {"epochs": None, "packs": 13}):
+
+        def build(rank=0, world=1, end=end):
+            return make(kind, rank, world, **end)
+
+        alone = build()
+        passes = [one_pass(tools, alone) for _ in range(2)]
+        run = tools.Run(build, *before)
+        assert one_pass(tools, run.packs())[:13] == passes[0]
+        state = merge_states([main.end_pass() for main in run.mains])
+        for after in ((1, 1), (4, 1), (2, 2)):
+            again = tools.Run(build, *after).load(state)
+            found = one_pass(tools, again.packs())
+            assert found[:13] == passes[1] and not any(content for _, content in found[13:])
+            assert again.saved()["position"]["index"] == -(-13 // after[0]) * after[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_an_uneven_end_go_on_together(make, tools, world):
+    """The last round may begin in the epoch before, where epochs are shorter than a round."""
+    rows = [[n + 1] * 8 for n in range(4)]
+
+    def build(rank=0, world=1):
+        return PackedDataset(rows, budget=8, epochs=2, rank=rank, world=world)
+
+    alone = build()
+    passes = [one_pass(tools, alone) for _ in range(2)]
+    ranks = [build(rank, world) for rank in range(world)]
+    for data in ranks:
+        one_pass(tools, data)
+    state = merge_states([saved(data) for data in ranks])
+    found = [one_pass(tools, loaded(build(rank, world), state)) for rank in range(world)]
+    together = [pack for some in zip(*found, strict=True) for pack in some]
+    assert together[:8] == passes[1] and not any(content for _, content in together[8:])
+    assert one_pass(tools, loaded(build(), state)) == passes[1]
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+def test_workers_that_read_the_next_pass_have_their_packs_counted(make, tools, kind):
+    whole = make(kind)
+    one_pass(tools, whole)
+    data, second, seen = loaded(make(kind), saved(whole)), one_pass(tools, whole), []
+    for pack in DataLoader(data, batch_size=None, num_workers=2):
+        data.stepped(pack)
+        seen.append(tools.digest(pack))
+        if len(seen) == 6:
+            break
+    assert seen == second[:6]
+    assert one_pass(tools, loaded(make(kind), saved(data))) == second[6:]
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+def test_a_pass_that_was_read_ahead_to_its_end_is_over_once_all_was_stepped(make, tools, kind):
+    data = make(kind)
+    packs = list(data)
+    data.stepped(*packs[:-1])
+    rest = one_pass(tools, loaded(make(kind), saved(data)))
+    assert rest == [tools.digest(packs[-1])]
+    data.stepped(packs[-1])
+    second = one_pass(tools, loaded(make(kind), saved(data)))
+    assert second == one_pass(tools, data) != []
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_goes_on_with_what_it_would_have_given(make, tools, kind, workers):
+    def build():
+        return StatefulDataLoader(make(kind), batch_size=None, num_workers=workers)
+
+    loader = build()
+    first, state = one_pass(tools, loader), loader.state_dict()
+    second = one_pass(tools, loader)
+    again = build()
+    again.load_state_dict(state)
+    assert first and one_pass(tools, again) == second
+
+
+@pytest.mark.parametrize("before, after", [(1, 3), (2, 3), (1, None)])
+def test_a_pass_that_was_over_goes_on_where_it_may_be_longer(make, tools, before, after):
+    whole = one_pass(tools, make("levelled", epochs=3))
+    data = make("levelled", epochs=before)
+    done = one_pass(tools, data)
+    again = loaded(make("levelled", epochs=after), saved(data))
+    assert done + one_pass(tools, itertools.islice(again, len(whole) - len(done))) == whole
+    if after is not None:
+        assert not any(True for _ in loaded(make("levelled", epochs=after), saved(again)))
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+def test_a_pass_that_packs_ended_goes_on_where_there_may_be_more(make, tools, kind):
+    whole = one_pass(tools, make(kind, epochs=None, packs=20))
+    data = make(kind, epochs=None, packs=12)
+    done = one_pass(tools, data)
+    assert done + one_pass(tools, loaded(make(kind, epochs=None, packs=20), saved(data))) == whole
+
+
+def test_a_state_from_before_the_end_was_told_is_still_read(make, tools):
+    data = make("planned")
+    packs = iter(data)
+    next(packs)
+    state = {name: x for name, x in saved(data).items() if name not in ("over", "packs")}
+    assert one_pass(tools, loaded(make("planned"), state)) == one_pass(tools, packs)
+
+
+@pytest.mark.parametrize("field, value", [("over", 1), ("over", None), ("packs", -1)])
+def test_an_end_that_cannot_be_is_refused(make, field, value):
+    with pytest.raises(ValueError, match=f"the state's {field} is {value}"):
+        make("planned").load_state_dict({**make("planned").state_dict(), field: value})
