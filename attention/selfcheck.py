@@ -62,7 +62,9 @@ def draw_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) 
 
 
 def vocabulary(model: Any) -> int:
-    return model.get_input_embeddings().weight.shape[0]
+    """How many tokens a model both reads and predicts."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(table.weight.shape[0] for table in tables if table is not None)
 
 
 def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:

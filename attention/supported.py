@@ -20,6 +20,7 @@ _REFUSED_TYPES = {
     "hrm_text": "runs its layers more than once per step",
     "inkling_text": "adds a position bias inside attention",
     "doge": "computes its mask from the values",
+    "git": "chooses its attention from a table of its own",
 }
 _STATEFUL = (
     "Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Recurrent", "LinearAttention",

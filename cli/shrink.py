@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 64, "d_model": 64,
@@ -65,11 +66,18 @@ def shrink(config: Any, layers: int | None = None) -> Any:
         given = getattr(config, name, None)
         if isinstance(given, list) and given:
             changes[name] = (list(dict.fromkeys(given)) * count)[:count]
+    changes |= {name: shrink(part, layers) for name, part in _parts(config)}
     if hasattr(config, "is_decoder"):
         changes["is_decoder"] = True
     if getattr(config, "use_sliding_window", None) is False:
         changes |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     return _rebuild(config, changes)
+
+
+def _parts(config: Any) -> list[tuple[str, Any]]:
+    """The configs inside a config: of its text model, of what sees and hears."""
+    named = [(name, getattr(config, name, None)) for name in getattr(config, "sub_configs", {})]
+    return [(name, part) for name, part in named if isinstance(part, PreTrainedConfig)]
 
 
 def _wanted(config: Any, name: str) -> bool:

@@ -24,19 +24,19 @@ REFUSED, TOO_BIG = "refused", "not built small"
 _REFUSED = """
 axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
 camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon
-falcon_mamba glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
-inkling_text jamba kimi_linear mamba marian mbart megatron-bert minimax mpt mvp
-nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5_moe_text qwen3_5_text
-qwen3_next recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv trocr
-whisper xglm xlm xlm-roberta xlm-roberta-xl xlstm
+falcon_mamba git glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
+inkling_text jamba kimi_linear mamba marian mbart megatron-bert minimax
+moss_transcribe_diarize mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5
+qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rembert roberta
+roberta-prelayernorm roformer rwkv trocr whisper xglm xlm xlm-roberta xlm-roberta-xl
+xlstm
 """
-# Composite, or with sizes that hang together in ways `shrink` does not know.
+# With sizes that hang together in ways `shrink` does not know.
 _TOO_BIG = """
-bamba blt cohere_compass_text cpmant dbrx emu3 falcon_h1 fuyu gemma3 gemma3n gemma4
-gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2 gpt_neo lfm2_moe
-llama4 mamba2 mllama moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
-prophetnet qwen3_5 qwen3_5_moe qwen4_exp qwen4_exp_text reformer roc_bert xlnet xmod
-zamba zamba2 zaya
+bamba blt cohere_compass_text cpmant dbrx falcon_h1 gemma3n gemma4_assistant
+gemma4_unified_assistant got_ocr2 gpt_neo lfm2_moe mamba2 musicgen musicgen_melody
+phi4_multimodal prophetnet qwen4_exp qwen4_exp_text reformer roc_bert xlnet xmod zamba
+zamba2 zaya
 """
 EXCEPTIONS = dict.fromkeys(_REFUSED.split(), REFUSED) | dict.fromkeys(_TOO_BIG.split(), TOO_BIG)
 
