@@ -6,6 +6,7 @@ The oracle is the model itself with eager attention, on the documents one by one
 from __future__ import annotations
 
 import copy
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,12 @@ import torch
 
 from ..attention import why_refused
 from ..attention.selfcheck import Packed, check_default_cache, check_packed, check_paged
+from .loading import first_line
+
+_DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob",
+    "attention_probs_dropout_prob",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +37,17 @@ class Finding:
     def bad(self) -> bool:
         return self.verdict in ("LEAK", "WRONG")
 
+    @property
+    def examined(self) -> bool:
+        return self.packed is not None
 
-def examine(oracle: Any, name: str) -> Finding:
-    """Hold one implementation against the documents run one by one with eager attention."""
+
+def examine(oracle: Any, name: str, given: Any = None) -> Finding:
+    """Hold one implementation against the documents run one by one with eager attention.
+
+    Args:
+        given: the config as the user has it, where the oracle was built of a shrunk one.
+    """
     reason = why_refused(oracle) if name == "nopad" else None
     if reason is not None:
         return Finding(name, "refused", note=reason)
@@ -46,7 +61,9 @@ def examine(oracle: Any, name: str) -> Finding:
     verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # NaN is neither more nor less
         verdict = "WRONG"
-    return Finding(name, verdict, packed, paged, _advice(model, oracle, verdict, limit))
+    notes = [_advice(model, oracle, verdict, limit)]
+    notes += _dropout(given or oracle.config) if name == "nopad" else []
+    return Finding(name, verdict, packed, paged, "; ".join(filter(None, notes)))
 
 
 def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
@@ -56,6 +73,13 @@ def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
         return _repair(model, oracle, limit) if stock else ""
     leaks = not check_default_cache(model) <= limit
     return "but leaks where the batch does not say use_cache=False" if leaks else ""
+
+
+def _dropout(given: Any) -> list[str]:
+    """The checks drop nothing out; training would, and nopad refuses that."""
+    config = given.get_text_config()
+    asked = ((name, getattr(config, name, None)) for name in _DROPOUTS)
+    return [f"trains only with {name}=0 (it is {rate})" for name, rate in asked if rate]
 
 
 def with_attention(model: Any, name: str) -> Any:
@@ -103,6 +127,8 @@ def report(name: str, model: Any, findings: list[Finding]) -> str:
         lines.append(f"Do not train packed batches with {', '.join(bad)}.")
     if fine:
         lines.append(f"Packed documents stay apart with {', '.join(fine)}.")
+    if not bad and not fine:
+        lines.append("Nothing was examined: no implementation named in --attn runs here.")
     return "\n".join(lines)
 
 
@@ -118,5 +144,5 @@ def _row(finding: Finding) -> tuple[str, ...]:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
+    said = textwrap.shorten(first_line(error), 160, placeholder=" ...")
+    return f"{type(error).__name__}: {said}"

@@ -7,7 +7,8 @@
 
 Every implementation that runs here gets the same pack and is held against the documents run one by
 one: logits, loss, gradients, and whether a document moves when the one before it is exchanged. Exit
-status: 0 all apart, 1 some implementation leaks or is wrong, 2 the model could not be read.
+status: 0 all that ran here are apart, 1 some implementation leaks or is wrong, 2 nothing could be
+examined: the model cannot be read or built, or none of the implementations serves it here.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .asking import parser
 from .loading import first_line, quiet_bars
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
+MOST_PARAMETERS = 50_000_000
+"""A shrunk model beyond it was not shrunk: to build it would fill the memory."""
 
 
 def main(argv: list[str]) -> int:
@@ -36,22 +39,37 @@ def main(argv: list[str]) -> int:
     if not names:
         raise ValueError(f"--attn {options.attn!r} names no attention implementation")
     with _quiet():
+        _check_names(names)
         try:
-            model = load(options.model, options.tiny)
-        except (OSError, ValueError, KeyError) as error:
+            model, given = load(options.model, options.tiny)
+        except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
             reason = f"cannot build {options.model}: {first_line(error)}"
             print(f"nopad doctor: {reason}", file=sys.stderr)
             return 2
-        look = _agreement if options.agreement else partial(_apartness, names)
+        look = _agreement if options.agreement else partial(_apartness, names, given)
         return look(options.model, model)
 
 
-def _apartness(names: list[str], name: str, model: Any) -> int:
-    """Print which implementations keep documents apart; 1 where one does not."""
+def _check_names(names: list[str]) -> None:
+    """Refuse an implementation that Transformers does not know; kernels of the hub have a slash."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ..attention.registration import NAME
+
+    known = sorted({"eager", NAME, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    for name in names:
+        if name not in known and "/" not in name:
+            raise ValueError(f"--attn {name}: no such attention; there are {', '.join(known)}")
+
+
+def _apartness(names: list[str], given: Any, name: str, model: Any) -> int:
+    """Print which implementations keep documents apart; 1 where one does not, 2 where none ran."""
     from .apartness import examine, report
 
-    findings = [examine(model, each) for each in names]
+    findings = [examine(model, each, given) for each in names]
     print(report(name, model, findings))
+    if not any(finding.examined for finding in findings):
+        return 2
     return int(any(finding.bad for finding in findings))
 
 
@@ -68,7 +86,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _agreement(name: str, model: Any) -> int:
     """Print how far generation and training lie apart; 1 where it is more than rounding.
 
-    It is 1 as well where the backend that runs everywhere did not, or none.
+    It is 1 as well where the backend that runs everywhere did not, or none; 2 for a model refused.
     """
     from ..attention import why_refused
     from .agreeing import rows, table
@@ -76,19 +94,17 @@ def _agreement(name: str, model: Any) -> int:
     reason = why_refused(model)
     if reason is not None:
         print(f"{name}: refused: {reason}")
-        return 0
+        return 2
     made = list(rows(model))
     print(table(name, made))
     return int(any(row.bad for row in made) or all(row.found is None for row in made))
 
 
-def load(name: str, tiny: bool) -> Any:
-    """The model, with eager attention, in fp32, on the GPU if there is one."""
+def load(name: str, tiny: bool) -> tuple[Any, Any]:
+    """The model, with eager attention, in fp32, on the GPU if there is one; and its own config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from .shrink import scramble, shrink
 
     path = Path(os.path.expanduser(name))
     if not path.exists() and (path.suffix == ".json" or name.startswith(("/", ".", "~"))):
@@ -103,12 +119,31 @@ def load(name: str, tiny: bool) -> Any:
         weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         tiny = tiny or (path.exists() and (path.is_file() or not weights))
     if tiny:
-        model = AutoModelForCausalLM.from_config(shrink(config), **kind)
-        scramble(model)
+        model = _small(config, kind)
     else:
         model = AutoModelForCausalLM.from_pretrained(place, **kind)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.eval().to(device)
+    return model.eval().to(device), config
+
+
+def _small(config: Any, kind: dict[str, Any]) -> Any:
+    """A small model of that config with random weights; counted first where it costs no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .shrink import scramble, shrink
+
+    with torch.device("meta"):
+        trial = AutoModelForCausalLM.from_config(shrink(config), **kind)
+    size = sum(p.numel() for p in trial.parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(
+            f"{size:,} parameters even when shrunk, more than {MOST_PARAMETERS:,}: give the folder "
+            "of a small checkpoint of that type"
+        )
+    model = AutoModelForCausalLM.from_config(shrink(config), **kind)
+    scramble(model)
+    return model
 
 
 @contextmanager

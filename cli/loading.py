@@ -34,7 +34,7 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any
     quiet_bars()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype)
-    except (OSError, KeyError, ValueError) as error:
+    except Exception as error:  # every library on the way to the weights has errors of its own
         raise ValueError(f"cannot load {name}: {first_line(error)}") from None
     return model.to(place).eval()
 
@@ -46,7 +46,7 @@ def load_tokenizer(name: str) -> Any:
     place = found(name)
     try:
         return AutoTokenizer.from_pretrained(place)
-    except (OSError, KeyError, ValueError) as error:
+    except Exception as error:
         why = "has no tokenizer that can be read" if Path(place).is_dir() else first_line(error)
         raise ValueError(f"{name}: {why}; name one with --tokenizer") from None
 
@@ -58,9 +58,10 @@ def check_template(tokenizer: Any) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, without an end that announces more."""
+    """What an error says first, with the next line where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(":") if lines else type(error).__name__
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return said.rstrip(":") or type(error).__name__
 
 
 def _device(name: str | None) -> Any:

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 from nopad.cli.doctor import main
+from nopad.cli.loading import load_model
 from nopad.cli.shrink import shrink
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -44,14 +45,57 @@ def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
 
 
 def test_what_is_refused_is_told_with_the_reason(capsys):
-    assert main(["qwen3_next", "--attn", "nopad"]) == 0
+    assert main(["qwen3_next", "--attn", "nopad"]) == 2, "nothing was examined"
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "refused"} and "recurrent" in text
+    assert "Nothing was examined" in text
 
 
 def test_what_does_not_run_here_is_told(capsys):
-    assert main(["llama", "--attn", "flash_attention_2"]) == 0
-    assert "not run" in capsys.readouterr().out
+    assert main(["llama", "--attn", "flash_attention_2,eager"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "not run" in rows["flash_attention_2"] and not rows["flash_attention_2"].endswith(" d")
+
+
+def test_an_attention_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match=r"--attn sdap: .*nopad.*sdpa"):
+        main(["llama", "--attn", "nopad,sdap"])
+
+
+def test_attention_dropout_that_training_would_refuse_is_told(tmp_path, capsys):
+    assert main(["gpt2", "--attn", "nopad,eager"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "trains only with attn_pdrop=0 (it is 0.1)" in rows["nopad"]
+    assert "attn_pdrop" not in rows["eager"]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4", "mllama"])
+def test_configs_inside_a_config_are_shrunk_too(kind, capsys):
+    assert main([kind, "--attn", "nopad"]) == 0
+    text = capsys.readouterr().out
+    assert int(text.split(" parameters")[0].split()[-1].replace(",", "")) < 1_000_000
+    assert verdicts(text) == {"nopad": "apart"}
+
+
+def test_a_model_that_stays_large_is_not_built(capsys, monkeypatch):
+    monkeypatch.setattr("nopad.cli.doctor.MOST_PARAMETERS", 1000)
+    assert main(["llama"]) == 2
+    assert "parameters even when shrunk" in capsys.readouterr().err
+
+
+def cut(folder):
+    """A checkpoint whose weights end too early."""
+    AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+
+
+def test_broken_weights_are_one_line_and_status_two(tmp_path, capsys):
+    cut(tmp_path)
+    assert main([str(tmp_path), "--attn", "nopad"]) == 2
+    assert capsys.readouterr().err.startswith(f"nopad doctor: cannot build {tmp_path}: ")
+    with pytest.raises(ValueError, match="cannot load"):
+        load_model(str(tmp_path))
 
 
 def test_a_config_file_is_enough(tmp_path, capsys):
@@ -112,7 +156,7 @@ def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkey
 
 
 def test_agreement_of_a_refused_model_is_not_tried(capsys):
-    assert main(["qwen3_next", "--agreement"]) == 0
+    assert main(["qwen3_next", "--agreement"]) == 2
     assert "refused" in capsys.readouterr().out
 
 
