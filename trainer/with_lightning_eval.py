@@ -2,7 +2,7 @@
 
     engine = Engine(module.model, tokenizer)
     evaluation = GenerationEval(engine.generate, examples, {"exact": exact_match}, every=500)
-    best = ModelCheckpoint(monitor="eval/exact", mode="max")
+    best = ModelCheckpoint(monitor="eval/exact", mode="max", every_n_train_steps=500)
     Trainer(callbacks=[EvalCallback(evaluation), best], ...)
 
 With `every=None` it runs at the end of each validation instead, and after the last step.
