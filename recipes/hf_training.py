@@ -75,14 +75,8 @@ def hf_train(
                 folder.start()
             Training.begun = True
 
-    class Resumable(PackedTrainer):
-        def get_batch_samples(self, *given):
-            # A resumed run that is done already would take a step more: its loop looks after steps.
-            done = self.state.global_step >= self.state.max_steps
-            return ([], None) if done else super().get_batch_samples(*given)
-
     with heard_to_the_end():
-        trainer = Resumable(
+        trainer = PackedTrainer(
             model,
             hf_arguments(args),
             PackedCollator(fill=args.compile),

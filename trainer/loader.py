@@ -133,13 +133,15 @@ class PackedLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
+        self.dataset.go_on()
         self.dataset.stepped()  # none yet: from here on the state is that of steps, not of reads
         self._state = self.dataset.state_dict()
         for window, is_last in _mark_last(self._windows()):
+            if is_last:  # trainers save before they ask for more, and go on with the next pass
+                window.state = self.dataset.end_pass()
             yield from self._step(window, is_last)
+        self.dataset.end_pass()
         self._state = None
-        if self._loader.num_workers:  # the workers' copies moved on, ours has to follow
-            self.dataset.set_epoch(self.dataset.state_dict()["position"]["until"])
 
     def state(self) -> dict:
         """Return this rank's view of the data state after the last step handed out."""

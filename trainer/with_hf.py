@@ -147,6 +147,11 @@ class Packed(_Base):
                 if isinstance(callback, StopCallback):
                     callback.request.release()
 
+    def get_batch_samples(self, *given: Any, **named: Any):
+        # A resumed run that is done already would take a step more: its loop looks after steps.
+        done = self.state.global_step >= self.state.max_steps
+        return ([], None) if done else super().get_batch_samples(*given, **named)
+
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._loader is not None and self._meter is not None:

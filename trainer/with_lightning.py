@@ -57,12 +57,8 @@ class LightningPacks(PackedLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         self.go_back()
-        self.stepped, empty = self.state(), True
-        for batch in super().__iter__():
-            empty = False
-            yield batch
-        if empty:  # the position is the end of a pass, and Lightning begins an epoch
-            yield from super().__iter__()
+        self.stepped = self.state()
+        yield from super().__iter__()
 
     def take(self) -> tuple[PackInfo, dict | None]:
         """Hear that the next batch was trained on; return its pack, and the state if it steps."""
