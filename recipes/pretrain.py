@@ -20,7 +20,7 @@ import sys
 from loading import data_options, load_data, load_model
 from nopad.cli.asking import Help, count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, exit_status, parse
+from settings import Training, parse, run_recipe
 
 RATES_EVERY = 10
 """Steps: to read the rates of a stream goes over all of it so far. The first steps, which are slow
@@ -287,4 +287,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("pretrain", main))
+    sys.exit(run_recipe("pretrain", main))

@@ -15,7 +15,7 @@ from held_out import continuing
 from loading import data_options, load_data, load_model
 from nopad.cli.asking import Help, count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, exit_status, heard_to_the_end, parse
+from settings import Training, heard_to_the_end, parse, run_recipe
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -117,4 +117,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("pretrain_lightning", main))
+    sys.exit(run_recipe("pretrain_lightning", main))

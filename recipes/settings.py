@@ -8,6 +8,7 @@ A run that is resumed takes what neither of them says from what it was started w
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,7 +132,17 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
         told = in_options(error, **RENAMED)
         print(f"{recipe}: {' '.join(told.split())}", file=sys.stderr)
         return 2
-    from nopad.trainer.ranks import leave_group  # here: torch is loaded by now, if at all needed
-
-    leave_group()
     return 0
+
+
+def run_recipe(recipe: str, main: Callable[[list[str] | None], None], argv: Any = None) -> int:
+    """Run a recipe as a program whose last act this is; return its exit status."""
+    status = exit_status(recipe, main, argv)
+    if status == 0:
+        from nopad.trainer.ranks import leave_group  # here: torch is loaded by now
+        from nopad.trainer.stop import SIGNALS
+
+        for number in SIGNALS:  # all is saved: a late one must not make a failure of it
+            signal.signal(number, signal.SIG_IGN)
+        leave_group()
+    return status

@@ -17,7 +17,7 @@ from loading import naming, open_data, shared_options
 from nopad.cli.asking import Help, count, positive, reading_choices
 from nopad.cli.loading import checkpoint, load_tokenizer
 from run_folder import RunFolder
-from settings import exit_status, parse
+from settings import parse, run_recipe
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -100,4 +100,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("sft", main))
+    sys.exit(run_recipe("sft", main))

@@ -14,7 +14,7 @@ from hf_training import hf_options, hf_train
 from loading import data_options, load_data, load_model
 from nopad.cli.asking import Help
 from run_folder import RunFolder
-from settings import exit_status, parse
+from settings import parse, run_recipe
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,4 +42,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("train_hf", main))
+    sys.exit(run_recipe("train_hf", main))

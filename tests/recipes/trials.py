@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -47,7 +48,7 @@ from nopad.trainer import (  # noqa: E402
     with_lightning,
 )
 from nopad.trainer.evaluation import GenerationEval  # noqa: E402
-from settings import exit_status  # noqa: E402
+from settings import run_recipe  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402, F401
 
 STEPS = 12
@@ -78,7 +79,7 @@ class Recipe:
             torch.set_num_threads(1)
             if prepare is not None:
                 prepare(rank)
-            return exit_status(self.name, MAIN[self.name].main, arguments)
+            return run_recipe(self.name, MAIN[self.name].main, arguments)
 
         return Ranks(target, at, world)
 
@@ -194,7 +195,7 @@ def signals(recipe: Recipe, number: int) -> str:
     ended = "second" if where == "twice" and any(codes) else where
     if ended == "second":
         for rank, code in enumerate(codes):  # whoever waited for one that had left ends by an error
-            left = code == 1 and "closed by peer" in run.said(rank)
+            left = code == 1 and re.search("(closed|reset) by peer", run.said(rank))
             assert left or code in (0, 128 + kind), f"{codes}\n{run.said(rank)}"
     else:
         assert codes == [0] * world, f"{codes}\n{run.said()}"

@@ -106,7 +106,7 @@ def digest(model) -> str:
     return state.hexdigest()
 
 
-def launch(script: Path, *arguments, world: int = 2, timeout: float = 120, check: bool = True):
+def launch(script: Path, *arguments, world: int = 2, timeout: float = 300, check: bool = True):
     """Run a script as `world` processes; return the JSON in the last line of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
