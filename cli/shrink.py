@@ -53,7 +53,7 @@ def shrink(config: Any, layers: int | None = None) -> Any:
     changes = {name: value for name, value in SMALL.items() if _wanted(config, name)}
     if "qk_rope_head_dim" in changes:  # the rotary part is what such configs call the head dim
         changes["head_dim"] = changes["qk_rope_head_dim"]
-    changes |= {name: 0.0 for name in DROPOUTS if hasattr(config, name)}
+    changes |= {name: _zero(getattr(config, name)) for name in DROPOUTS if hasattr(config, name)}
     kinds = getattr(config, "layer_types", None)
     pattern = list(dict.fromkeys(kinds)) if kinds else []
     count = layers or max(2, len(pattern))
@@ -72,6 +72,11 @@ def shrink(config: Any, layers: int | None = None) -> Any:
     if getattr(config, "use_sliding_window", None) is False:
         changes |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     return _rebuild(config, changes)
+
+
+def _zero(rate: Any) -> float:
+    """No dropout, as the number that was given: strict configs tell 0 from 0.0."""
+    return 0 if isinstance(rate, int) else 0.0
 
 
 def _parts(config: Any) -> list[tuple[str, Any]]:
