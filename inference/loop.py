@@ -22,7 +22,7 @@ from ..attention.allocator import Copy
 from .batch import Step, build
 from .canary import Canary
 from .request import Request
-from .scheduler import Scheduler
+from .scheduler import Plan, Scheduler
 from .slots import Slots
 from .stats import Stats
 
@@ -73,7 +73,7 @@ class Loop:
         self._ends = ends
         self._canary = canary
         self._depth = 0 if canary is not None else runner.depth
-        self._flying: deque[tuple[Step, Callable[[], Results]]] = deque()
+        self._flying: deque[tuple[Step, Callable[[], Results], Plan]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -100,7 +100,7 @@ class Loop:
                 self._canary.copy(plan.copies)
                 self._canary.check(step, self.scheduler.scope)
             try:
-                self._flying.append((step, self._runner.launch(step)))
+                self._flying.append((step, self._runner.launch(step), plan))
             except OutOfMemory:
                 self.scheduler.shrink()
                 return news + self.drain()
@@ -128,9 +128,10 @@ class Loop:
             self._finish(request, "deadline")
         return late
 
-    def _receive(self, step: Step, read: Callable[[], Results]) -> list[Request]:
+    def _receive(self, step: Step, read: Callable[[], Results], plan: Plan) -> list[Request]:
         """Take in what a step gave; requests that ended meanwhile get nothing more."""
         results, now = read(), self.clock()
+        self.scheduler.note_prefilled(plan.prefilled)
         if results.logprob is not None:
             self._score(step, results)
         news: list[Request] = []

@@ -9,7 +9,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-_PHASES = {"queued": "waiting", "admitted": "running", "resumed": "running", "preempted": "waiting"}
+_PHASES = {
+    "queued": "waiting",
+    "admitted": "prefill",
+    "resumed": "prefill",
+    "prefilled": "decode",
+    "preempted": "waiting",
+}
 
 
 class Trace:

@@ -35,6 +35,8 @@ class Plan:
     """Each with `planned` set."""
     copies: list[Copy] = field(default_factory=list)
     """Pages to copy before it."""
+    prefilled: list[Request] = field(default_factory=list)
+    """Those whose prompt it completes, once it is committed."""
 
 
 class Scheduler:
@@ -128,8 +130,16 @@ class Scheduler:
             start, request.computed = request.computed, request.computed + request.planned
             if start < len(request.prompt):
                 self._offer(request, start)
+                if request.computed >= len(request.prompt):
+                    plan.prefilled.append(request)
             if request.computed == request.length:
                 request.length += 1
+
+    def note_prefilled(self, requests: list[Request]) -> None:
+        """Let the trace know that a step is done which completed these requests' prompts."""
+        for request in requests:
+            if request.slot >= 0:  # else it was ended, or sent back, while the step ran
+                self._trace.add(request.id, "prefilled")
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """Take a request out, wherever it is."""
