@@ -56,7 +56,7 @@ def attention(
     if cu_seq_lens_q is None:  # of self-attention, the keys' are the queries'
         cu_seq_lens_q, max_length_q = unused.get("cu_seq_lens_k"), unused.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
-        varlen = Varlen(cu_seq_lens_q, _longest(max_length_q, query))
+        varlen = Varlen(_whole(cu_seq_lens_q), _longest(max_length_q, query))
     if varlen is None:
         varlen = carried()
     source = "call"
@@ -97,6 +97,17 @@ def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _whole(cu_seq_lens: Tensor) -> Tensor:
+    """Refuse boundaries that were cut off; only their shape is looked at, so no host waits."""
+    if cu_seq_lens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seq_lens was cut to {cu_seq_lens.shape[0]} of its entries: Accelerate's prepare, "
+            "which a stock Trainer calls too, slices it like a row of the batch; use "
+            "AcceleratePacks, PackedTrainer or PackedDataModule of nopad.trainer for packs"
+        )
+    return cu_seq_lens
 
 
 def _longest(max_length: int | None, query: Tensor) -> int:

@@ -155,6 +155,21 @@ def test_a_compiled_model_looks_at_its_mask_too():
         compiled(input_ids=ids, attention_mask=padded, use_cache=False)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("entries", [0, 1])
+def test_boundaries_that_were_cut_off_are_refused_by_their_shape_alone(compiled, entries):
+    """As Accelerate's `prepare` hands them on, which slices every tensor of a batch like a row."""
+    torch.compiler.reset()
+    model = tiny(layers=1)
+    batch = batch_of(draw_documents(model))
+    run = torch.compile(model, backend="eager") if compiled else model
+    cut = batch["cu_seq_lens_q"][:entries]
+    with pytest.raises(ValueError, match=f"cut to {entries} of its entries.*AcceleratePacks"):
+        run(**{**batch, "cu_seq_lens_q": cut, "cu_seq_lens_k": cut})
+    assert run(**batch).logits.isfinite().all()
+    torch.compiler.reset()  # what raised is never compiled again
+
+
 def test_keys_of_a_foreign_cache_are_refused():
     model = tiny()
     past = model(input_ids=torch.arange(3, 8)[None], use_cache=True).past_key_values
