@@ -13,6 +13,7 @@ There is no attention mask: a 2-D one would switch off boundary detection in sto
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -59,6 +60,17 @@ class PackedCollator:
         """
         if fixed_sequences is not None and fixed_sequences < 1:
             raise ValueError(f"fixed_sequences={fixed_sequences}: the filler needs a place")
+        if max_length is not None and (fixed_sequences is None or max_length < 1):
+            raise ValueError(
+                f"max_length={max_length}, fixed_sequences={fixed_sequences}: it is the length, 1 or "
+                "more, that fixed shapes are made for; else leave it out: what becomes of long "
+                "samples is said by the data's overflow="
+            )
+        if not isinstance(pad_token_id, Integral) or pad_token_id < 0:
+            raise ValueError(
+                f"pad_token_id={pad_token_id!r}: any id of the vocabulary will do, 0 as well, for "
+                "what fills rows up counts nothing"
+            )
         if mean not in ("token", "sample"):
             raise ValueError(f"mean={mean!r}: the loss is a mean over 'token' or 'sample'")
         self.seq_idx = seq_idx
@@ -67,7 +79,7 @@ class PackedCollator:
         self.max_length = max_length
         self.stack = stack
         self.mean = mean
-        self.pad_token_id = pad_token_id
+        self.pad_token_id = int(pad_token_id)
 
     def __call__(self, packs: Pack | Sequence[Pack] | Sequence[Mapping | Sample]) -> dict[str, Any]:
         packs = [packs] if isinstance(packs, Pack) else self._as_packs(packs)

@@ -19,10 +19,15 @@ class PaddedCollator:
     """
 
     def __init__(self, *, pad_token_id: int = 0, multiple: int = 1):
+        """multiple: rows are as long as a multiple of this."""
+        if multiple < 1:
+            raise ValueError(f"multiple={multiple}: 1 or more, or leave it out")
         self.pad_token_id = pad_token_id
         self.multiple = multiple
 
     def __call__(self, rows: Sequence[Mapping | Sample]) -> dict[str, torch.Tensor]:
+        if not len(rows):
+            raise ValueError("an empty list cannot be collated: pass at least one sample")
         samples = [as_sample(row) for row in rows]
         width = -(-max(len(sample) for sample in samples) // self.multiple) * self.multiple
         batch = {

@@ -38,6 +38,8 @@ class PackedDataset(IterableDataset):
     Iterating again gives the next epochs in another order. Through DataLoader workers it repeats
     the first order: they are copies, made anew for each pass, of a dataset that did not move on.
     Call `set_epoch` before each pass, as trainers do, or use `nopad.trainer.PackedLoader`.
+    Accelerate's `prepare`, which a stock HF Trainer calls too, would cut `cu_seq_lens` off a batch:
+    `AcceleratePacks`, `PackedTrainer` and `PackedDataModule` of `nopad.trainer` take it whole.
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
@@ -134,7 +136,10 @@ class PackedDataset(IterableDataset):
     def count(self, epoch: int = 0) -> int:
         """Count the packs of one epoch over all ranks; lengths must be known."""
         if not isinstance(self.packs, PlannedPacks):
-            raise ValueError("a stream's packs cannot be counted before it was read: estimate()")
+            raise ValueError(
+                "a stream's packs cannot be counted before it was read: encode it at once with "
+                "ahead=True (a set to evaluate on needs that), or guess with estimate()"
+            )
         return self.packs.count(epoch)
 
     def estimate(self) -> int | None:

@@ -34,7 +34,10 @@ _made: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
 class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
-    """The batches of this process, on its device, in step with Accelerate's gradient state."""
+    """The batches of this process, on its device, in step with Accelerate's gradient state.
+
+    After `load_state` it goes on by itself: leave `skip_first_batches` out.
+    """
 
     def __init__(
         self,

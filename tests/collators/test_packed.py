@@ -100,6 +100,31 @@ def test_rows_without_tokens_raise():
         PackedCollator()([])
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        (PackedCollator, {"pad_token_id": None, "fill": True}, "pad_token_id=None: any id"),
+        (PackedCollator, {"pad_token_id": -1}, "pad_token_id=-1: any id"),
+        (PackedCollator, {"max_length": 5}, "max_length=5, fixed_sequences=None"),
+        (PackedCollator, {"max_length": -3, "fixed_sequences": 4}, "max_length=-3"),
+        (PackedCollator, {"max_length": 0, "fixed_sequences": 4}, "max_length=0"),
+        (PaddedCollator, {"multiple": 0}, "multiple=0: 1 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(kind, settings, told):
+    with pytest.raises(ValueError, match=told):
+        kind(**settings)
+
+
+def test_a_padded_batch_is_made_of_samples():
+    with pytest.raises(ValueError, match="empty list"):
+        PaddedCollator()([])
+    with pytest.raises(ValueError, match="a Pack is no sample: PackedCollator takes packs"):
+        PaddedCollator()([pack_of([3], 9)])
+    with pytest.raises(ValueError, match="a Pack is no sample"):
+        PackedCollator()([pack_of([3], 9), {"input_ids": [1, 2]}])
+
+
 @pytest.mark.parametrize("collator", [PackedCollator(), PaddedCollator()])
 @pytest.mark.parametrize(
     ("row", "told"),
