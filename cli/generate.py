@@ -26,7 +26,7 @@ from .loading import check_template, checkpoint, load_model, load_tokenizer
 if TYPE_CHECKING:
     from ..inference import Completion, Engine
 
-_KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
+_KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "logprobs")
 
 
 def main(argv: list[str]) -> int:
@@ -99,12 +99,12 @@ def _engine(options: argparse.Namespace, prompts: list[Any]) -> Engine:
         check_template(tokenizer)
     model = load_model(name, options.dtype, options.device)
     more = {} if options.memory is None else {"memory": options.memory}
-    return Engine(model, tokenizer, max_running=options.max_running, **more)
+    return Engine(model, tokenizer, max_running=options.max_running, seed=options.seed, **more)
 
 
 def _memory(text: str) -> int | float:
     try:
-        return float(text) if "." in text else int(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r}: bytes, or a share such as 0.5 of what is free"
@@ -145,7 +145,8 @@ def _objects(name: str, lines: Iterable[str]) -> Iterator[Any]:
             raise ValueError(f"{name}, line {number}: not JSON ({error.msg})") from None
         if not isinstance(record, dict) or not record.keys() & {"prompt", "messages"}:
             raise ValueError(f'{name}, line {number}: has neither "prompt" nor "messages"')
-        yield record.get("prompt", record.get("messages"))
+        prompt = record.get("prompt")
+        yield record.get("messages") if prompt is None else prompt
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -85,6 +85,15 @@ def test_lines_of_standard_input_are_prompts(checkpoint, capsys, monkeypatch):
     assert first.strip() == "a time, there was" and second
 
 
+def test_a_prompt_given_twice_is_answered_twice(checkpoint, capsys):
+    given = [checkpoint, *["--prompt", "Once upon"] * 3, "--temperature", "1", "--max-tokens", "9"]
+    answers = []
+    for seed in ("0", "0", "1"):
+        assert main([*given, "--seed", seed]) == 0
+        answers.append([tuple(done["tokens"]) for done in lines(capsys.readouterr().out)])
+    assert len(set(answers[0])) == 3 and answers[0] == answers[1] != answers[2]
+
+
 def test_ids_need_no_tokenizer_and_text_says_that_it_does(checkpoint, tmp_path, capsys):
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(Path(checkpoint) / name, tmp_path)
