@@ -56,7 +56,7 @@ def examine(oracle: Any, name: str, given: Any = None) -> Finding:
         packed = check_packed(model, oracle)
         paged = check_paged(model) if name == "nopad" else None
     except Exception as error:  # whatever a model or kernel library raises is the answer
-        return Finding(name, "not run", note=_first_line(error))
+        return Finding(name, "not run", note=_short(error))
     limit = tolerance(model)
     verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # NaN is neither more nor less
@@ -106,7 +106,7 @@ def _repair(model: Any, oracle: Any, limit: float) -> str:
     try:
         mended = check_packed(model, oracle, repair=True).right(limit)
     except Exception as error:
-        return f"repair failed: {_first_line(error)}"
+        return f"repair failed: {_short(error)}"
     return "mended by nopad.attention.keep_apart" if mended else "keep_apart does not mend it"
 
 
@@ -143,6 +143,5 @@ def _row(finding: Finding) -> tuple[str, ...]:
     return (finding.name, finding.verdict, *cells, finding.note)
 
 
-def _first_line(error: Exception) -> str:
-    said = textwrap.shorten(first_line(error), 160, placeholder=" ...")
-    return f"{type(error).__name__}: {said}"
+def _short(error: Exception) -> str:
+    return textwrap.shorten(first_line(error), 160, placeholder=" ...")

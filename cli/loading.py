@@ -58,10 +58,17 @@ def check_template(tokenizer: Any) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, with the next line where the first only announces it."""
+    """What an error says first, with the next line where the first only announces it.
+
+    Errors that were not written for the user are told with their kind.
+
+    >>> first_line(KeyError("full_attention"))
+    "KeyError: 'full_attention'"
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return said.rstrip(":") or type(error).__name__
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(":")
+    kind = "" if said and isinstance(error, OSError | ValueError) else type(error).__name__
+    return ": ".join(filter(None, (kind, said)))
 
 
 def _device(name: str | None) -> Any:

@@ -14,6 +14,20 @@ def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
         loading.load_tokenizer("~")
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("No such thing:\n\n  field 'a' is 3\nmore"), "No such thing: field 'a' is 3"),
+        (OSError("gone\nfor good"), "gone"),
+        (TypeError("'NoneType' is no list"), "TypeError: 'NoneType' is no list"),
+        (MemoryError(), "MemoryError"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_error_is_told_in_one_line_that_says_something(error, line):
+    assert loading.first_line(error) == line
+
+
 @pytest.mark.parametrize(("name", "rank", "index"), [("cuda:1", "0", 1), (None, "2", 2)])
 def test_the_device_of_a_model_is_the_current_one(monkeypatch, name, rank, index):
     """Kernels launched without a device run on the current one."""
