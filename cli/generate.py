@@ -5,42 +5,40 @@
     nopad generate path/to/checkpoint --file chats.jsonl --temperature 0.8 --n 4 --stats
     cat questions.txt | nopad generate path/to/checkpoint --file - --chat
 
-A file holds one prompt a line, or, named .jsonl, objects with "prompt" (text or token ids) or
-"messages". One JSON object a completion comes out, in the prompts' order. Exit status: 0, 1 if
-a request failed, 2 if the command could not start.
+A file holds one prompt a line; named .jsonl (or with --jsonl), objects with "prompt" (text or
+token ids) or "messages", and with settings of their own such as "max_tokens"; named .json, a list
+of those. One JSON object a completion comes out, in the prompts' order. Exit status: 0, 1 if a
+request failed, 2 if the command could not start.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .asking import count, model_options, new_file, parser
 from .loading import check_template, checkpoint, load_model, load_tokenizer
+from .prompt_file import Asked, read_prompts
 
 if TYPE_CHECKING:
-    from ..inference import Completion, Engine
+    from ..inference import Completion, Engine, SamplingParams
 
-_KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "logprobs")
+_KNOBS = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "n", "logprobs", "stop",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(argv)
-    prompts = _prompts(options)
-    from ..inference import SamplingParams
-
-    params = SamplingParams(
-        stop=tuple(options.stop), **{name: getattr(options, name) for name in _KNOBS}
-    )
-    if params.n > 1 and params.greedy:
-        raise ValueError(f"--n {params.n} of the same text: raise --temperature")
-    engine = _engine(options, prompts)
+    asked = _asked(options)
+    params = _params(options, asked)
+    prompts = [prompt for prompt, _ in asked]
+    engine = _engine(options, prompts, any(one.stop for one in params))
     done = engine.generate(prompts, params, deadline=options.deadline, progress=options.progress)
     text = "".join(_lines(done, options.text))
     if options.output:
@@ -61,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("model", help="a checkpoint: a folder, or a name on the hub")
     add("--prompt", action="append", help="a prompt; may be given again")
-    add("--file", help="prompts, one a line, or .jsonl; - reads lines of standard input")
+    add("--file", help="prompts, one a line, .jsonl or .json; - reads lines of standard input")
+    add("--jsonl", action="store_true", help="the lines of --file are JSON, whatever its name")
     add("--chat", action="store_true", help="put texts into the tokenizer's chat template")
     add("--output", type=new_file, help="where to write; without it, standard output")
     add("--text", action="store_true", help="write only the texts, one after the other")
@@ -70,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="draw from so many; 0: from all")
     add("--min-p", type=float, default=0.0, help="leave out what is less likely than this x best")
     add("--max-tokens", type=int, default=64, help="longest completion")
+    add("--min-tokens", type=int, default=0, help="no end before so many")
     add("--stop", action="append", default=[], help="a string that ends the text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on past the end of a text")
+    add("--presence-penalty", type=float, default=0.0, help="taken from tokens that came before")
+    add("--frequency-penalty", type=float, default=0.0, help="the same for each time they came")
+    add("--repetition-penalty", type=float, default=1.0, help="divides what came, prompt included")
     add("--seed", type=int, default=0, help="of the draws")
     add("--n", type=int, default=1, help="completions per prompt")
     add("--logprobs", type=count, help="report log-probabilities, and this many alternatives")
@@ -85,14 +89,39 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def _engine(options: argparse.Namespace, prompts: list[Any]) -> Engine:
+def _asked(options: argparse.Namespace) -> list[Asked]:
+    """All prompts, as chats if that was asked for."""
+    given: list[Asked] = [(prompt, {}) for prompt in options.prompt or ()]
+    if options.file:
+        given += read_prompts(options.file, options.jsonl)
+    if not given:
+        raise ValueError("no prompts: give --prompt or --file")
+    if not options.chat:
+        return given
+    return [([{"role": "user", "content": p}] if isinstance(p, str) else p, k) for p, k in given]
+
+
+def _params(options: argparse.Namespace, asked: list[Asked]) -> list[SamplingParams]:
+    """What the options say, and over it what a prompt's own record does."""
+    from ..inference import SamplingParams
+
+    common = {name: getattr(options, name) for name in _KNOBS}
+    for_all = SamplingParams(**common)
+    params = [SamplingParams(**common | own) if own else for_all for _, own in asked]
+    for one in params:
+        if one.n > 1 and one.greedy:
+            raise ValueError(f"--n {one.n} of the same text: raise --temperature")
+    return params
+
+
+def _engine(options: argparse.Namespace, prompts: list[Any], stops: bool) -> Engine:
     from ..inference import Engine
 
     name = checkpoint(options.model)
     try:
         tokenizer = load_tokenizer(options.tokenizer or name)
     except ValueError:
-        if options.tokenizer or options.stop or not all(map(_is_ids, prompts)):
+        if options.tokenizer or stops or not all(map(_is_ids, prompts)):
             raise
         tokenizer = None
     if options.chat:
@@ -109,44 +138,6 @@ def _memory(text: str) -> int | float:
         raise argparse.ArgumentTypeError(
             f"{text!r}: bytes, or a share such as 0.5 of what is free"
         ) from None
-
-
-def _prompts(options: argparse.Namespace) -> list[Any]:
-    given = [*(options.prompt or ()), *(_read(options.file) if options.file else ())]
-    if not given:
-        raise ValueError("no prompts: give --prompt or --file")
-    if options.chat:
-        return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in given]
-    return given
-
-
-def _read(name: str) -> Iterator[Any]:
-    """Prompts of a file, or of standard input."""
-    if name == "-":
-        yield from (line.rstrip("\n") for line in sys.stdin)
-        return
-    with Path(os.path.expanduser(name)).open(encoding="utf-8") as file:
-        try:
-            if name.endswith(".jsonl"):
-                yield from _objects(name, file)
-            else:
-                yield from (line.rstrip("\n") for line in file)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not UTF-8: {error.reason}") from None
-
-
-def _objects(name: str, lines: Iterable[str]) -> Iterator[Any]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}, line {number}: not JSON ({error.msg})") from None
-        if not isinstance(record, dict) or not record.keys() & {"prompt", "messages"}:
-            raise ValueError(f'{name}, line {number}: has neither "prompt" nor "messages"')
-        prompt = record.get("prompt")
-        yield record.get("messages") if prompt is None else prompt
 
 
 def _is_ids(prompt: Any) -> bool:

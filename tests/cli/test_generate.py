@@ -85,6 +85,46 @@ def test_lines_of_standard_input_are_prompts(checkpoint, capsys, monkeypatch):
     assert first.strip() == "a time, there was" and second
 
 
+def test_a_record_brings_its_own_settings(checkpoint, tmp_path, capsys):
+    records = [{"prompt": "Once", "max_tokens": 2, "answer": "x"}, {"prompt": "Once"}, "Once",
+               {"prompt": "Once", "logit_bias": {"7": 100}, "max_tokens": 1}]  # fmt: skip
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    assert main([checkpoint, "--file", str(tmp_path / "in.json"), "--max-tokens", "4"]) == 0
+    done = [entry["tokens"] for entry in lines(capsys.readouterr().out)]
+    assert [len(tokens) for tokens in done] == [2, 4, 4, 1]
+    assert done[1] == done[2] and done[1][:2] == done[0] and done[3] == [7]
+
+
+def test_standard_input_may_be_json_lines(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Once", "min_tokens": 3}\n'))
+    assert main([checkpoint, "--file", "-", "--jsonl", "--max-tokens", "3"]) == 0
+    assert len(lines(capsys.readouterr().out)[0]["tokens"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "top_p": 2}', r"a.jsonl, line 2: top_p is 2"),
+        ("a.jsonl", '{"prompt": "a", "logit_bias": {"b": 1}}', "line 1: logit_bias"),
+        ("a.json", '{"prompt": "a"}', "holds no list of prompts; .* go into .jsonl"),
+        ("a.json", '["a", {"text": "b"}]', 'entry 2: has neither "prompt" nor "messages"'),
+        ("a.json", "[", r"a.json: not JSON \("),
+        ("missing.txt", None, "missing.txt: there is no such file"),
+    ],
+)
+def test_a_wrong_entry_is_named(tmp_path, name, text, told):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=told):
+        main(["m", "--file", str(tmp_path / name)])
+
+
+def test_bytes_of_standard_input_that_are_no_utf8_are_told(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "latin-1"))
+    with pytest.raises(ValueError, match="standard input is not UTF-8"):
+        main(["m", "--file", "-"])
+
+
 def test_a_prompt_given_twice_is_answered_twice(checkpoint, capsys):
     given = [checkpoint, *["--prompt", "Once upon"] * 3, "--temperature", "1", "--max-tokens", "9"]
     answers = []
