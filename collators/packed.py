@@ -62,9 +62,9 @@ class PackedCollator:
             raise ValueError(f"fixed_sequences={fixed_sequences}: the filler needs a place")
         if max_length is not None and (fixed_sequences is None or max_length < 1):
             raise ValueError(
-                f"max_length={max_length}, fixed_sequences={fixed_sequences}: it is the length, 1 or "
-                "more, that fixed shapes are made for; else leave it out: what becomes of long "
-                "samples is said by the data's overflow="
+                f"max_length={max_length}, fixed_sequences={fixed_sequences}: it is the length "
+                "that fixed shapes are made for, at least 1; leave it out elsewhere: what becomes "
+                "of long samples is said by the data's overflow="
             )
         if not isinstance(pad_token_id, Integral) or pad_token_id < 0:
             raise ValueError(

@@ -17,9 +17,7 @@ def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
     if isinstance(row, Sample):
         return row
     if isinstance(row, Pack):
-        raise ValueError(
-            "a Pack is no sample: PackedCollator takes packs, and packs alone"
-        )
+        raise ValueError("a Pack is no sample: PackedCollator takes packs, and packs alone")
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
     if "input_ids" not in row:
