@@ -237,15 +237,22 @@ class PackedLoader:
 
 
 class EvaluationLoader(PackedLoader):
-    """A whole set, once, from its beginning each time.
+    """A whole set, or its first packs, once, from the beginning each time.
 
     The plain mean of its batches' losses over batches and ranks is the token mean of the set. What
     the set counts is found by reading it once before, so that no more than two batches are held.
     """
 
-    def __init__(self, dataset: PackedDataset, collator: Callable[[Pack], Batch] | None = None):
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        collator: Callable[[Pack], Batch] | None = None,
+        limit: int | None = None,
+    ):
+        """limit: of each rank, so many packs at most stand for the set."""
         super().__init__(dataset, collator)
-        self.packs = math.ceil(dataset.count() / world())
+        whole = math.ceil(dataset.count() / world())
+        self.packs = whole if limit is None else min(whole, limit)
         """How many this rank is given; as many as the others."""
         self._share: Any = None
 

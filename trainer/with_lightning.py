@@ -52,11 +52,15 @@ class LightningPacks(PackedLoader):
 
     told = False
     """Whether somebody says which batches were trained on."""
+    rewinds = False
+    """Whether every epoch is of the same first packs."""
     stepped: dict | None = None
     """The state behind the last step that was trained, or where the iteration began."""
 
     def __iter__(self) -> Iterator[Batch]:
         self.go_back()
+        if self.rewinds:
+            self.dataset.rewind()
         self.stepped = self.state()
         yield from super().__iter__()
 
@@ -113,14 +117,19 @@ class PackedDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
         )
+        self.loader.rewinds = trainer.overfit_batches > 0
         self.loader.told = any(isinstance(one, PackedCallback) for one in trainer.callbacks)
         if self.checked is not None:
             guard(self.loader, self.checked)
         return self.loader
 
     def val_dataloader(self) -> Any:
+        trainer: Any = self.trainer
         assert self.validation is not None
-        return EvaluationLoader(self.validation, self.collator)
+        limit = trainer.limit_val_batches  # else each would count as its share of the whole set
+        return EvaluationLoader(
+            self.validation, self.collator, limit if isinstance(limit, int) else None
+        )
 
 
 class PackedCallback(pl.Callback):
@@ -139,6 +148,7 @@ class PackedCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._random = None
+        if stage != "predict":
             self._loss = attach_loss(causal_lm(pl_module), z_loss=self.z_loss)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
