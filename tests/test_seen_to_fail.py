@@ -21,6 +21,19 @@ FAULTS = {
         "place = ShardPacks._place\n"
         "ShardPacks._place = lambda self: {**place(self), 'made': max(0, self._count - 1)}",
     ),
+    "a pass that is over is continued": (
+        "packing/test_pass_end.py", "nopad.packing.dataset", "is_over = lambda *_: False",
+    ),
+    "the last step of a pass does not end it": (
+        "trainer/test_pass_end.py", "nopad.packing.dataset",
+        "PackedDataset.end_pass = PackedDataset.state_dict",
+    ),
+    "a limited validation counts the whole set": (
+        "trainer/test_lightning_validation.py", "nopad.trainer.loader",
+        "begin = EvaluationLoader.__init__\n"
+        "EvaluationLoader.__init__ = lambda self, data, how=None, limit=None: "
+        "begin(self, data, how)",
+    ),
     "nobody watches the workers": (
         "trainer/test_data_workers.py::test_whoever_dies_it_is_told_and_nothing_is_left",
         "nopad.trainer.data_workers", "WorkerWatch._raise_if_dead = lambda self, within=0: None",
