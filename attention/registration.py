@@ -56,7 +56,7 @@ def attention(
     if cu_seq_lens_q is None:  # of self-attention, the keys' are the queries'
         cu_seq_lens_q, max_length_q = unused.get("cu_seq_lens_k"), unused.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
-        varlen = Varlen(_whole(cu_seq_lens_q), _longest(max_length_q, query))
+        varlen = Varlen(_whole(cu_seq_lens_q, query.shape[0]), _longest(max_length_q, query))
     if varlen is None:
         varlen = carried()
     source = "call"
@@ -99,9 +99,9 @@ def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _whole(cu_seq_lens: Tensor) -> Tensor:
-    """Refuse boundaries that were cut off; only their shape is looked at, so no host waits."""
-    if cu_seq_lens.shape[0] < 2:
+def _whole(cu_seq_lens: Tensor, rows: int) -> Tensor:
+    """Refuse boundaries that were cut off, to an entry a row; no host waits for their values."""
+    if cu_seq_lens.shape[0] <= rows:
         raise ValueError(
             f"cu_seq_lens was cut to {cu_seq_lens.shape[0]} of its entries: Accelerate's prepare, "
             "which a stock Trainer calls too, slices it like a row of the batch; use "

@@ -88,7 +88,7 @@ def _asked(where: str, one: Any) -> Asked:
     if isinstance(bias := knobs.get("logit_bias"), dict):  # JSON has no other keys than texts
         knobs["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
     try:
-        SamplingParams(**knobs)
+        SamplingParams(**{"max_tokens": sys.maxsize} | knobs)  # how many, the options may say
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     return (one.get("messages") if prompt is None else prompt), knobs

@@ -27,7 +27,7 @@ from .intake import Asked, Intake, Params, each_asked, seconds
 from .loop import Loop
 from .machine import Machine
 from .memory import SPARE, Memory
-from .prompts import Prompt, Tongue
+from .prompts import Prompt, Tongue, identity
 from .request import Request
 from .request_trace import Trace
 from .scoring import Job, pairs, rolling_windows, scored
@@ -203,6 +203,7 @@ class Engine:
             asked = [(prompt, params, priority, deadline)]
             (group,) = self._take_in(asked, streaming=True, twins=self._twins)
             if not group.done and (why := self._no_room(len(group.requests))) is not None:
+                self._twins[identity(group.requests[0].prompt)] -= 1  # it may well come again
                 group.refuse(why)
             self._under_way.add([group], self._news)
             for request in group.requests:

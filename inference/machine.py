@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..attention import PageAllocator, PagedCache, probe_layers, refuse
 from .canary import Canary
@@ -62,10 +63,15 @@ def kind_of(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> Kind:
 
     Keys arrive in the dtype of the first matrix a layer multiplies with.
     """
-    matrices = (weight for module in modules if (weight := _matrix(module)) is not None)
-    first = next(matrices, None)
-    weight = next(modules[0].parameters()) if first is None else first
-    return Kind(weight.device, narrow or weight.dtype, narrow, modules)
+    weight, gathered = None, None
+    for module in modules:
+        if isinstance(module, FSDPModule):  # a shard has another dtype than what is computed with
+            gathered = module._get_fsdp_state()._mp_policy.param_dtype
+        if (weight := _matrix(module)) is not None:
+            break
+    if weight is None:
+        weight = next(modules[0].parameters())
+    return Kind(weight.device, narrow or gathered or weight.dtype, narrow, modules)
 
 
 def _matrix(module: nn.Module) -> Tensor | None:

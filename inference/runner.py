@@ -109,7 +109,7 @@ class DeviceRunner:
             return None
         if self._captured_with != self.adapters:
             self.forget_graphs()
-            self._captured_with = self.adapters
+        self._captured_with = self.adapters  # the same object is compared at once, next time
         if (by := reader_of_pages()) in self._refused or not self._graphs.serves(step):
             return None
         began, captured = perf_counter(), len(self._graphs)

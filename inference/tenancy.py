@@ -76,10 +76,12 @@ class Tenancy:
             light: trust the version counters to tell of changed weights: for single steps.
             look: then look at a sample of the weights as well: for what is new among them.
         """
-        if not light and (modules := list(self._model.modules())) != self._modules:
-            self._modules = modules
-        kind = kind_of(self._modules, self._narrow())
+        modules = self._modules
+        if not light and (now := list(self._model.modules())) != modules:
+            modules = now
+        kind = kind_of(modules, self._narrow())
         self._make_way(kind)  # where that is refused, all is as it was
+        self._modules = modules
         try:
             with ExitStack() as stack:
                 stack.enter_context(borrowed(self._model, kind.narrow, self._modules))

@@ -289,7 +289,7 @@ class PackedDataset(IterableDataset):
             return self._begin.position.until
         # A run without end was ended by `packs`, for each reader at a pack of its own: all must
         # name one epoch. Where shards end in different ones, only the pass's first is known to all.
-        if isinstance(self.packs, PlannedPacks):
+        if isinstance(self.packs, PlannedPacks) and self.packs.packs is not None:
             return self.packs.following_epoch(self._given.reached(self._share()))
         return self._begin.position.epoch + 1
 

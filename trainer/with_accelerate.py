@@ -102,9 +102,10 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
 
     def _load(self, models: list, folder: str) -> None:
         saved = len(list(Path(folder).glob(STATE_FILE.replace(".", "*."))))
-        if saved > _made[self.accelerator]:
+        if saved and saved != _made[self.accelerator]:
             raise ValueError(
-                f"{folder} holds the positions of {saved} loaders, and this run has "
-                f"{_made[self.accelerator]}: make as many, in the same order, before load_state"
+                f"{folder} holds the positions of {saved} loaders, and {_made[self.accelerator]} "
+                "were made with this Accelerator: make as many, in the same order, before "
+                "load_state, or begin with a new Accelerator"
             )
         load_data_state(self, Path(folder), self._file)

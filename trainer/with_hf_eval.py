@@ -31,9 +31,11 @@ class EvalCallback(TrainerCallback):
         self.evaluations = distinct(evaluations)
         self._found: dict[str, tuple[int, dict[str, float]]] = {}
         """After which step of this training each of them ran last, and what it found."""
+        self._begun_at = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._found.clear()
+        self._begun_at = state.global_step
         handler = self.trainer.callback_handler
         others = [callback for callback in handler.callbacks if callback is not self]
         flow = [isinstance(callback, DefaultFlowCallback) for callback in others]
@@ -63,7 +65,8 @@ class EvalCallback(TrainerCallback):
             given.setdefault(name, float("nan"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step < state.max_steps or control.should_evaluate:
+        took_none = state.global_step == self._begun_at  # resumed where it was done
+        if state.global_step < state.max_steps or control.should_evaluate or took_none:
             return
         for evaluation in self.evaluations:
             if not self._ran(evaluation, state.global_step):

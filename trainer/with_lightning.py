@@ -124,9 +124,9 @@ class PackedDataModule(pl.LightningDataModule):
         return self.loader
 
     def val_dataloader(self) -> Any:
-        trainer: Any = self.trainer
         assert self.validation is not None
-        limit = trainer.limit_val_batches  # else each would count as its share of the whole set
+        # Else each of them would count as its share of the whole set.
+        limit = getattr(self.trainer, "limit_val_batches", None)
         return EvaluationLoader(
             self.validation, self.collator, limit if isinstance(limit, int) else None
         )
@@ -138,6 +138,7 @@ class PackedCallback(pl.Callback):
     def __init__(self, data: PackedDataModule, *, z_loss: float = 0.0, check: bool = True):
         self.data, self.z_loss, self.check = data, z_loss, check
         self.meter = Meter()
+        self._measured: LightningPacks | None = None
         self._loss: Any = None
         self._random: list[list[Tensor]] | None = None
         """Where a checkpoint's random numbers stood, until the training begins."""
@@ -159,10 +160,18 @@ class PackedCallback(pl.Callback):
             self.data.checked = model
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self.data.loader is not None
-        self.meter = Meter.of(self.data.loader, causal_lm(pl_module))
+        self._measure(pl_module)
         if self._random is not None:
             load_random(self._random, trainer.strategy.root_device)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.data.loader is not self._measured:  # Lightning was asked to reload it
+            self._measure(pl_module)
+
+    def _measure(self, pl_module: pl.LightningModule) -> None:
+        assert self.data.loader is not None
+        self._measured = self.data.loader
+        self.meter = Meter.of(self.data.loader, causal_lm(pl_module))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

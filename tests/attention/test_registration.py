@@ -170,6 +170,15 @@ def test_boundaries_that_were_cut_off_are_refused_by_their_shape_alone(compiled,
     torch.compiler.reset()  # what raised is never compiled again
 
 
+def test_boundaries_cut_to_an_entry_a_row_are_refused():
+    ids, cu = torch.arange(8).view(2, 4), torch.tensor([0, 2, 4, 8], dtype=torch.int32)
+    model = tiny(layers=1)
+    given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}
+    assert model(**given, cu_seq_lens_q=cu, max_length_q=4, use_cache=False).logits.isfinite().all()
+    with pytest.raises(ValueError, match="cut to 2 of its entries"):
+        model(**given, cu_seq_lens_q=cu[:2], max_length_q=4, use_cache=False)
+
+
 def test_keys_of_a_foreign_cache_are_refused():
     model = tiny()
     past = model(input_ids=torch.arange(3, 8)[None], use_cache=True).past_key_values

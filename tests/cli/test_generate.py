@@ -96,9 +96,9 @@ def test_a_record_brings_its_own_settings(checkpoint, tmp_path, capsys):
 
 
 def test_standard_input_may_be_json_lines(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Once", "min_tokens": 3}\n'))
-    assert main([checkpoint, "--file", "-", "--jsonl", "--max-tokens", "3"]) == 0
-    assert len(lines(capsys.readouterr().out)[0]["tokens"]) == 3
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Once", "min_tokens": 20}\n'))
+    assert main([checkpoint, "--file", "-", "--jsonl", "--max-tokens", "20"]) == 0
+    assert len(lines(capsys.readouterr().out)[0]["tokens"]) == 20
 
 
 @pytest.mark.parametrize(

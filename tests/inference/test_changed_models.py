@@ -170,6 +170,42 @@ def test_a_change_of_dtype_is_refused_while_requests_run_and_they_live_on(model)
     assert score(engine) == score(Engine(model))
 
 
+def test_a_change_of_modules_is_refused_while_requests_run_and_taking_it_back_helps(model):
+    engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].tokens
+    engine.submit(PROMPT, GREEDY)
+    engine.step()
+    model.more = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="the model is now in"):
+        engine.generate([PROMPT], GREEDY)
+    del model.more
+    assert finish(engine) == want
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_sharded_model_is_of_one_kind_gathered_or_not(model, tmp_path, layers):
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        how = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": policy}
+        for layer in model.model.layers if layers else ():
+            fully_shard(layer, reshard_after_forward=False, **how)
+        fully_shard(model, **how)
+        engine = Engine(model)
+        streamed = [t for event in engine.stream([PROMPT], GREEDY) for t in event.tokens]
+        prepared, machine = engine.stats.preparing, engine._machine
+        for _ in range(2):
+            model(torch.tensor([PROMPT])).logits.float().sum().backward()
+            model.zero_grad()
+            assert engine.generate([PROMPT], GREEDY)[0].tokens == streamed
+        assert engine._machine is machine and engine.stats.preparing == prepared
+    finally:
+        dist.destroy_process_group()
+
+
 def test_requests_under_autocast_finish_under_autocast(model):
     with torch.autocast("cpu", torch.bfloat16):
         want = Engine(model).generate([PROMPT], GREEDY)[0].tokens

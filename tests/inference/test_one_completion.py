@@ -164,6 +164,23 @@ def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
     assert "n is 5, and max_waiting is 3" in done[never].error
 
 
+def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
+    def drawn(full: bool) -> list[int]:
+        engine = Engine(tiny("llama"), page_size=16, max_running=1, max_waiting=1)
+        engine.submit([1, 2], {**GREEDY, "max_tokens": 30})
+        engine.step()
+        if full:
+            other = engine.submit([3, 4], GREEDY)
+            refused = engine.submit([7, 8], {"max_tokens": 6})
+            engine.cancel(other)
+            answers = {event.request: event.completion for event in engine.step()}
+            assert "queue is full" in answers[refused].error
+        number = engine.submit([7, 8], {"max_tokens": 6})
+        return finished(engine)[number].tokens
+
+    assert drawn(True) == drawn(False) != []
+
+
 def test_the_dial_goes_back_up_and_outlives_what_it_turned(tiny):
     for engine in (Engine(tiny("llama"), max_running=16, keep=keep) for keep in (True, False)):
         for calls in range(2):

@@ -197,3 +197,11 @@ def test_a_state_from_before_the_end_was_told_is_still_read(make, tools):
 def test_an_end_that_cannot_be_is_refused(make, field, value):
     with pytest.raises(ValueError, match=f"the state's {field} is {value}"):
         make("planned").load_state_dict({**make("planned").state_dict(), field: value})
+
+
+def test_a_pass_of_endless_data_may_be_ended_too(make, tools):
+    data = make("planned", epochs=None)
+    first = one_pass(tools, itertools.islice(data, 3))
+    data.end_pass()
+    following = one_pass(tools, itertools.islice(data, 3))
+    assert [at for at, _ in following] == [at for at, _ in first] and following != first

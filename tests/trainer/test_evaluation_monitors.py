@@ -157,8 +157,8 @@ def hf(folder, *evaluations, callbacks=(), **settings):
     """Train six steps; return the trainer, and what was logged of the metric after which steps."""
     args = TrainingArguments(
         str(folder), max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
-        logging_strategy="no", greater_is_better=True, save_only_model=True,
-        per_device_train_batch_size=1, **{"save_strategy": "no", **settings},
+        logging_strategy="no", greater_is_better=True, per_device_train_batch_size=1,
+        **{"save_strategy": "no", "save_only_model": True, **settings},
     )  # fmt: skip
     data = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 8
     trainer = Trainer(
@@ -211,6 +211,17 @@ def test_hf_stops_early_also_by_a_callback_that_was_there_before(tmp_path):
 def test_hf_evaluates_after_the_last_step_once(tmp_path, every, settings, wanted):
     _, logged = hf(tmp_path, GenerationEval(scores(*[0.5] * 9), every=every), **settings)
     assert [step for step, _ in logged] == wanted
+
+
+def test_hf_does_not_evaluate_a_run_again_that_was_done(tmp_path):
+    evaluation = GenerationEval(scores(0.5, 0.25))
+    trainer, logged = hf(tmp_path, evaluation)
+    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, HFEvalCallback)]
+    given = trainer.args, trainer.state, trainer.control
+    callback.on_train_begin(*given)
+    callback.on_epoch_end(*given)
+    again = [h["eval_acc"] for h in trainer.state.log_history if "eval_acc" in h]
+    assert logged == [(6, 0.5)] and again == [0.5]
 
 
 def test_hf_saves_the_last_weights_as_the_best_where_only_they_are_evaluated(tmp_path):

@@ -111,6 +111,25 @@ def test_loaders_with_workers_are_reloaded_where_they_stood(limit):
     assert trained(dataset(), **settings, **again) == trained(dataset(), **settings)
 
 
+def test_a_reloaded_loader_is_the_one_whose_waiting_is_told():
+    class Reads(pl.Callback):
+        met = ()
+
+        def on_train_batch_start(self, trainer, *_):
+            packs = trainer.datamodule.loader
+            packs.waited += 1.0
+            self.met += (trainer.callbacks[0].meter._waited() == packs.waited,)
+
+    reads = Reads()
+    trained(dataset(), reads, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    assert len(reads.met) > 6 and all(reads.met)
+
+
+def test_packs_to_validate_on_are_there_without_a_trainer():
+    packs = PackedDataModule(dataset(), dataset())
+    assert len(list(packs.val_dataloader())) == len(list(dataset()))
+
+
 def test_other_data_begins_at_its_beginning_where_loaders_are_reloaded():
     class Swap(pl.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
