@@ -84,11 +84,12 @@ def _asked(where: str, one: Any) -> Asked:
     if not isinstance(one, dict) or not one.keys() & {"prompt", "messages"}:
         raise ValueError(f'{where}: has neither "prompt" nor "messages"')
     prompt = one.get("prompt")
-    knobs = {field.name: one[field.name] for field in fields(SamplingParams) if field.name in one}
+    names = [field.name for field in fields(SamplingParams)]
+    knobs: dict[str, Any] = {name: one[name] for name in names if name in one}
     if isinstance(bias := knobs.get("logit_bias"), dict):  # JSON has no other keys than texts
         knobs["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
     try:
-        SamplingParams(**{"max_tokens": sys.maxsize} | knobs)  # how many, the options may say
+        SamplingParams(**{"max_tokens": sys.maxsize, **knobs})  # how many, the options may say
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     return (one.get("messages") if prompt is None else prompt), knobs
