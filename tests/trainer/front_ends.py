@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning.pytorch as pl
+import tiny_run
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -69,6 +70,18 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Noting(Module):
+    """Notes the tokens of every batch that it trained on."""
+
+    def __init__(self):
+        super().__init__(tiny_run.model())
+        self.batches: list[list[int]] = []
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch["input_ids"].flatten().tolist())
+        return super().training_step(batch, batch_idx)
 
 
 def lightning(

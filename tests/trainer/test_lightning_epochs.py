@@ -7,24 +7,12 @@ import logging
 import lightning.pytorch as pl
 import pytest
 import tiny_run
-from front_ends import Module
+from front_ends import Noting
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from nopad.packing import PackedDataset
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-
-class Noting(Module):
-    """Notes the tokens of every batch that it trained on."""
-
-    def __init__(self):
-        super().__init__(tiny_run.model())
-        self.batches: list[list[int]] = []
-
-    def training_step(self, batch, batch_idx):
-        self.batches.append(batch["input_ids"].flatten().tolist())
-        return super().training_step(batch, batch_idx)
 
 
 def dataset(kind: str = "finite") -> PackedDataset:

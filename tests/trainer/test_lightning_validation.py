@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import tiny_run
 import torch
-from front_ends import Module
+from front_ends import Noting
 from nopad.collators import PackedCollator
 from nopad.packing import IGNORE
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
@@ -18,16 +18,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Validated(Module):
-    """Notes the tokens of every batch that it trained on, and logs what it is validated on."""
-
-    def __init__(self):
-        super().__init__(tiny_run.model())
-        self.batches: list[list[int]] = []
-
-    def training_step(self, batch, batch_idx):
-        self.batches.append(batch["input_ids"].flatten().tolist())
-        return super().training_step(batch, batch_idx)
+class Validated(Noting):
+    """Logs what it is validated on, too."""
 
     def validation_step(self, batch, _):
         self.log("val", self.model(**batch).loss, batch_size=1)
