@@ -158,3 +158,54 @@ def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
     before = engine.tokens_per_step, engine.max_running
     assert [c.tokens for c in engine.generate(prompts(4), GREEDY)] == want and len(broken) == 1
     assert (engine.tokens_per_step, engine.max_running) == before
+
+
+def test_graphs_follow_adapters_that_are_switched():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    lora = peft.get_peft_model(llama(torch.float32), settings).eval()
+
+    def tokens(engine):
+        return [c.tokens for c in engine.generate(prompts(5), GREEDY)]
+
+    eager = Engine(lora, memory=1 << 28, max_running=8, graphs=False)
+    engine = Engine(lora, memory=1 << 28, max_running=8)
+    on = tokens(engine)
+    with lora.disable_adapter():
+        off = tokens(engine)
+        assert off == tokens(eager) != on
+    assert tokens(engine) == on == tokens(eager)
+    captured = len(engine._machine.runner._graphs)
+    assert tokens(engine) == on and len(engine._machine.runner._graphs) == captured > 0
+
+
+def test_calls_inside_inference_mode_and_outside_it_are_alike():
+    model = llama(torch.float32)
+    engine = Engine(model, memory=1 << 28, max_running=8)
+    with torch.inference_mode():
+        inside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+    outside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+    penalised = SamplingParams(temperature=0.8, repetition_penalty=1.2, max_tokens=8, seed=1)
+    with torch.inference_mode():
+        drawn = [c.tokens for c in engine.generate(prompts(6), penalised)]
+    assert inside == outside and engine.stats.graph_steps > 0
+    assert drawn == [c.tokens for c in engine.generate(prompts(6), penalised)]
+
+
+def test_copies_of_wide_weights_follow_an_optimizer_under_the_same_graphs():
+    model = llama(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.autocast("cuda", torch.bfloat16):
+        engine = Engine(model, memory=1 << 28, max_running=8)
+        before = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        captured = engine.stats.graphs_captured
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * 0.1
+        optimizer.step()
+        after = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        fresh = Engine(model, memory=1 << 28, max_running=8)
+        assert after == [c.tokens for c in fresh.generate(prompts(4), GREEDY)] != before
+    assert engine.stats.graphs_captured == captured > 0

@@ -10,6 +10,7 @@ from front_ends import gradient, hf
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
+from nopad.trainer.random_state import gathered_random, load_random
 from nopad.trainer.start import leak
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,3 +68,12 @@ def test_a_mixed_precision_step_of_the_hf_trainer_is_that_of_samples_one_by_one(
         one_by_one(torch.bfloat16), one_by_one(torch.float32)
     )
     assert "leak self-test 0.0" in capsys.readouterr().out
+
+
+def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():
+    device = torch.device("cuda", 0)
+    saved = gathered_random(device)
+    drawn = torch.rand(8, device=device), torch.rand(8)
+    load_random(saved, device)
+    assert torch.equal(torch.rand(8, device=device), drawn[0])
+    assert torch.equal(torch.rand(8), drawn[1])
