@@ -89,7 +89,7 @@ def _agreement(name: str, model: Any) -> int:
     It is 1 as well where the backend that runs everywhere did not, or none; 2 for a model refused.
     """
     from ..attention import why_refused
-    from .agreeing import rows, table
+    from .agreement import rows, table
 
     reason = why_refused(model)
     if reason is not None:

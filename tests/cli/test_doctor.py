@@ -121,10 +121,10 @@ def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
 
 
 def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
-    from nopad.cli import agreeing
+    from nopad.cli import agreement
 
-    monkeypatch.setattr(agreeing, "LENGTHS", (1, 5, 33))  # Triton may be interpreted
-    monkeypatch.setattr(agreeing, "NEW", 4)
+    monkeypatch.setattr(agreement, "LENGTHS", (1, 5, 33))  # Triton may be interpreted
+    monkeypatch.setattr(agreement, "NEW", 4)
     assert main(["llama", "--agreement"]) == 0
     text = capsys.readouterr().out
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
@@ -135,26 +135,26 @@ def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsy
 
 
 def test_disagreement_is_status_one(capsys, monkeypatch):
-    from nopad.cli import agreeing
+    from nopad.cli import agreement
 
     def apart(*args, **named):
-        return agreeing.Agreement(144, 0.5, 2.0, "float32", "cpu")
+        return agreement.Agreement(144, 0.5, 2.0, "float32", "cpu")
 
-    monkeypatch.setattr(agreeing, "agreement", apart)
+    monkeypatch.setattr(agreement, "agreement", apart)
     assert main(["llama", "--agreement"]) == 1
     assert "TOO FAR" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fails", [("sdpa",), ("sdpa", "flash2", "triton")])
 def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkeypatch, fails):
-    from nopad.cli import agreeing
+    from nopad.cli import agreement
 
     def sometimes(*args, attention, **named):
         if attention in fails:
             raise RuntimeError("no kernel image")
-        return agreeing.Agreement(144, 0.0, 0.0, "float32", "cpu")
+        return agreement.Agreement(144, 0.0, 0.0, "float32", "cpu")
 
-    monkeypatch.setattr(agreeing, "agreement", sometimes)
+    monkeypatch.setattr(agreement, "agreement", sometimes)
     assert main(["llama", "--agreement"]) == 1
     assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
 
