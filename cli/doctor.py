@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .asking import parser
-from .loading import first_line, quiet_bars
+from .loading import first_line, found, has_weights, quiet_bars
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
 MOST_PARAMETERS = 50_000_000
@@ -106,19 +105,11 @@ def load(name: str, tiny: bool) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    path = Path(os.path.expanduser(name))
-    if not path.exists() and (path.suffix == ".json" or name.startswith(("/", ".", "~"))):
-        raise OSError("there is no such file or folder")
-    place = path if path.exists() else name
+    place = found(name)
     kind = {"attn_implementation": "eager", "dtype": torch.float32}
-    if not path.exists() and name in CONFIG_MAPPING:
-        config, tiny = CONFIG_MAPPING[name](), True
-    else:
-        config = AutoConfig.from_pretrained(place)
-        folder = path if path.is_dir() else path.parent
-        weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-        tiny = tiny or (path.exists() and (path.is_file() or not weights))
-    if tiny:
+    by_type = name in CONFIG_MAPPING and not Path(place).exists()
+    config = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(place)
+    if tiny or by_type or not has_weights(place):
         model = _small(config, kind)
     else:
         model = AutoModelForCausalLM.from_pretrained(place, **kind)

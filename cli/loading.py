@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
+"""How files of weights end, also those that Transformers then refuses to read."""
+
 
 def checkpoint(name: str) -> str:
     """The folder of that name, seen to hold a checkpoint; or a name to ask the hub for."""
@@ -21,9 +24,19 @@ def checkpoint(name: str) -> str:
 def found(name: str) -> str:
     """The file or folder of that name, or a name to ask the hub for."""
     path = Path(name).expanduser()
-    if not path.exists() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
-        raise ValueError(f"there is no {'file' if path.suffix == '.json' else 'folder'} {name}")
+    kind = "file" if path.suffix == ".json" else "folder"
+    is_path = kind == "file" or name.count("/") > 1 or name.startswith(("/", ".", "~"))
+    if is_path and not path.exists():
+        raise ValueError(f"there is no {kind} {name}")
     return str(path)
+
+
+def has_weights(name: str) -> bool:
+    """Whether what was found under that name has weights: a config alone has none."""
+    path = Path(name)
+    if not path.exists():
+        return True  # the hub's, or else the hub says so
+    return path.is_dir() and any(file.suffix in WEIGHTS for file in path.iterdir())
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:

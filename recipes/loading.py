@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from nopad.cli.asking import count, positive, reading_choices, reading_options
-from nopad.cli.loading import found, load_tokenizer
+from nopad.cli.loading import found, has_weights, load_tokenizer
 
 
 def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
@@ -108,11 +107,11 @@ def load_model(args: argparse.Namespace, tokenizer):
     else:
         with naming(args.model):
             name = found(args.model)
-            if name.endswith(".json") or not _has_weights(Path(name)):
+            if has_weights(name):
+                model = AutoModelForCausalLM.from_pretrained(name, **settings)
+            else:
                 config = AutoConfig.from_pretrained(name)
                 model = AutoModelForCausalLM.from_config(config, **settings)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(name, **settings)
     check_vocabulary(model, tokenizer)
     return model.train()  # what was loaded comes in evaluation
 
@@ -142,7 +141,3 @@ def _small_llama(args: argparse.Namespace, tokenizer):
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-
-
-def _has_weights(folder: Path) -> bool:
-    return not folder.is_dir() or any(folder.glob("*.safetensors"))

@@ -15,6 +15,16 @@ def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "kind"), [("config.json", "file"), ("./made", "folder"), ("a/b/c", "folder")]
+)
+def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^there is no {kind} {name}$"):
+        loading.found(name)
+    assert loading.found("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize(
     ("error", "line"),
     [
         (ValueError("No such thing:\n\n  field 'a' is 3\nmore"), "No such thing: field 'a' is 3"),

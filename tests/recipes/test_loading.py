@@ -14,6 +14,7 @@ import settings
 import sft
 import small_inputs
 import stdlib_corpus
+import torch
 
 
 def options(folder: Path, data: Path, *more: str):
@@ -120,3 +121,28 @@ def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
         (sft if recipe is sft else loading).load_data(args)
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
         sft.load_model(args) if recipe is sft else loading.load_model(args, None)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_are_read_in_whatever_form_they_lie(file, tmp_path):
+    args, trained = _checkpoint(tmp_path, file)
+    found = loading.load_model(args, [])
+    assert torch.equal(*(model.get_input_embeddings().weight for model in (found, trained)))
+
+
+def test_weights_that_cannot_be_read_are_not_begun_anew(tmp_path):
+    args, _ = _checkpoint(tmp_path, "consolidated.00.pth")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors, or pytorch_model\.bin"):
+        loading.load_model(args, [])
+
+
+def _checkpoint(folder: Path, file: str):
+    """Options that name a folder with weights in this file, and the model they are of."""
+    path = small_inputs.model(folder).parent
+    args = options(folder, small_inputs.texts(folder), "--model", str(path))
+    trained = loading.load_model(args, [])  # a config alone asks for new weights
+    if file.endswith("safetensors"):
+        trained.save_pretrained(path)
+    else:
+        torch.save(trained.state_dict(), path / file)
+    return args, trained
