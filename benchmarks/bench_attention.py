@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from nopad.attention import PagedCache, Pages, Varlen, attend
+from record import head, write
 
 HEADS, KV_HEADS, DTYPE = 32, 8, torch.bfloat16
 REPEATS = 7
@@ -288,21 +287,15 @@ def main() -> None:
     mixes = [mixed(b, 1024, 1024, d) for d in (64, 128) for b in (0, 64, 256)]
     show("mixed", mixes)
     record = {
-        "benchmark": "attention",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **head("attention"),
         "ceilings": limits,
         "training": train,
         "decode": decodes,
         "decode_uneven": natural,
         "mixed": mixes,
     }
-    line = json.dumps(record)
-    if options.record:
-        options.record.write_text(json.dumps(record, indent=1) + "\n")
-    print(line)
+    write(record, options.record)
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

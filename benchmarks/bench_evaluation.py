@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from record import head, shared_folder, timed, write
 
 RESULTS: list[dict] = []
 
@@ -34,23 +34,9 @@ def note(part: str, who: str, seconds: float, **more) -> None:
     print(f"{part:10} {who:34} {seconds:9.3f} s  {extra}", flush=True)
 
 
-def timed(call):
-    """Seconds and result; on a CPU, seconds of it: other processes may share the machine."""
-    if not torch.cuda.is_available():
-        start = time.process_time()
-        out = call()
-        return time.process_time() - start, out
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    out = call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, out
-
-
 def questions(count: int) -> list[dict]:
     """GSM8K where it is there, else questions of the same form."""
-    folder = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[2] / "shared")
-    file = folder / "data" / "gsm8k" / "test.jsonl"
+    file = shared_folder() / "data" / "gsm8k" / "test.jsonl"
     if file.exists():
         return [json.loads(line) for line in file.read_text().splitlines()[:count]]
     rng = random.Random(0)
@@ -313,6 +299,7 @@ def main() -> None:
     add("--runs", type=int, default=2, help="of ours; the best counts, as of the peers' sizes")
     add("--evaluations", type=int, default=3)
     add("--static", type=int, default=64, help="prompts for generate in a callback")
+    add("--record", type=Path, help="write the JSON there too")
     args = parser.parse_args()
     if not args.model and not args.shape:
         parser.error("give --model or --shape")
@@ -322,12 +309,13 @@ def main() -> None:
         beside_lm_eval(args)
     if args.shape:
         inside_training(args)
-    where = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     record = {
-        "benchmark": "evaluation", "hardware": where, "torch": torch.__version__,
-        "settings": {k: v for k, v in vars(args).items() if k != "model"},
-        "model": Path(args.model).name if args.model else args.shape, "results": RESULTS,
-    }  # fmt: skip
+        **head("evaluation"),
+        "settings": {k: v for k, v in vars(args).items() if k not in ("model", "record")},
+        "model": Path(args.model).name if args.model else args.shape,
+        "results": RESULTS,
+    }
+    write(record, args.record)
     print(json.dumps(record))
 
 

@@ -25,9 +25,10 @@ import generation_workloads as load
 import numpy as np
 import torch
 from generation_peers import run_continuous, run_static
-from generation_report import attempt, card, keep, note, quiet, record_to, timed
+from generation_report import attempt, card, keep, note, quiet, record_to
 from generation_workloads import Work
 from nopad.inference import Engine, SamplingParams
+from record import timed
 
 REPEATS = 3
 PATIENCE = 25.0
@@ -143,6 +144,28 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
         )  # fmt: skip
         if done < len(work.prompts):
             break
+    engine.release()
+
+
+def run_dial(name: str, model, work: Work) -> None:
+    """(g) Both sides of the dial, turned on one engine: what more in a step gives, and costs."""
+    engine = Engine(model, memory=60 << 30)
+    params = params_of(work)
+    engine.generate(work.prompts, params)  # captures the graphs of every size
+    most, wide = engine.max_running, engine.tokens_per_step
+    turns = [(running, wide) for running in (16, 32, 64, 128, 256, most)]
+    turns += [(128, tokens) for tokens in (256, 512, 1024, 2048, 4096)]
+    for running, tokens in turns:
+        engine.max_running, engine.tokens_per_step = running, tokens
+        engine._machine.loop.scheduler.pages.forget()
+        engine.stats.reset()
+        seconds, _ = timed(lambda: engine.generate(work.prompts, params))
+        s = engine.stats.summary()
+        note(
+            name, f"nopad, {running} running, {tokens} tokens a step", seconds, work.new_tokens,
+            ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
+            itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
+        )  # fmt: skip
     engine.release()
 
 
@@ -282,6 +305,7 @@ RUNS = {
     "d": bench_few_shot,
     "e": lambda model, floor: run_scoring("e", model),
     "s": bench_static,
+    "g": lambda model, floor: run_dial("g", model, load.lognormal(model.config.vocab_size)),
 }
 
 
@@ -304,9 +328,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--only",
-        default="a,b,k,c,d,e,s",
+        default="a,b,k,c,d,e,s,g",
         help="workloads, in this order; c: with f; k: (a) with flash-attn 2 inside;\n"
-        "s: (a) in static batches",
+        "s: (a) in static batches; g: (a) over the dial",
     )
     parser.add_argument("--record", type=Path, help="a file for the results so far")
     given = parser.parse_args()

@@ -23,13 +23,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
@@ -50,6 +48,7 @@ from packing_peers import (
     seqpacker_buffers,
     trl_packs,
 )
+from record import head, write
 
 FEED = 16_384
 """Lengths handed to our planner at a time."""
@@ -361,11 +360,7 @@ def main() -> None:
     docs, repeats = (20_000, 2) if chosen.quick else (200_000, 7)
     all_mixes = mixes(docs)
     record = {
-        "benchmark": "packing",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "command": "python benchmarks/bench_packing.py" + " --quick" * chosen.quick,
+        **head("packing"),
         "docs": docs,
         "runs": repeats,
         "load": round(os.getloadavg()[0], 1),
@@ -386,10 +381,8 @@ def main() -> None:
     print(f"grew it by {memory['grown_mb']:.1f} MB (load {record['load']})")
     if chosen.plot:
         plot(all_mixes, chosen.plot)
-    text = json.dumps(record, default=float)
-    if chosen.record:
-        chosen.record.write_text(text + "\n")
-    print(text)
+    write(record, chosen.record)
+    print(json.dumps(record, default=float))
 
 
 if __name__ == "__main__":

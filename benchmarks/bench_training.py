@@ -17,16 +17,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
@@ -41,6 +38,7 @@ from nopad.trainer.flops import ModelFlops
 from nopad.trainer.fusing import fuse_layers
 from nopad.trainer.loader import PackedLoader
 from nopad.trainer.loss import attach_loss
+from record import head, write
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 LONGEST = 4096
@@ -369,20 +367,15 @@ def main() -> None:
         if name in args.only if args.only else not needless:
             with fresh(bench):
                 variant()
-            if args.record:  # after each: a variant that hangs takes no other's result along
-                args.record.parent.mkdir(parents=True, exist_ok=True)
-                args.record.write_text(json.dumps(report(bench), indent=1) + "\n")
+            # After each: a variant that hangs takes no other's result along.
+            write(report(bench), args.record)
     print(json.dumps(report(bench)))
 
 
 def report(bench: Bench) -> dict:
     """Everything measured so far, and on what."""
     return {
-        "benchmark": "training",
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "torch": torch.__version__,
+        **head("training"),
         "matmul_TFLOP_s": bench.peak / 1e12,
         "budget": bench.budget,
         "documents": f"log-normal, median 400, 16 to 4096 tokens; sft: {ANSWER:.0%} of each counts",

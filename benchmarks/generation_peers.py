@@ -6,8 +6,9 @@ import time
 from contextlib import contextmanager
 
 import torch
-from generation_report import note, timed
+from generation_report import note
 from generation_workloads import Work
+from record import timed
 from transformers import GenerationConfig
 
 PATIENCE = 25.0

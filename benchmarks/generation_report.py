@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
-import platform
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from record import head, write
 
 _results: list[dict] = []
 _file: Path | None = None
@@ -43,22 +41,12 @@ def note(workload: str, who: str, seconds: float, tokens: int, floor: float = 0.
 def keep(row: dict) -> None:
     """Add to the record, and write it down."""
     _results.append(row)
-    if _file is not None:
-        _file.write_text(json.dumps(card(), indent=1) + "\n")
+    write(card(), _file)
 
 
 def card() -> dict:
     """All results, and what they were measured on."""
-    import transformers
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "bench": "generation",
-        "machine": f"{device}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "results": _results,
-    }
+    return {**head("generation"), "results": _results}
 
 
 @contextmanager
@@ -83,16 +71,3 @@ def attempt(workload: str, call):
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def timed(call) -> tuple[float, object]:
-    """Seconds a call takes: by the wall on a GPU, of processor time on a CPU others may share."""
-    on_gpu = torch.cuda.is_available()
-    clock = time.perf_counter if on_gpu else time.process_time
-    if on_gpu:
-        torch.cuda.synchronize()
-    start = clock()
-    out = call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return clock() - start, out

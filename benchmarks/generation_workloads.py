@@ -7,14 +7,13 @@ runs to its given length, so that all engines do the same work.
 from __future__ import annotations
 
 import csv
-import os
 import random
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import numpy as np
 import torch
+from record import shared_folder
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 
@@ -109,8 +108,7 @@ def uniform(vocabulary: int, count: int = 256, seed: int = 0) -> Work:
 
 def trace(vocabulary: int, count: int, shrink: int = 1, seed: int = 0) -> Work | None:
     """(c) Requests of a real service, Azure's code trace of 2023: a random sample, in order."""
-    root = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[2] / "shared")
-    path = root / "data" / "traces" / "AzureLLMInferenceTrace_code_2023.csv"
+    path = shared_folder() / "data" / "traces" / "AzureLLMInferenceTrace_code_2023.csv"
     if not path.exists():
         return None
     with path.open() as file:
