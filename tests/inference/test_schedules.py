@@ -45,7 +45,7 @@ def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
         tokens_per_step=rng.choice([2, 5, 8, 17, 64, 64]),
         depth=rng.choice([0, 1]),
         rows_per_step=rng.choice([1, 100]),
-        admit_at_once=rng.choice([1, 1, 3]),
+        admit_share=rng.choice([0.0, 0.0, 0.6]),
         canary=seed % 3 == 0,
     )
     arrivals = sorted((rng.choice([0, 0, rng.randrange(30)]), r.id) for r in requests)
@@ -210,6 +210,25 @@ def test_the_dial_may_be_turned_while_requests_run(world, expected):
         w.step()
     w.drain(500)
     assert all(r.output == expected(r) for r in requests)
+
+
+@pytest.mark.parametrize("running", [4, 8, 16])
+def test_waiting_requests_join_when_their_share_of_the_slots_is_free_wherever_the_dial_stands(
+    world, running
+):
+    w = world(200, 16, max_running=16, tokens_per_step=512, admit_share=1 / 4)
+    w.scheduler.max_running = running
+    for i in range(40):
+        w.scheduler.add(simple(i, 10, 4 + 3 * (i % 16)))
+    w.step()
+    before, joined = set(w.scheduler.running), []
+    while w.scheduler.waiting:
+        w.step()
+        now = set(w.scheduler.running)
+        joined += [len(now - before)] if now - before else []
+        before = now
+    # All at once would be static batches.
+    assert running // 4 <= min(joined[:-1]) and max(joined) < running
 
 
 @pytest.mark.parametrize("depth", [0, 1])
