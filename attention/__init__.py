@@ -5,7 +5,7 @@ Varlen, Pages ─▶ attend ─▶ backends/ (flash-attn, torch, Triton, SDPA)
 any HF causal LM ──┘  attn_implementation="nopad", registered by importing this package
 """
 
-from .allocator import Copy, Hit, OutOfPages, PageAllocator
+from .allocator import PageAllocator
 from .attend import attend, attend_written
 from .cache import PagedCache
 from .carried import carry
@@ -16,9 +16,6 @@ from .supported import probe_layers, refuse, why_refused
 from .varlen import Pages, Varlen
 
 __all__ = [
-    "Copy",
-    "Hit",
-    "OutOfPages",
     "PageAllocator",
     "PagedCache",
     "Pages",

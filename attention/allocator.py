@@ -9,6 +9,9 @@ Every page is in one of three states:
 Cached pages are handed out again, least recently used first, once the free list is empty. Shared
 pages are never written: `own` says which copy must be made first. Copies that `own` and `adopt` ask
 for must all be made, in one `PagedCache.copy_page`, before the next forward writes.
+
+The engine shares by `adopt` alone: completions of one prompt find its prefix, and nobody forks.
+`fork` and `own` serve searches that branch in the middle of a page, such as beams.
 """
 
 from __future__ import annotations
