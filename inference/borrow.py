@@ -29,8 +29,7 @@ def borrowed(
 ) -> Iterator[None]:
     """Set a model up for generation; on leaving, nothing shows that it was.
 
-    Args:
-        modules: all of the model's, if the caller has them at hand: finding them takes a while.
+    modules: all of the model's, if the caller has them at hand: finding them takes a while.
     """
     device = next(model.parameters()).device
     modules = list(model.modules()) if modules is None else modules
@@ -56,7 +55,8 @@ def unwrap(model: Any) -> nn.Module:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and hasattr(model, "get_base_model"):
             if getattr(model.active_peft_config, "is_prompt_learning", False):
-                raise ValueError("adapters that add virtual tokens to the prompt are not supported")
+                kind = type(model.active_peft_config).__name__
+                raise ValueError(f"{kind} adds virtual tokens to prompts: not supported, use LoRA")
             inner = model.get_base_model()  # its layers carry the adapters
         if inner is None and not hasattr(model, "config"):
             inner = getattr(model, "module", None)

@@ -54,18 +54,17 @@ class Engine:
     write of few elements through `.data` may escape it (a sample is compared): write them under
     `torch.no_grad()`, which is seen, or call `release()` after it.
 
-    Args:
-        memory: bytes, a share of free memory, or "spare": what training leaves.
-        page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
-        max_running: requests in one step; more raise throughput and the time between tokens.
-        tokens_per_step: tokens in one step; more finish prompts sooner and hold up the rest.
-        max_length: longest sequence; by default what the model's positions allow.
-        max_waiting: requests that may queue; None: any number.
-        keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
-        dtype: compute in this dtype although the weights are wider; by default as autocast says.
-        seed: of requests that name none.
-        graphs: on a GPU, launch decode steps as graphs; False saves their memory and capture.
-        debug: check every step's bookkeeping.
+    memory: bytes, a share of free memory, or "spare": what training leaves.
+    page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
+    max_running: requests in one step; more raise throughput and the time between tokens.
+    tokens_per_step: tokens in one step; more finish prompts sooner and hold up the rest.
+    max_length: longest sequence; by default what the model's positions allow.
+    max_waiting: requests that may queue; None: any number.
+    keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
+    dtype: compute in this dtype although the weights are wider; by default as autocast says.
+    seed: of requests that name none.
+    graphs: on a GPU, launch decode steps as graphs; False saves their memory and capture.
+    debug: check every step's bookkeeping.
     """
 
     def __init__(
@@ -132,10 +131,9 @@ class Engine:
 
         Python's full collections of garbage wait until it returns.
 
-        Args:
-            params: for all prompts, or one for each.
-            priority: lower runs first; for all, or one for each.
-            deadline: seconds after which requests return what they have; for all, or one for each.
+        params: for all prompts, or one for each.
+        priority: lower runs first; for all, or one for each.
+        deadline: seconds after which requests return what they have; for all, or one for each.
         """
         asked = each_asked(prompts, params, priority, deadline)
         bar = tqdm(total=len(asked), disable=not progress, unit="req")

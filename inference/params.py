@@ -79,7 +79,10 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+            raise ValueError(
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: lower the one "
+                "or raise the other"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -70,7 +70,7 @@ class Tongue:
             params = self._stopping_by_ids(params)
         for token in (*params.logit_bias, *params.stop_token_ids):
             if token >= self.vocabulary:
-                raise ValueError(f"token {token} is not in the vocabulary of {self.vocabulary}")
+                raise ValueError(self._unknown(token))
         return params
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -116,8 +116,12 @@ class Tongue:
             )
         if array.size and (array.min() < 0 or array.max() >= self.vocabulary):
             worst = int(array.min()) if array.min() < 0 else int(array.max())
-            raise ValueError(f"token id {worst} is not in the vocabulary of {self.vocabulary}")
+            raise ValueError(self._unknown(worst))
         return np.ascontiguousarray(array, dtype=np.int64)
+
+    def _unknown(self, token: int) -> str:
+        known = f"the vocabulary of {self.vocabulary}"
+        return f"token id {token} is not in {known}: is the tokenizer this model's?"
 
 
 def identity(prompt: np.ndarray) -> int:

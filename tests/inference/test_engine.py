@@ -45,7 +45,7 @@ def engine(tiny):
 BAD = {
     "empty": ([], GREEDY, "empty"),
     "too long": (list(range(3, 90)) * 4, GREEDY, "max_length is 256"),
-    "beyond the vocabulary": ([3, 97], GREEDY, "97 is not in the vocabulary"),
+    "beyond the vocabulary": ([3, 97], GREEDY, "97 is not in the vocabulary of 97: is the tok"),
     "negative id": ([3, -1], GREEDY, "-1 is not in the vocabulary"),
     "not ids": ([0.5, 1.5], GREEDY, "flat list of ids"),
     "nested": ([[3, 4]], GREEDY, "flat list of ids"),
@@ -55,6 +55,7 @@ BAD = {
     "empty stop string": ([3], {"stop": ""}, None),
     "stop of nothing": ([3], {"stop": [""]}, "at least one character"),
     "bias off the vocabulary": ([3], {"logit_bias": {500: 1.0}}, "500 is not in the vocabulary"),
+    "more than the most": ([3], {"max_tokens": 2, "min_tokens": 3}, "lower the one or raise"),
     "no tokens wanted": ([3], {"max_tokens": 0}, "max_tokens is 0"),
     "not a number": ([3], {"temperature": float("nan")}, "temperature is nan"),
 }
@@ -321,7 +322,7 @@ def test_thousands_of_requests_come_back_in_order(tiny):
 
 
 def test_every_argument_of_the_engine_is_explained():
-    explained = re.findall(r"^    (\w+): ", inspect.getdoc(Engine) or "", re.M)
+    explained = re.findall(r"^(\w+): ", inspect.getdoc(Engine) or "", re.M)
     assert explained == list(inspect.signature(Engine).parameters)[2:]
 
 
