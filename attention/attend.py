@@ -36,11 +36,10 @@ def attend(
 ) -> Tensor:
     """Attend q [T, H, Dk] to k [T, Hkv, Dk], v [T, Hkv, Dv]: causal inside each sequence.
 
-    Args:
-        layer: whose pages to use.
-        window: number of keys a query sees, itself included.
-        sinks: [H], a logit per head that takes weight and gives no value.
-        backend: the name of the one to use; else the best that can.
+    layer: whose pages to use.
+    window: number of keys a query sees, itself included.
+    sinks: [H], a logit per head that takes weight and gives no value.
+    backend: the name of the one to use; else the best that can.
     """
     scaling: float = q.shape[-1] ** -0.5 if scale is None else scale
     scores = Scores(scaling, window, softcap, sinks)

@@ -47,9 +47,8 @@ def testify(layer: int, source: str, shape: tuple[int, int, int]) -> None:
 def expect_layers(model: nn.Module, *, positions_suffice: bool = False) -> Iterator[None]:
     """Raise unless every attention layer is called once inside, each with its metadata.
 
-    Args:
-        positions_suffice: accept layers that found the boundaries by restarting positions, as the
-            few models that drop keywords do in training; never enough for pages.
+    positions_suffice: accept layers that found the boundaries by restarting positions, as the few
+        models that drop keywords do in training; never enough for pages.
     """
     with watch() as witness:
         yield

@@ -87,9 +87,8 @@ def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:
 def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False) -> Packed:
     """Compare a pack with its documents one by one, as the oracle (or the model itself) runs those.
 
-    Args:
-        oracle: a model of the same weights whose attention is trusted, such as `eager`.
-        repair: run the pack inside `keep_apart`.
+    oracle: a model of the same weights whose attention is trusted, such as `eager`.
+    repair: run the pack inside `keep_apart`.
     """
     documents = draw_documents(model)
     logits, loss, gradients = _packed(model, documents, repair)

@@ -45,8 +45,7 @@ class Finding:
 def examine(oracle: Any, name: str, given: Any = None) -> Finding:
     """Hold one implementation against the documents run one by one with eager attention.
 
-    Args:
-        given: the config as the user has it, where the oracle was built of a shrunk one.
+    given: the config as the user has it, where the oracle was built of a shrunk one.
     """
     reason = why_refused(oracle) if name == "nopad" else None
     if reason is not None:

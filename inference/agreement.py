@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.backends.choice import reading_pages_by
+from ..attention.selfcheck import batch_of
 from .borrow import borrowed, unwrap
 from .completion import Completion
 from .engine import Engine
@@ -70,8 +71,7 @@ def agreement(
 
     Both compute under the autocast that is on around the call.
 
-    Args:
-        attention: the backend that generation must use; None: the best there is.
+    attention: the backend that generation must use; None: the best there is.
     """
     params = SamplingParams(temperature=temperature, max_tokens=new, logprobs=0, ignore_eos=True)
     with reading_pages_by(attention):
@@ -98,19 +98,11 @@ def packed_logprobs(
     """Log-probabilities of all completions' tokens, from one forward over all sequences packed."""
     device = next(model.parameters()).device
     whole = [[*map(int, p), *c.tokens] for p, c in zip(prompts, made, strict=True)]
-    lengths = torch.tensor([len(ids) for ids in whole])
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32).to(device)
-    logits = model(
-        input_ids=torch.tensor([[i for ids in whole for i in ids]], device=device),
-        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()])[None].to(device),
-        cu_seq_lens_q=ends,
-        cu_seq_lens_k=ends,
-        max_length_q=int(lengths.max()),
-        max_length_k=int(lengths.max()),
-        use_cache=False,
-    ).logits[0]
+    batch = batch_of([torch.tensor([ids], device=device) for ids in whole])
+    logits = model(**batch).logits[0]
+    ends = batch["cu_seq_lens_q"][1:].tolist()
     found = []
-    for end, completion in zip(ends[1:].tolist(), made, strict=True):
+    for end, completion in zip(ends, made, strict=True):
         new = len(completion.tokens)
         rows = logits[end - new - 1 : end - 1].float()
         targets = torch.tensor(completion.tokens, device=device)

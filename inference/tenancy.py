@@ -72,9 +72,8 @@ class Tenancy:
     def session(self, light: bool = False, look: bool = False) -> Iterator[list[Request]]:
         """Have the model; yields requests that ended while old steps were waited for.
 
-        Args:
-            light: trust the version counters to tell of changed weights: for single steps.
-            look: then look at a sample of the weights as well: for what is new among them.
+        light: trust the version counters to tell of changed weights: for single steps.
+        look: then look at a sample of the weights as well: for what is new among them.
         """
         modules = self._modules
         if not light and (now := list(self._model.modules())) != modules:
