@@ -275,6 +275,10 @@ class Engine:
     def tokens_per_step(self, value: int) -> None:
         self._tenancy.turn("tokens_per_step", positive("tokens_per_step", value))
 
+    def forget(self) -> None:
+        """Forget cached prefixes: what comes next is computed anew."""
+        self._tenancy.forget()
+
     def release(self) -> None:
         """Give back pages, graphs and copies of weights; the next call builds them anew.
 

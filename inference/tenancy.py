@@ -116,6 +116,11 @@ class Tenancy:
         if self.machine is not None:
             setattr(self.loop.scheduler, name, value)
 
+    def forget(self) -> None:
+        """Drop the cached prefixes, if there are any; what is under way goes on."""
+        if self.machine is not None:
+            self.loop.scheduler.pages.forget()
+
     def release(self) -> None:
         """Give back pages, graphs and copies of weights."""
         self.machine = None
