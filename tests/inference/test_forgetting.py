@@ -1,4 +1,4 @@
-"""`Engine.forget`: prefixes that earlier calls computed are computed again, and nothing else ends."""
+"""`Engine.forget`: cached prefixes are computed again; requests under way go on."""
 
 from __future__ import annotations
 
