@@ -91,8 +91,7 @@ class PackedDataset(IterableDataset):
         )
         epochs, packs, shards = _whole_or_none(epochs=epochs, packs=packs, shards=shards)
         _check(budget, on_error, epochs, packs, shards)
-        if (rank is None) != (world is None):
-            raise ValueError(f"rank {rank} and world {world} go together: give both, or neither")
+        _check_share(rank, world)
         pairs = as_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
@@ -314,6 +313,11 @@ class PackedDataset(IterableDataset):
 
 def _whole_or_none(**settings: int | None) -> list[int | None]:
     return [None if one is None else whole(**{name: one})[0] for name, one in settings.items()]
+
+
+def _check_share(rank: int | None, world: int | None) -> None:
+    if (rank is None) != (world is None):
+        raise ValueError(f"rank {rank} and world {world} go together: give both, or neither")
 
 
 def _check(

@@ -33,9 +33,8 @@ OTHERS = {
 ONLY_IN = {
     ("packing", "pyarrow"): "packing/sources/",
     ("packing", "datasets"): "packing/sources/",
-    ("packing", "zstandard"): "packing/sources/",
     ("packing", "torch"): "packing/dataset.py",
-    ("attention", "transformers"): "attention/",
+    ("attention", "transformers"): "attention/registration.py",
     ("attention", "flash_attn"): "attention/backends/",
     ("attention", "flash_attn_interface"): "attention/backends/",
     ("attention", "kernels"): "attention/backends/",
@@ -44,7 +43,6 @@ ONLY_IN = {
     ("trainer", "accelerate"): "trainer/with_accelerate",
     ("trainer", "lightning"): "trainer/with_lightning",
     ("trainer", "pytorch_lightning"): "trainer/with_lightning",
-    ("trainer", "liger_kernel"): "trainer/",
     ("inference", "lm_eval"): "inference/harness",
 }
 
@@ -101,16 +99,21 @@ def test_the_package_list_equals_the_tree():
 
 def test_files_and_functions_stay_short():
     long = []
-    for path in sources(*ROOMS, "recipes"):
+    for path in sources(*ROOMS, "recipes", "benchmarks"):
         text = path.read_text()
         if len(text.splitlines()) > 400:
             long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 lines = node.end_lineno - node.lineno + 1
-                if lines > 80:
+                if lines > 60:
                     long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
     assert not long, "\n".join(long)
+
+
+def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether Triton compiles it: a kernel is cut by what runs together, not by length."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 @pytest.mark.parametrize("recipe", ["sft", "train_hf", "pretrain_lightning"])
