@@ -188,9 +188,10 @@ class _Gate:
 def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> ModelLoss:
     """Let `model(**batch).loss` be the exact mean of a step, without logits of T x vocabulary.
 
-    Call it on the bare causal LM, before DDP, FSDP or torch.compile wrap it; before or after PEFT.
-    Where PEFT trains or adapts the LM head, logits are computed.
+    Call it before DDP, FSDP or torch.compile wrap the causal LM; before or after PEFT does. Where
+    PEFT trains or adapts the LM head, logits are computed.
     """
+    model = bare(model)
     if hasattr(model, "nopad_loss"):
         model.nopad_loss.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
@@ -198,6 +199,11 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     loss = ModelLoss(model, label_smoothing, z_loss)
     object.__setattr__(model, "nopad_loss", loss)  # no submodule, nothing in the state dict
     return loss
+
+
+def bare(model: Any) -> Any:
+    """The causal LM inside PEFT's wrappers, whose forward is another's and knows no loss."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _asking(original: Any) -> Callable:

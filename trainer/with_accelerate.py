@@ -27,6 +27,7 @@ from accelerate.utils import send_to_device
 from ..packing import Pack, PackedDataset
 from .data_state import STATE_FILE, load_data_state, save_data_state
 from .loader import Batch, PackedLoader
+from .loss import bare
 from .start import check_run, guard, say_start
 
 _made: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
@@ -83,8 +84,7 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
 
     def _check(self) -> None:
         for prepared in self.accelerator._models:
-            model = self.accelerator.unwrap_model(prepared)
-            model = model.get_base_model() if hasattr(model, "get_base_model") else model
+            model = bare(self.accelerator.unwrap_model(prepared))
             if hasattr(model, "get_output_embeddings"):
                 with self.accelerator.autocast():
                     say_start(check_run(model, self.dataset, self.collator))

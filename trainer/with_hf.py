@@ -27,7 +27,7 @@ from ..packing import PackedDataset
 from ..packing.planned import PlannedPacks
 from .data_state import load_data_state, save_data_state
 from .loader import Batch, EvaluationLoader, PackedLoader
-from .loss import attach_loss
+from .loss import attach_loss, bare
 from .meter import Meter, away
 from .ranks import rank, sum_over_ranks, wait_for_all
 from .seal import last_whole_checkpoint, seal, unseal
@@ -69,8 +69,8 @@ class Packed(_Base):
         super().__init__(model, args, data_collator, self._stand_in(train_dataset, args), **kwargs)
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
-        bare = _bare(self.accelerator.unwrap_model(self.model))
-        self.model_loss = attach_loss(bare, label_smoothing=smoothing, z_loss=z_loss)
+        model = self.accelerator.unwrap_model(self.model)
+        self.model_loss = attach_loss(model, label_smoothing=smoothing, z_loss=z_loss)
         if self.compute_metrics is not None:
             self.model_loss.keep_logits()
         self.model_accepts_loss_kwargs = True  # the attached loss does, whatever the model did
@@ -112,12 +112,12 @@ class Packed(_Base):
         )
         if self._resume is not None:
             load_data_state(self._loader, self._resume)
-        bare = _bare(self.accelerator.unwrap_model(self.model))
+        model = bare(self.accelerator.unwrap_model(self.model))
         if self.packed_check:
             with self.accelerator.autocast():
-                say_start(check_run(bare, self.train_dataset, self._loader.collator))
-            guard(self._loader, bare)
-        self._meter = Meter.of(self._loader, bare)
+                say_start(check_run(model, self.train_dataset, self._loader.collator))
+            guard(self._loader, model)
+        self._meter = Meter.of(self._loader, model)
         return self._loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -274,8 +274,3 @@ def _steps(args: TrainingArguments, data: PackedDataset) -> int:
     part = args.num_train_epochs - len(whole)  # of the last epoch
     per_rank = math.ceil((sum(whole) + part * last) / args.world_size)
     return math.ceil(per_rank / args.gradient_accumulation_steps)
-
-
-def _bare(model: Any) -> Any:
-    """The causal LM inside PEFT's wrappers."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

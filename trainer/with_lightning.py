@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..packing import Pack, PackedDataset
 from .data_state import gathered_state
 from .loader import Batch, EvaluationLoader, PackedLoader, PackInfo
-from .loss import attach_loss
+from .loss import attach_loss, bare
 from .meter import Meter, away
 from .random_state import gathered_random, load_random
 from .start import check_run, guard, say_start
@@ -326,5 +326,5 @@ def causal_lm(module: nn.Module) -> nn.Module:
     """Find the HF causal LM inside a Lightning module."""
     for part in module.modules():
         if hasattr(part, "get_output_embeddings") and hasattr(part, "loss_function"):
-            return part
+            return bare(part)
     raise ValueError(f"{type(module).__name__} holds no HF causal LM: keep it as an attribute")

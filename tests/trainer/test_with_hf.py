@@ -273,15 +273,3 @@ def test_trl_s_sft_trainer_evaluates_packs(named, tmp_path):
 def test_a_loss_of_trl_s_own_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"loss_type='dft'.*'nll'"):
         trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(), loss_type="dft")
-
-
-def test_adapters_get_the_gradient_of_the_samples_one_by_one(tmp_path):
-    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
-    from front_ends import hf
-
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(tiny_run.model(), config)
-    gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
-    ours = hf(model, tiny_run.dataset(), tmp_path)
-    assert ours.keys() == gold.keys() and all("lora_" in name for name in gold)
-    assert tiny_run.distance(ours, gold) < 2e-6
