@@ -60,7 +60,7 @@ def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", *
     cold, _ = timed(lambda: engine.generate(work.prompts, params))
     first, times = engine.stats.summary(), []
     for _ in range(REPEATS):
-        engine._machine.loop.scheduler.pages.forget()
+        engine.forget()
         engine.stats.reset()
         seconds, out = timed(lambda: engine.generate(work.prompts, params))
         assert [len(c.tokens) for c in out] == work.new
@@ -85,7 +85,7 @@ def run_scoring(name: str, model) -> None:
     tokens = sum(len(e) for four in ends for e in four)
     engine = Engine(model, memory=20 << 30)
     engine.score(contexts, ends)
-    engine._machine.loop.scheduler.pages.forget()
+    engine.forget()
     engine.stats.reset()
     seconds, scores = timed(lambda: engine.score(contexts, ends))
     ran = engine.stats.tokens_run
@@ -123,7 +123,7 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
     engine.generate(work.prompts, params)
     for share in (0.5, 0.7, 0.9):
         scale = 1 / (capacity * share) / mean_gap
-        engine._machine.loop.scheduler.pages.forget()
+        engine.forget()
         engine.stats.reset()
         start, sent, done = time.perf_counter(), 0, 0
         while done < len(work.prompts) and time.perf_counter() - start < PATIENCE:
@@ -157,7 +157,7 @@ def run_dial(name: str, model, work: Work) -> None:
     turns += [(128, tokens) for tokens in (256, 512, 1024, 2048, 4096)]
     for running, tokens in turns:
         engine.max_running, engine.tokens_per_step = running, tokens
-        engine._machine.loop.scheduler.pages.forget()
+        engine.forget()
         engine.stats.reset()
         seconds, _ = timed(lambda: engine.generate(work.prompts, params))
         s = engine.stats.summary()
