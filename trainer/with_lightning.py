@@ -135,8 +135,22 @@ class PackedDataModule(pl.LightningDataModule):
 class PackedCallback(pl.Callback):
     """Attach the exact loss, check the run, keep data and random state, log what packing does."""
 
-    def __init__(self, data: PackedDataModule, *, z_loss: float = 0.0, check: bool = True):
-        self.data, self.z_loss, self.check = data, z_loss, check
+    def __init__(
+        self,
+        data: PackedDataModule,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        check: bool = True,
+    ):
+        """Take what the loss takes.
+
+        label_smoothing: share of a label that is spread over the vocabulary.
+        z_loss: weight of the squared log-normalizer in the loss.
+        check: refuse, before the first step, what would train wrongly.
+        """
+        self.data, self.check = data, check
+        self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = Meter()
         self._measured: LightningPacks | None = None
         self._loss: Any = None
@@ -150,7 +164,7 @@ class PackedCallback(pl.Callback):
         if stage == "fit":
             self._random = None
         if stage != "predict":
-            self._loss = attach_loss(causal_lm(pl_module), z_loss=self.z_loss)
+            self._loss = attach_loss(causal_lm(pl_module), **self.options)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = causal_lm(pl_module)
@@ -232,7 +246,7 @@ class PackedCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
-        missing = [name for name in (KEY, WINDOW) if name not in checkpoint]
+        missing = [name for name in (KEY, WINDOW, RANDOM) if name not in checkpoint]
         if missing:
             raise ValueError(
                 f"the checkpoint holds no data position ({', '.join(missing)}): it was saved "
@@ -240,7 +254,7 @@ class PackedCallback(pl.Callback):
             )
         self.data.train.load_state_dict(checkpoint[KEY])
         self.data.loader = None  # else the next one would go on where this one stood
-        self._random = checkpoint.get(RANDOM)
+        self._random = checkpoint[RANDOM]
         # Lightning counts batches, and steps where the count divides by the accumulation. What was
         # saved are whole steps, whatever the accumulation is now.
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]

@@ -91,6 +91,7 @@ def lightning(
     accumulation: int = 2,
     *callbacks,
     collator=None,
+    loss=None,
     **settings,
 ) -> Gradient:
     packs, module = PackedDataModule(data, collator=collator), Module(model)
@@ -99,7 +100,7 @@ def lightning(
         devices=1,
         max_steps=1,
         accumulate_grad_batches=accumulation,
-        callbacks=[PackedCallback(packs), *callbacks],
+        callbacks=[PackedCallback(packs, **loss or {}), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

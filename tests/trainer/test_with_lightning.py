@@ -56,7 +56,7 @@ def test_a_pickled_data_module_still_has_no_validation():
 
 def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
     from nopad.trainer.meter import _Away
-    from nopad.trainer.with_lightning import KEY, WINDOW, PackedCallback, PackedDataModule
+    from nopad.trainer.with_lightning import KEY, RANDOM, WINDOW, PackedCallback, PackedDataModule
 
     nobody: Any = None
     callback = PackedCallback(PackedDataModule(tiny_run.dataset()))
@@ -64,9 +64,10 @@ def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
     callback.on_validation_start(nobody, nobody)
     callback.on_exception(nobody, nobody, ValueError())
     assert _Away.total > before
-    for name, other in ((KEY, WINDOW), (WINDOW, KEY)):
+    for name in (KEY, WINDOW, RANDOM):
+        others = {other: {} for other in {KEY, WINDOW, RANDOM} - {name}}
         with pytest.raises(ValueError, match=rf"no data position \({name}\)"):
-            callback.on_load_checkpoint(nobody, nobody, {other: {}})
+            callback.on_load_checkpoint(nobody, nobody, others)
 
 
 def test_the_log_has_the_loss_of_the_whole_step(tmp_path):
@@ -82,6 +83,15 @@ def test_the_log_has_the_loss_of_the_whole_step(tmp_path):
     exact = float(model(**batch).loss)
     lightning(model, tiny_run.dataset(), tmp_path, 3, read, log_every_n_steps=1)
     assert read.told == pytest.approx(exact, rel=1e-5)
+
+
+def test_labels_are_smoothed_as_in_the_hf_trainer(tmp_path):
+    from front_ends import hf, lightning
+
+    plain = hf(tiny_run.model(), tiny_run.dataset(), tmp_path)
+    theirs = hf(tiny_run.model(), tiny_run.dataset(), tmp_path, label_smoothing_factor=0.1)
+    ours = lightning(tiny_run.model(), tiny_run.dataset(), tmp_path, loss={"label_smoothing": 0.1})
+    assert tiny_run.distance(ours, theirs) < 2e-6 < 1e-3 < tiny_run.distance(ours, plain)
 
 
 def test_a_trainer_that_logs_never_trains_all_the_same(tmp_path):
