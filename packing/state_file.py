@@ -34,7 +34,7 @@ def write_state(path: str | Path, state: dict) -> None:
     if _whole(path):  # a torn one must not push out the last good one
         _keep(path, _previous(path))
     temporary.replace(path)
-    _sync_folder(path.parent)
+    to_disk(path.parent)
 
 
 def read_state(path: str | Path, fall_back: bool = True) -> dict:
@@ -48,6 +48,15 @@ def read_state(path: str | Path, fall_back: bool = True) -> dict:
         except (ValueError, OSError) as error:
             reasons.append(f"{candidate.name}: {error}")
     raise ValueError(f"no whole state at {path}: " + "; ".join(reasons))
+
+
+def to_disk(path: Path) -> None:
+    """Return when a file, or the list of a folder's files, is on the disk itself."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _sealed(state: dict) -> bytes:
@@ -96,11 +105,3 @@ def _keep(path: Path, previous: Path) -> None:
     except OSError:  # a file system without links: a copy does it too
         spare.write_bytes(path.read_bytes())
     spare.replace(previous)
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -10,11 +10,10 @@ buffers, before the seal is.
 from __future__ import annotations
 
 import hashlib
-import os
 import zipfile
 from pathlib import Path
 
-from ..packing.state_file import read_state, write_state
+from ..packing.state_file import read_state, to_disk, write_state
 
 SEAL = "nopad_seal.json"
 HASHED_UP_TO = 1 << 26
@@ -26,7 +25,7 @@ def seal(folder: Path) -> None:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [path for path in found if not path.name.startswith(SEAL)]  # nor the one before it
     for path in files:
-        _to_disk(path)
+        to_disk(path)
     told = {str(path.relative_to(folder)): _facts(path) for path in files}
     write_state(folder / SEAL, {"files": told})
 
@@ -82,11 +81,3 @@ def _facts(path: Path) -> list:
     if size > HASHED_UP_TO:
         return [size]
     return [size, hashlib.sha256(path.read_bytes()).hexdigest()]
-
-
-def _to_disk(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

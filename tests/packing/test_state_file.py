@@ -82,7 +82,7 @@ def crashing(function):
 state_file.os.fsync = crashing(os.fsync)
 state_file.os.link = crashing(os.link)
 state_file.Path.replace = crashing(state_file.Path.replace)
-state_file._sync_folder = crashing(state_file._sync_folder)
+state_file.to_disk = crashing(state_file.to_disk)
 state_file.write_state(path, {"version": 1, "position": {"index": 99}})
 print("finished")
 """
