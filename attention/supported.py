@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,14 +84,10 @@ def probe_layers(model: Any) -> list[tuple[int, int, int]]:
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     varlen = Varlen(torch.tensor([0, 1], dtype=torch.int32, device=device), 1)
-    modes = [module.training for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad(), watch() as witness, carry(varlen):
+        with evaluating(model), torch.no_grad(), watch() as witness, carry(varlen):
             model(input_ids=token, position_ids=token, use_cache=False, varlen=varlen)
     finally:
-        for module, mode in zip(model.modules(), modes, strict=True):
-            module.training = mode
         if before != "nopad":
             model.set_attn_implementation(before)
     shapes = {layer: shape for layer, _, shape in witness.calls}
@@ -97,6 +95,18 @@ def probe_layers(model: Any) -> list[tuple[int, int, int]]:
         layers = sorted(layer for layer, _, _ in witness.calls)
         raise ValueError(f"{type(model).__name__}: attention was called for layers {layers}")
     return [shapes[layer] for layer in range(len(shapes))]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation, and back into the mode each one was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _uses_interface(model: nn.Module) -> bool:

@@ -6,8 +6,6 @@ nopad: 1,024 packs of 8192 an epoch, fill 99.8 %, 9.1 samples a pack; split 12, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..attention.documents import installed, keep_apart
+from ..attention.supported import evaluating
 from ..collators import PackedCollator
 from ..packing import IGNORE, Pack, PackedDataset, Planner, Sample
 from .loader import PackedLoader
@@ -88,18 +87,6 @@ def _logits(model: Any, collator: Any, rows: list[np.ndarray], apart: bool) -> t
         return model(**batch).logits.float()
     with keep_apart(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
         return model(**batch).logits.float()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation, and back into the mode each one was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _route(attention: str) -> str:
