@@ -7,6 +7,8 @@ then the spans are derived by rendering prefixes, and verified against the whole
     render(messages[:i + 1])            <user> hi <assistant> hello <end>
     the whole                           <user> hi <assistant> hello <end> <user> ...
                                                              ^^^^^^^^^^^ counts
+
+A token that holds something of an answer counts, whatever else it holds.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def assistant_spans(render: Any, messages: Sequence[Mapping], first: int, ends: 
     for turn, message in enumerate(messages):
         if turn < first or message["role"] != "assistant":
             continue
-        before = render(messages[:turn], prompt=True)
+        before = render(messages[:turn], prompt=True) if turn else _opening(render, messages)
         through = render(messages[: turn + 1])
         if not whole.startswith(before):
             raise ValueError(
@@ -64,6 +66,11 @@ def assistant_spans(render: Any, messages: Sequence[Mapping], first: int, ends: 
             end = _found(whole, len(before), message, turn, ends)
         spans.append((len(before), end))
     return spans
+
+
+def _opening(render: Any, messages: Sequence[Mapping]) -> str:
+    """Give what stands before the first message's content: no template renders no messages."""
+    return render([{**messages[0], "content": "\0"}, *messages[1:]]).partition("\0")[0]
 
 
 def _trimmed(text: str, start: int, ends: Sequence[str]) -> int:
@@ -88,22 +95,22 @@ def _found(whole: str, start: int, message: Mapping, turn: int, ends: Sequence[s
 
 def _derived(tokenizer: Any, messages: Sequence[Mapping], first: int, tools: Any):
     def render(part: Sequence[Mapping], prompt: bool = False) -> str:
-        if not part:
-            return ""
         return tokenizer.apply_chat_template(
             list(part), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
 
-    ends = sorted({str(t) for t in tokenizer.all_special_tokens} | _added(tokenizer), key=len)
-    spans = assistant_spans(render, messages, first, ends[::-1])
+    marks = _marks(tokenizer)
+    spans = assistant_spans(render, messages, first, sorted(marks, key=len, reverse=True))
     encoded = tokenizer(
         render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
     ids = np.asarray(encoded["input_ids"], np.int64)
     starts, ends_at = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+    # Of a mark, which may take in the white space behind it, the beginning is what decides.
+    last = np.where(np.isin(ids, list(marks.values())), starts, ends_at - 1)
     counts = np.zeros(len(ids), bool)
     for start, end in spans:
-        counts |= (starts >= start) & (ends_at <= end) & (ends_at > starts)
+        counts |= (last >= start) & (starts < end) & (ends_at > starts)
     return ids, counts
 
 
@@ -118,8 +125,10 @@ def _marked(tokenizer: Any, messages: Sequence[Mapping], tools: Any):
     return np.asarray(out["input_ids"], np.int64), np.asarray(out["assistant_masks"], bool)
 
 
-def _added(tokenizer: Any) -> set[str]:
-    return set(getattr(tokenizer, "get_added_vocab", dict)())
+def _marks(tokenizer: Any) -> dict[str, int]:
+    """Give the special and added tokens, by their text."""
+    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return {**dict(special), **getattr(tokenizer, "get_added_vocab", dict)()}
 
 
 def _check(tokenizer: Any, messages: Any) -> None:
@@ -131,4 +140,7 @@ def _check(tokenizer: Any, messages: Any) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no message has the role assistant: nothing would count for the loss")
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("messages need a tokenizer with a chat template, this one has none")
+        raise ValueError(
+            "messages need a tokenizer with a chat template, this one has none: set its "
+            "chat_template, or take the tokenizer of the model's instruct version"
+        )

@@ -9,7 +9,7 @@ import pytest
 from nopad.packing import IGNORE
 from nopad.packing.chat import encode_chat
 from nopad.packing.encoder import Encoder
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 TEMPLATES = {
@@ -72,6 +72,69 @@ def test_the_ids_are_those_of_the_whole_rendered_text(tokenizer, name):
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
     expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert encode_chat(tokenizer, CHAT).tokens.tolist() == expected
+
+
+DEFAULT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nI say hello<|im_end|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("content", ["hello", "hello yes"])
+def test_an_assistant_who_speaks_first_learns_no_header_and_no_default_prompt(
+    tokenizer, name, content
+):
+    tokenizer.chat_template = DEFAULT + TEMPLATES[name]
+    chat = [{"role": "assistant", "content": content}, *CHAT[3:]]
+    runs = counted(tokenizer, encode_chat(tokenizer, chat))
+    assert runs[0] == f"{content}<|im_end|>" and len(runs) == 2
+
+
+def test_a_first_message_whose_content_is_not_shown_is_refused(tokenizer):
+    tokenizer.chat_template = TEMPLATES["chatml"].replace(
+        "{{ m.content }}", "{{ '' if loop.first else m.content }}"
+    )
+    with pytest.raises(ValueError, match="its content is not in the whole"):
+        encode_chat(tokenizer, [{"role": "assistant", "content": "hello"}, *CHAT[3:]])
+
+
+def words(*marks):
+    """A tokenizer whose tokens are words with the space before them, and the line's end behind."""
+    known = ["system:", " be", " kind\n", "user:", " yes?\n", "assistant:", " yes!\n", " again\n"]
+    known += [" no,", "yes", "no,", " yes!"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *known])}))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[^ \n]+\n?"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    return tokenizer
+
+
+def texts(tokenizer, sample, chat):
+    """The text of each counted token."""
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    places = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
+    return [whole[a:b] for (a, b), x in zip(places, sample.labels, strict=True) if x != IGNORE]
+
+
+def test_a_token_that_holds_something_of_an_answer_counts():
+    tokenizer = words()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    sample = encode_chat(tokenizer, CHAT)
+    assert texts(tokenizer, sample, CHAT) == [" yes!\n", " no,", " yes!\n"]
+
+
+def test_marks_that_take_in_white_space_count_where_they_begin():
+    tokenizer = words(*(AddedToken(f"<|{m}|>", rstrip=True) for m in ("user", "assistant", "end")))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    chat = [CHAT[1], {"role": "assistant", "content": " yes"}, *CHAT[3:]]
+    sample = encode_chat(tokenizer, chat)
+    assert texts(tokenizer, sample, chat) == ["yes", "<|end|>\n", "no,", " yes!", "<|end|>\n"]
 
 
 def test_of_prompt_and_completion_only_the_completion_counts(tokenizer):
@@ -137,7 +200,7 @@ def test_messages_need_a_template(tokenizer):
 
 
 def test_a_real_tokenizer_agrees(tokenizer):
-    shared = Path(os.environ.get("NOPAD_SHARED", Path(__file__).parents[3] / "shared"))
+    shared = Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[3] / "shared")
     if not (shared / "models" / "stories260k").is_dir():
         pytest.skip(reason="the stories260k model is not there: set NOPAD_SHARED")
     real = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
