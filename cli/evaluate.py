@@ -42,12 +42,14 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
     name = checkpoint(args.model)
     harness, make_table = _lm_eval()
+    from ..trainer.ranks import join_group, leave_group
+
     manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
         check_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
-    _join_ranks()
+    join_group()
     ready = harness.Harness(
         model,
         tokenizer,
@@ -61,8 +63,6 @@ def main(argv: list[str]) -> int:
     results = ready.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:
         _tell(results, make_table, args.output)
-    from ..trainer.ranks import leave_group
-
     leave_group()
     return 0
 
@@ -75,14 +75,6 @@ def _lm_eval() -> tuple[Any, Any]:
     from ..inference import harness
 
     return harness, make_table
-
-
-def _join_ranks() -> None:
-    """Let the processes of a launcher know each other."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")  # only answers travel, from host to host
 
 
 def _tell(results: dict, make_table: Any, output: Path | None) -> None:

@@ -99,11 +99,9 @@ def main(argv: list[str] | None = None) -> Report:
     from nopad.trainer.evaluation import GenerationEval
     from nopad.trainer.evaluation_metrics import exact_match, extracted
     from nopad.trainer.evaluation_table import lines
+    from nopad.trainer.ranks import join_group
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
+    join_group()
     name = checkpoint(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:

@@ -6,6 +6,7 @@ Every front end sits on torch.distributed, so one file serves them all.
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ def wait_for_all() -> None:
     """Return when every rank has come here."""
     if world() > 1:
         dist.barrier()
+
+
+def join_group() -> None:
+    """Let the processes of a launcher know each other, where a program has no trainer to do so."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")  # only answers travel, from host to host
 
 
 def leave_group() -> None:
