@@ -15,11 +15,7 @@ import torch
 from ..attention import why_refused
 from ..attention.selfcheck import Packed, check_default_cache, check_packed, check_paged
 from .loading import first_line
-
-_DROPOUTS = (
-    "attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob",
-    "attention_probs_dropout_prob",
-)  # fmt: skip
+from .shrink import ATTENTION_DROPOUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
 def _dropout(given: Any) -> list[str]:
     """The checks drop nothing out; training would, and nopad refuses that."""
     config = given.get_text_config()
-    asked = ((name, getattr(config, name, None)) for name in _DROPOUTS)
+    asked = ((name, getattr(config, name, None)) for name in ATTENTION_DROPOUTS)
     return [f"trains only with {name}=0 (it is {rate})" for name, rate in asked if rate]
 
 

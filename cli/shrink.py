@@ -40,11 +40,14 @@ ALWAYS = {
 }  # fmt: skip
 """Set even where the type's default is None."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+ATTENTION_DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob",
+    "attention_probs_dropout_prob",
+)  # fmt: skip
 DROPOUTS = (
-    "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
-    "activation_dropout", "attention_dropout_prob", "hidden_dropout_prob", "layerdrop",
-    "attention_probs_dropout_prob", "embedding_dropout", "emb_pdrop", "resid_dropout",
-    "attn_dropout", "residual_dropout", "mlp_dropout", "ffn_dropout", "classifier_dropout",
+    *ATTENTION_DROPOUTS, "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
+    "activation_dropout", "hidden_dropout_prob", "layerdrop", "embedding_dropout", "emb_pdrop",
+    "resid_dropout", "residual_dropout", "mlp_dropout", "ffn_dropout", "classifier_dropout",
 )  # fmt: skip
 
 
