@@ -149,8 +149,11 @@ def budgets(lengths: np.ndarray, budget: int, overflow: Any) -> str:
             continue
         plan = pack_lengths(lengths, each, overflow=overflow)
         packed, mark = int(plan.lengths.sum()), "*" if each == budget else " "
-        fill, per_pack = packed / max(1, len(plan) * each), len(lengths) / max(1, len(plan))
-        rows.append(f"{mark}{each:8,} {len(plan):9,} {fill:8.2%} {per_pack:13.1f} {long:19,}")
+        fill, per_pack = "-", "-"
+        if len(plan):
+            fill = f"{packed / (len(plan) * each):.2%}"
+            per_pack = f"{len(plan.lengths) / len(plan):.1f}"
+        rows.append(f"{mark}{each:8,} {len(plan):9,} {fill:>8} {per_pack:>13} {long:19,}")
     return "\n".join(rows)
 
 

@@ -116,6 +116,16 @@ def test_fill_and_waste_are_those_of_the_lengths():
     assert "100.00%" in budgets(lengths, 128, "split")
 
 
+@pytest.mark.parametrize(
+    ("overflow", "per_pack"),
+    [("drop", ["-", "1.0", "2.0", "2.0"]), ("split", ["1.0", "1.0", "1.5", "2.0"])],
+)
+def test_a_pack_is_said_to_hold_what_lies_in_it(overflow, per_pack):
+    """Neither what was dropped, nor documents where their parts were packed."""
+    rows = budgets(np.array([10, 10, 30, 30]), 20, overflow).splitlines()[1:]
+    assert [row.lstrip("*").split()[3] for row in rows] == per_pack
+
+
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     pack_map.write_png(tmp_path / "map.png", [np.array([3, 4])], 8)
