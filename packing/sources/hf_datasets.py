@@ -1,13 +1,16 @@
 """Hugging Face datasets: ready tokens straight from their Arrow memory, other rows by number.
 
 A Dataset with `input_ids` is a token store: lengths and tokens lie in Arrow's own buffers, mapped
-from disk, and are not touched by Python row by row. A streaming IterableDataset is read in order;
+from disk, and are not touched by Python row by row. Formats are how rows would be handed out and
+are passed over, but for the columns they leave out and for a transform: it makes other rows, the
+same each time it is asked, or nothing could resume. A streaming IterableDataset is read in order;
 its own state is the cursor.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from ..fingerprint import Fingerprint
 from ..ids import check_masks
 from ..state import is_count
 from ..token_store import Shelf
+from .in_memory import row_at
 from .paths import contained
 from .source import Indexed, Row, RowSource
 
@@ -28,18 +32,30 @@ FIRST = 1024
 
 def token_shelves(data: Any, name: str, source: int = 0) -> list[Shelf] | None:
     """Give the shelves of a Dataset with ready `input_ids`; None if it has none."""
-    if "input_ids" not in data.column_names:
+    data = _plain(data)
+    if "input_ids" not in data.column_names or _transforms(data):
         return None
     if data._indices is not None:
         data = data.flatten_indices()
     _check_masks(data, name)
     columns = ["input_ids", "labels"] if "labels" in data.column_names else ["input_ids"]
-    chunks = zip(*(data.data.table.column(column).chunks for column in columns), strict=True)
     shelves, row = [], 0
-    for arrays in chunks:
-        shelves.append(_shelf(arrays, name, row, source))
-        row += len(arrays[0])
+    for batch in data.data.table.select(columns).to_batches():  # columns cut at the same rows
+        shelves.append(_shelf(batch.columns, name, row, source))
+        row += len(batch)
     return shelves
+
+
+def _plain(data: Any) -> Any:
+    """Give the columns that a Dataset's format shows, as they lie in it."""
+    shown, all_columns = data.format["columns"], data.format["output_all_columns"]
+    if _transforms(data):
+        return data
+    return data.with_format(None).select_columns(data.column_names if all_columns else shown)
+
+
+def _transforms(data: Any) -> bool:
+    return data.format["type"] == "custom"
 
 
 def _check_masks(data: Any, name: str) -> None:
@@ -55,22 +71,16 @@ def _check_masks(data: Any, name: str) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _shelf(arrays: tuple, name: str, row: int, source: int) -> Shelf:
+def _shelf(arrays: list, name: str, row: int, source: int) -> Shelf:
     flat, begins, lengths = _flat(arrays[0], name, row)
     if len(arrays) == 1:
         return Shelf(name, flat, begins, lengths, None, source)
-    labels, label_begins, label_lengths = _flat(arrays[1], name, row)
+    labels, _, label_lengths = _flat(arrays[1], name, row)
     if not np.array_equal(lengths, label_lengths):
         odd = int(np.flatnonzero(lengths != label_lengths)[0])
         raise ValueError(
             f"{name}, row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
         )
-    if not np.array_equal(begins, label_begins):
-        labels = np.concatenate(
-            [np.zeros(0, np.int64), *map(np.asarray, arrays[1].to_numpy(False))]
-        )
-        flat = np.concatenate([np.zeros(0, np.int64), *map(np.asarray, arrays[0].to_numpy(False))])
-        begins = np.cumsum(lengths) - lengths
     return Shelf(name, flat, begins, lengths, labels, source)
 
 
@@ -86,7 +96,8 @@ def _flat(array: Any, name: str, row: int) -> tuple[np.ndarray, np.ndarray, np.n
         offsets = (array.offset + np.arange(len(array) + 1)) * array.type.list_size
     else:
         offsets = array.offsets.to_numpy().astype(np.int64)
-    return array.values.to_numpy(), offsets[:-1], np.diff(offsets)
+    values = array.values.to_numpy()[offsets[0] : offsets[-1]]
+    return values, offsets[:-1] - offsets[0], np.diff(offsets)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -98,20 +109,22 @@ class TableRows(Indexed):
     """Rows of a Dataset that still have to be encoded; known by its size and some 256 of them."""
 
     def __init__(self, data: Any, name: str):
-        self.data, self.name = data.with_format(None), name
+        self.data, self.name = _plain(data), name
         self.size = int(data.data.nbytes)
 
     def __len__(self) -> int:
         return len(self.data)
 
     def rows(self, numbers):
-        return self.data.select(numbers).to_list()
+        if not _transforms(self.data):
+            return self.data.select(numbers).to_list()
+        # One by one: what a transform makes of a row must not depend on the rows beside it.
+        return [row_at(self.data, number) for number in numbers.tolist()]
 
     def fingerprint(self):
-        data = self.data.select(range(0, len(self.data), max(1, len(self.data) // 256)))
         mark = Fingerprint("dataset", len(self.data), self.data.column_names)
-        for row in data:
-            mark.row(row)
+        for row in self.rows(np.arange(0, len(self.data), max(1, len(self.data) // 256))):
+            mark.row(str(row) if isinstance(row, ValueError) else row)
         return mark.text()
 
 
@@ -119,7 +132,7 @@ class StreamedRows(RowSource):
     """Rows of an IterableDataset, in its own order; known by its first four."""
 
     def __init__(self, data: Any, name: str):
-        if "Shuffled" in _chain(data._ex_iterable):
+        if any("Shuffled" in step for step in _steps(data._ex_iterable)):
             raise ValueError(
                 f"{name} was shuffled through a buffer, which no state can bring back: pass it "
                 "unshuffled, PackedDataset(shuffle=...) shuffles windows and resumes exactly"
@@ -158,13 +171,12 @@ class StreamedRows(RowSource):
         return mark.text()
 
 
-def _chain(examples: Any) -> str:
-    """Name the steps an IterableDataset goes through."""
-    names = []
-    while examples is not None:
-        names.append(type(examples).__name__)
-        examples = getattr(examples, "ex_iterable", None)
-    return " ".join(names)
+def _steps(examples: Any) -> Iterator[str]:
+    """Name the steps an IterableDataset goes through, in all that it is put together from."""
+    yield type(examples).__name__
+    before = getattr(examples, "ex_iterable", None)
+    for one in getattr(examples, "ex_iterables", [] if before is None else [before]):
+        yield from _steps(one)
 
 
 def open_hub(name: str) -> Any:

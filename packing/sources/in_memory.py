@@ -28,19 +28,21 @@ class Listed(Indexed):
         return len(self.list)
 
     def rows(self, numbers):
-        return [self._row(number) for number in numbers.tolist()]
-
-    def _row(self, number: int) -> Any:
-        try:
-            return self.list[number]
-        except Exception as error:  # whatever the user's code raises, in its place
-            return ValueError(f"{type(error).__name__}: {error}")
+        return [row_at(self.list, number) for number in numbers.tolist()]
 
     def fingerprint(self):
         mark = Fingerprint("list", len(self.list))
         for number in range(len(self.list)):
             mark.row(self.list[number])
         return mark.text()
+
+
+def row_at(rows: Any, number: int) -> Any:
+    """Give a row by number; whatever the user's code raises comes in its place."""
+    try:
+        return rows[number]
+    except Exception as error:
+        return ValueError(f"{type(error).__name__}: {error}")
 
 
 class Iterated(RowSource):

@@ -133,6 +133,13 @@ def test_a_stream_shuffled_through_a_buffer_is_refused(stream):
         open_source(stream.shuffle(buffer_size=10))
 
 
+@pytest.mark.parametrize("join", [datasets.concatenate_datasets, datasets.interleave_datasets])
+def test_a_buffer_inside_a_joined_stream_is_refused_too(stream, join):
+    joined = join([stream, stream.shuffle(seed=1, buffer_size=10)])
+    with pytest.raises(ValueError, match="unshuffled"):
+        open_source(joined.map(dict))
+
+
 def test_a_name_on_the_hub_is_streamed_and_a_missing_one_is_told(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     asked = []
@@ -207,3 +214,62 @@ def test_an_id_beyond_the_vocabulary_says_why_it_is_not_left_out():
     packs = PackedDataset(data, budget=8, vocab_size=10, on_error="skip")
     with pytest.raises(ValueError, match=r"document 1 holds the id 99: .* too late for on_error"):
         list(packs)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_a_transform_makes_of_rows_is_what_is_packed(ahead):
+    data = datasets.Dataset.from_dict({"text": [f"ROW {i}" for i in range(50)]})
+    low = data.with_transform(lambda some: {"text": [text.lower() for text in some["text"]]})
+    options = {"tokenizer": letters, "eos": 0, "budget": 64, "ahead": ahead, "shards": 2}
+    assert parts(PackedDataset(low, **options)) == sorted(
+        [*letters(f"row {i}"), 0] for i in range(50)
+    )
+    ids = data.with_transform(lambda some: {"input_ids": [letters(text) for text in some["text"]]})
+    assert parts(PackedDataset(ids, budget=64)) == sorted(letters(f"ROW {i}") for i in range(50))
+
+
+def test_a_transform_of_ready_tokens_is_not_passed_over(rows):
+    data = datasets.Dataset.from_dict({"input_ids": rows})
+    data.set_transform(lambda some: {"input_ids": [[7] * len(row) for row in some["input_ids"]]})
+    assert parts(PackedDataset(data, budget=128)) == sorted([7] * len(row) for row in rows)
+
+
+def test_a_row_that_its_transform_raises_on_is_named_or_left_out():
+    def halved(some):
+        return {"input_ids": [[12 // n] for n in some["n"]]}
+
+    data = datasets.Dataset.from_dict({"n": [1, 2, 0, 3]}).with_transform(halved)
+    with pytest.raises(ValueError, match="dataset, row 2: ZeroDivisionError"):
+        PackedDataset(data, budget=8)
+    packed = PackedDataset(data, budget=8, on_error="skip")
+    assert parts(packed) == [[4], [6], [12]] and packed.report()["skipped"]["rows"] == 1
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", None])
+def test_columns_that_a_format_leaves_out_are_left_out(rows, kind):
+    labels = [[-100] * len(row) for row in rows]
+    data = datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+    data = data.with_format(kind, columns=["input_ids"])
+    assert any((pack.labels != -100).any() for pack in PackedDataset(data, budget=128))
+    data = data.with_format(kind, columns=["input_ids"], output_all_columns=True)
+    assert all((pack.labels == -100).all() for pack in PackedDataset(data, budget=128))
+
+
+@pytest.mark.parametrize("way", ["add_column", "axis 1"])
+def test_a_labels_column_may_be_cut_at_other_rows_than_the_ids(rows, way):
+    labels = [[-100 if i % 2 else token for i, token in enumerate(row)] for row in rows]
+    some = (datasets.Dataset.from_dict({"input_ids": part}) for part in (rows[:70], rows[70:]))
+    ids = datasets.concatenate_datasets(list(some))
+    marks = datasets.Dataset.from_dict({"labels": labels})
+    data = {
+        "add_column": lambda: ids.add_column("labels", labels),
+        "axis 1": lambda: datasets.concatenate_datasets([ids, marks], axis=1),
+    }[way]()
+    for chosen in (slice(0, 200), slice(60, 150)):
+        some = data.select(range(chosen.start, chosen.stop))
+        packs = list(PackedDataset(some, budget=128, shuffle=False, strategy="sequential"))
+        flat = np.concatenate([pack.tokens for pack in packs]).tolist()
+        assert flat == [token for row in rows[chosen] for token in row]
+        assert np.concatenate([pack.labels for pack in packs]).tolist() == [
+            x for own in labels[chosen] for x in [-100, *own[1:]]
+        ]
