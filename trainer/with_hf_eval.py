@@ -94,10 +94,15 @@ class EvalCallback(TrainerCallback):
         found = {name.replace("eval/", "eval_", 1): v for name, v in report.metrics.items()}
         self._found[evaluation.name] = step, found
         if found:
-            self.trainer.log(found)
+            self._log(found)
         if self.trainer.is_world_process_zero():
             self._show(report)
         return found
+
+    def _log(self, found: dict[str, float]) -> None:
+        asked = self.trainer.control.should_log
+        self.trainer.log(found)
+        self.trainer.control.should_log = asked  # the loss of this step is still to be logged
 
     def _show(self, report: Report) -> None:
         loggers = []

@@ -157,8 +157,8 @@ def hf(folder, *evaluations, callbacks=(), **settings):
     """Train six steps; return the trainer, and what was logged of the metric after which steps."""
     args = TrainingArguments(
         str(folder), max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
-        logging_strategy="no", greater_is_better=True, per_device_train_batch_size=1,
-        **{"save_strategy": "no", "save_only_model": True, **settings},
+        greater_is_better=True, per_device_train_batch_size=1,
+        **{"logging_strategy": "no", "save_strategy": "no", "save_only_model": True, **settings},
     )  # fmt: skip
     data = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 8
     trainer = Trainer(
@@ -228,6 +228,21 @@ def test_hf_saves_the_last_weights_as_the_best_where_only_they_are_evaluated(tmp
     settings = {"metric_for_best_model": "acc", "save_strategy": "best"}
     trainer, _ = hf(tmp_path, GenerationEval(scores(0.5)), **settings)
     assert trainer.state.best_metric == 0.5 and saved(tmp_path) == ["checkpoint-6"]
+
+
+@pytest.mark.parametrize("every", [None, 2, 3])
+@pytest.mark.parametrize(
+    "settings", [{"logging_strategy": "steps", "logging_steps": 2}, {"logging_strategy": "epoch"}]
+)
+def test_hf_logs_the_losses_of_training_as_without_evaluations(tmp_path, every, settings):
+    def losses(*evaluations):
+        trainer, _ = hf(tmp_path, *evaluations, **settings)
+        return [(h["step"], h["loss"]) for h in trainer.state.log_history if "loss" in h]
+
+    torch.manual_seed(0)
+    without = losses()
+    torch.manual_seed(0)
+    assert without and losses(GenerationEval(scores(*[0.5] * 9), every=every)) == without
 
 
 def test_hf_evaluates_other_weights_of_the_same_step_anew(tmp_path):
