@@ -270,7 +270,11 @@ class PackedDataset(IterableDataset):
 
     def _begin_pass(self, epoch: int) -> None:
         until = None if self.epochs is None else epoch + self.epochs
-        self._begin = self._given = Progress(Position(epoch, 0, 0, until))
+        position, cursors = Position(epoch, 0, 0, until), {}
+        if epoch and not isinstance(self.packs, PlannedPacks):
+            known = self._given if self._over else self._done or self._given
+            cursors = self.packs.carried(position, known.cursors)
+        self._begin = self._given = Progress(position, cursors)
         self._done: Progress | None = None
         self._worker: dict | None = None
         self._over = False

@@ -87,6 +87,11 @@ class Mixture:
 _STATE = ("drawn", "active", "seen", "credits")
 
 
+def changing(weights: Sequence[Weight]) -> bool:
+    """Whether weights follow the tokens seen."""
+    return any(isinstance(weight, list | tuple) for weight in weights)
+
+
 def as_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
     """Recognise a list of (source, weight)."""
     if not isinstance(source, list) or not source:

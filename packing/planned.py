@@ -23,7 +23,7 @@ import numpy as np
 from .ahead import Skipped
 from .epoch_order import MixedOrder, epoch_order
 from .levelling import Leveller
-from .mixture import Stop, Weight
+from .mixture import Stop, Weight, changing
 from .order import Share
 from .overflow import Counts, limit, too_long
 from .pack import Pack
@@ -115,7 +115,7 @@ class PlannedPacks:
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
         """Count the tokens of each source in the epochs before, where weights follow them."""
-        if not any(isinstance(weight, list | tuple) for weight in self.weights):
+        if not changing(self.weights):
             return np.zeros(len(self.weights), np.int64)
         known, drawn = self._drawn[0], self._drawn[1].copy()
         if known > epoch:

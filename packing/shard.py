@@ -269,6 +269,11 @@ class ShardPacks:
         }
         return pack_text(state)
 
+    def behind(self, cursor: dict) -> dict:
+        """Give the place before the first pack, if a pass that ended at a cursor went before."""
+        self.mixture.drawn[:] = unpack_text(cursor["state"])["mixture"]["drawn"]
+        return {"made": 0, "state": self._take_snapshot(), "ended": False}
+
     def load(self, cursor: dict) -> None:
         """Continue behind the pack that carried this cursor."""
         try:

@@ -12,12 +12,14 @@ there the length of the run must be said, in packs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from math import ceil
 
 import numpy as np
 
 from .ahead import Skipped
+from .mixture import changing
 from .order import Share
 from .pack import Pack
 from .planned import NOTHING, Position
@@ -66,6 +68,22 @@ class ShardedPacks:
                     "ranks with merge_states before loading"
                 )
         return streams
+
+    def carried(self, position: Position, cursors: Mapping[int, dict]) -> dict[int, dict]:
+        """Give the cursors to begin a pass with: where weights follow the tokens seen, they go on.
+
+        cursors: of the shards in the pass before, as far as this process knows it.
+        """
+        if not position.epoch or not changing(self.settings.weights):
+            return {}
+        if not cursors:
+            raise ValueError(
+                f"weights that follow the tokens seen cannot begin with epoch {position.epoch}: of "
+                "those before it this process knows nothing; say epochs= to have all in one pass, "
+                "or call stepped() with the packs that a DataLoader's workers read"
+            )
+        shard = partial(ShardPacks, self.settings, epoch=position.epoch, until=position.until)
+        return {number: shard(number).behind(cursor) for number, cursor in cursors.items()}
 
     def _all_ended(self, share: Share) -> bool:
         """Whether nothing comes any more; data that never gave a pack is refused."""

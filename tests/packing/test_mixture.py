@@ -155,6 +155,34 @@ def test_shards_follow_a_drifting_weight_as_the_whole_does(shards):
     assert np.abs(shown[1] - shown[0]).max() < 0.06
 
 
+@pytest.mark.parametrize("ahead", [None, False])
+@pytest.mark.parametrize("how", ["iterated again", "told by set_epoch", "stepped"])
+def test_weights_that_drift_go_on_in_the_next_pass(ahead, how):
+    rows = [[1] * 10] * 400, [[2] * 10] * 400
+    drift = [(rows[0], [(0, 1.0), (16_000, 0.0)]), (rows[1], [(0, 0.0), (16_000, 1.0)])]
+    shards = None if ahead is None else 4
+    data = PackedDataset(drift, budget=100, pool=8, ahead=ahead, shards=shards, rank=0, world=1)
+    first = list(data)
+    if how == "stepped":  # as of packs that workers read
+        data.rewind()
+        data.stepped(*first)
+    if how != "iterated again":
+        data.set_epoch(1)
+    second = list(data)
+    before, after = (
+        sum(int((p.tokens == 2).sum()) for p in packs[:20]) for packs in (first, second)
+    )
+    assert before < 300 < 500 < after
+
+
+def test_weights_that_drift_cannot_begin_with_a_later_epoch_of_a_stream():
+    drift = [([[1, 2]] * 4, [(0, 1.0), (9, 0.5)]), ([[3, 4]] * 4, 1)]
+    data = PackedDataset(drift, budget=8, ahead=False, shards=1, rank=0, world=1)
+    data.set_epoch(0)
+    with pytest.raises(ValueError, match=r"cannot begin with epoch 2.*say epochs="):
+        data.set_epoch(2)
+
+
 def test_the_tokens_of_earlier_epochs_are_counted_once(monkeypatch):
     one, two = sources(40, 40)
     drift = [(0, 1.0), (3200, 0.0)], [(0, 0.0), (3200, 1.0)]

@@ -18,6 +18,7 @@ KINDS = (
     "planned mixture",
     "sharded",
     "sharded mixture",
+    "drifting mixture",
     "function",
 )
 
@@ -32,12 +33,13 @@ def make(tools, jsonl):
         "planned mixture": [(rows, 2), (rows[:20], 1)],
         "sharded": path,
         "sharded mixture": [(path, 2), (other, 1)],
+        "drifting mixture": [(path, [(0, 3), (2000, 0.1)]), (other, [(0, 0.1), (2000, 1)])],
         "function": lambda: iter(rows),
     }
 
     def open_one(kind, rank=0, world=1, **options):
         options = {"budget": 64, "pool": 6, "rank": rank, "world": world, **options}
-        if kind in ("sharded", "sharded mixture", "function"):
+        if kind in ("sharded", "sharded mixture", "drifting mixture", "function"):
             options |= {"shards": 4, "shuffle": 8, "ahead": False}
         if "mixture" in kind:
             options["stop"] = "all"
@@ -71,6 +73,19 @@ def test_a_state_of_a_pass_that_is_over_goes_on_with_the_next(make, tools, kind,
         again = loaded(make(kind, **end), state)
         assert saved(again) == state, "a load alone changed it"
         assert [one_pass(tools, again) for _ in passes[number:]] == passes[number:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_the_second_pass_knows_what_the_first_left_to_it(make, tools, kind):
+    data, states = make(kind), []
+    list(data)
+    packs = []
+    for pack in data:
+        packs.append(tools.digest(pack))
+        states.append(saved(data))
+    for number in (1, 2, 3, 5, len(packs) - 1):
+        rest = one_pass(tools, loaded(make(kind), states[number - 1]))
+        assert rest == packs[number:]
 
 
 @pytest.mark.parametrize("kind", KINDS)
