@@ -183,29 +183,32 @@ class Pretraining:
     def train(self) -> None:
         from tqdm import tqdm
 
-        bar = tqdm(
-            total=self.args.steps,
-            initial=self.step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not self.accelerator.is_main_process,
-        )
-        losses = []
+        losses, silent = [], not self.accelerator.is_main_process
+        shown = {"total": self.args.steps, "initial": self.step, "unit": "step"}
         self.meter.reset()
-        for batch in self.loader:
-            if self.step >= self.args.steps or self.stopping:
-                break
-            losses.append(self.backward(batch))
-            self.meter.add(self.loader.last, batch["labels"], self.loss.token_losses)
-            if self.accelerator.sync_gradients:
-                self.step += 1
-                self.report(bar, losses)
-                losses.clear()
-                self.after_step()
-        bar.close()
+        with tqdm(**shown, dynamic_ncols=True, disable=silent) as bar:
+            for number, batch in enumerate(self.loader):
+                if self.step >= self.args.steps or self.stopping:
+                    break
+                if number == 0:
+                    self.begin()
+                losses.append(self.backward(batch))
+                self.meter.add(self.loader.last, batch["labels"], self.loss.token_losses)
+                if self.accelerator.sync_gradients:
+                    self.step += 1
+                    self.report(bar, losses)
+                    losses.clear()
+                    self.after_step()
+
+    def begin(self) -> None:
+        """Take the folder: a run whose first batch is there was refused by no check."""
+        if self.args.log_with:
+            self.accelerator.init_trackers("pretrain")
+        if self.accelerator.is_main_process:
+            self.folder.start()
+        Training.begun = True
 
     def backward(self, batch: dict):
-        Training.begun = True
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
@@ -266,10 +269,6 @@ def main(argv: list[str] | None = None) -> None:
     folder = RunFolder.of("pretrain", args)
     accelerator = start(args)
     run = Pretraining(args, folder, accelerator)
-    if accelerator.is_main_process:
-        folder.start()
-    if args.log_with:
-        accelerator.init_trackers("pretrain")
     run.describe()
     if args.resume:
         run.resume()

@@ -116,7 +116,9 @@ class RunFolder:
         On one rank, when all have met: none may find the folder taken by its own run.
         """
         if self.from_zero:
-            print(f"{self.path} has no checkpoint yet: it begins again, at step 0")
+            from tqdm import tqdm
+
+            tqdm.write(f"{self.path} has no checkpoint yet: it begins again, at step 0")
             self.forget_after(0)
             self.from_zero = False
         if self.started:

@@ -202,6 +202,23 @@ def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch
     assert snapshot(used) == before, "something was written"
 
 
+def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, arguments, capfd):
+    """What the message tells to do can be done, under the same name."""
+    import pretrain
+    from settings import exit_status
+
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = [*arguments, "--model", str(tmp_path / "config.json"), "--steps", "1"]
+    given += ["--output", str(tmp_path / "out")]
+    assert exit_status("pretrain", pretrain.main, given) == 2
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told.startswith("pretrain: a sequence of ") and "lower the budget to 64" in told
+    assert not (tmp_path / "out").exists()
+    assert exit_status("pretrain", pretrain.main, [*given, "--budget", "64"]) == 0
+    assert (tmp_path / "out" / "checkpoint-1").is_dir()
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_error_in_the_middle_of_training_keeps_its_traceback(begun, capsys):
     from settings import Training, exit_status
