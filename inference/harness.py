@@ -11,8 +11,11 @@ All ranks see all requests and share the work out by themselves.
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +268,7 @@ class Harness:
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
         """Evaluate; return what `lm_eval` returns, with every sample if wanted."""
         self.lm.finish_by(float("inf") if deadline is None else time.monotonic() + deadline)
-        with random_states(self._device):
+        with random_states(self._device), _in_this_process():
             for task in self._tasks["tasks"].values():
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
             found = evaluator.evaluate(
@@ -300,6 +303,24 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
             hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists all"
             raise ValueError(f"there is no task {name!r}: {hint}")
     return manager
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Let lm_eval draw for its standard errors here, and what it prints go to stderr.
+
+    It would fork as many processes as there are cores, each with the trainer's threads, its device
+    and its handlers of signals: a child that takes SIGTERM for a wish to stop never ends.
+    """
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.environ.pop("DISABLE_MULTIPROC", None)
+        if before is not None:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _plain(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -23,6 +24,16 @@ CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+LAST = """task: tiny_last
+output_type: loglikelihood
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+target_delimiter: ""
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
 
 
 def small_tokenizer():
@@ -213,6 +224,25 @@ def test_an_evaluation_sets_no_seed_writes_no_cache_and_leaves_the_model(small, 
     assert before[:2] == after[:2] and before[3] == after[3] and torch.equal(before[2], after[2])
     assert first == second and set(first) >= {"tiny_choice/acc", "tiny_roll/bits_per_byte"}
     assert (sorted(Path(cache.PATH).glob("*")) if Path(cache.PATH).exists() else []) == cached
+
+
+def test_standard_errors_are_drawn_in_this_process_and_told_to_nobody(
+    small, tmp_path, monkeypatch, capsys
+):
+    """Forked, a trainer's threads, its device and its ears for signals would come along."""
+    lm_tasks.write_tasks(tmp_path, 6)
+    (tmp_path / "last.yaml").write_text(LAST + lm_tasks.DATA.format(path=tmp_path / "data.jsonl"))
+    ours, theirs = both(small, tmp_path, ["tiny_last"], 6)
+    assert theirs["results"]["tiny_last"]["perplexity_stderr,none"] > 0
+    assert assert_equal(ours, theirs) == 6
+
+    monkeypatch.setattr("multiprocessing.Pool", lambda *_: pytest.fail("processes were forked"))
+    monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
+    harness = Harness(*small, ["tiny_last"], limit=6, include_path=str(tmp_path))
+    capsys.readouterr()
+    found = harness()
+    assert found["tiny_last/perplexity_stderr"] > 0 and found["tiny_last/acc_stderr"] >= 0
+    assert capsys.readouterr().out == "" and "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_lm_evals_own_entry_takes_the_engine_and_none_for_seeds(small, tasks):
