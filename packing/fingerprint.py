@@ -68,14 +68,17 @@ class Fingerprint:
             return self.row(getattr(value, "tolist", value.__repr__)())
         return self.row(array.tolist()) if array.dtype == object else self.array(array)
 
-    def file(self, path: Path) -> Fingerprint:
-        """Take in a file's size and content, not its name or date: copies are the same data."""
-        size = path.stat().st_size
+    def file(self, path: Path, size: int | None = None) -> Fingerprint:
+        """Take in a file's size and content, not its name or date: copies are the same data.
+
+        size: as much of it as counts; what was appended since does not.
+        """
+        size = path.stat().st_size if size is None else size
         self._hash.update(str(size).encode())
         with path.open("rb") as file:
             for begin in _pieces(size, size, PIECE):
                 file.seek(begin)
-                self._hash.update(file.read(PIECE))
+                self._hash.update(file.read(min(PIECE, size - begin)))
         return self
 
     def text(self) -> str:

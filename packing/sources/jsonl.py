@@ -1,7 +1,8 @@
 """JSON lines, plain or compressed (.gz, .zst).
 
 A plain file is cut at bytes: a shard owns the lines that begin in its part, and seeks straight to
-them. A compressed one has to be read from its beginning: a shard takes every S-th line.
+them. A compressed one has to be read from its beginning: a shard takes every S-th line. A file is
+as long as it was when it was opened: lines that are appended belong to the next run.
 """
 
 from __future__ import annotations
@@ -9,51 +10,50 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-
-from ..fingerprint import Fingerprint
+from .paths import files_fingerprint, name_of
 from .source import Row, RowSource
+from .unpacking import KINDS, unpacked
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64
 ONE_LIST = "of one large list, write one entry a line"
-SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
 class JsonLines(RowSource):
     """Rows of one or several jsonl files."""
 
     def __init__(self, paths: list[Path]):
-        self.paths, self.name = paths, paths[0].name if len(paths) == 1 else paths[0].parent.name
-        packed = 5 * sum(path.stat().st_size for path in paths if _compression(path))
-        self.size = packed + sum(p.stat().st_size for p in paths if not _compression(p))
+        self.paths, self.name = paths, name_of(paths)
+        self.sizes = [path.stat().st_size for path in paths]
+        pairs = zip(paths, self.sizes, strict=True)
+        self.size = sum(5 * size if _packed(path) else size for path, size in pairs)
 
     def read(self, shard, shards, cursor=None, shuffle=None):
         number, at = cursor or (0, None)
         for file, path in enumerate(self.paths[number:], number):
-            lines = _packed_lines if _compression(path) else _plain_lines
-            for line, where, following in lines(path, shard, shards, at):
+            if _packed(path):
+                lines = _packed_lines(path, shard, shards, at)
+            else:
+                lines = _plain_lines(path, self.sizes[file], shard, shards, at)
+            for line, where, following in lines:
                 yield Row(_parsed(line), where, [file, following])
             at = None
 
     def fingerprint(self):
-        mark = Fingerprint("jsonl", len(self.paths))
-        for path in self.paths:
-            mark.file(path)
-        return mark.text()
+        return files_fingerprint("jsonl", self.paths, self.sizes)
 
 
-def _compression(path: Path) -> str | None:
-    return {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+def _packed(path: Path) -> bool:
+    return path.suffix in KINDS
 
 
-def _plain_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterator[tuple]:
+def _plain_lines(
+    path: Path, size: int, shard: int, shards: int, at: int | None
+) -> Iterator[tuple[bytes | ValueError, object, int]]:
     """Give the lines that begin in this shard's part of the bytes."""
-    size = path.stat().st_size
     begin, end = size * shard // shards, size * (shard + 1) // shards
     with path.open("rb") as file:
         if at is None:
@@ -61,6 +61,11 @@ def _plain_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterato
         file.seek(at)
         while at < end:
             line, taken = _bounded_line(file)
+            if not taken:
+                raise ValueError(
+                    f"{path} has no byte {at} any more, it had {size} when it was opened: a file "
+                    "must not be cut while it is read; write the new one beside it"
+                )
             start, at = at, at + taken
             if not isinstance(line, bytes) or line.strip():
                 yield line, _Place(path, start), at
@@ -77,27 +82,25 @@ def _line_start(file: BinaryIO, begin: int) -> int:
     return file.tell()
 
 
-def _packed_lines(path: Path, shard: int, shards: int, at: int | None) -> Iterator[tuple]:
+def _packed_lines(
+    path: Path, shard: int, shards: int, at: int | None
+) -> Iterator[tuple[bytes | ValueError, object, int]]:
     """Decompress and give every S-th line."""
-    at = shard if at is None else at
-    with pa.input_stream(str(path), compression=_compression(path)) as stream:
-        file, number = BufferedReader(stream, 1 << 18), 0  # pyright: ignore[reportArgumentType]
+    at, number, name = shard if at is None else at, 0, path.name
+    with unpacked(path) as file:
         while True:
             try:
                 line, taken = _bounded_line(file)
             except OSError as error:
-                yield (
-                    ValueError(f"the compressed data is torn: {error}"),
-                    f"{path.name}, line {number + 1}",
-                    1 << 62,
-                )
+                torn = ValueError(f"the compressed data is torn: {error}")
+                yield torn, f"{name}, line {number + 1}", 1 << 62
                 return
             if not taken:
                 return
             if number == at:
                 at += shards
                 if not isinstance(line, bytes) or line.strip():
-                    yield line, f"{path.name}, line {number + 1}", at
+                    yield line, f"{name}, line {number + 1}", at
             number += 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..fingerprint import Fingerprint
+from .paths import files_fingerprint, name_of
 from .source import Row, RowSource
 
 GROUP_LIMIT = 4 << 30
@@ -19,7 +19,7 @@ class Parquet(RowSource):
     """Rows of one or several parquet files."""
 
     def __init__(self, paths: list[Path]):
-        self.paths, self.name = paths, paths[0].name if len(paths) == 1 else paths[0].parent.name
+        self.paths, self.name = paths, name_of(paths)
         self.size = 5 * sum(path.stat().st_size for path in paths)
 
     def read(self, shard, shards, cursor=None, shuffle=None):
@@ -30,10 +30,7 @@ class Parquet(RowSource):
             at = 0
 
     def fingerprint(self):
-        mark = Fingerprint("parquet", len(self.paths))
-        for path in self.paths:
-            mark.file(path)
-        return mark.text()
+        return files_fingerprint("parquet", self.paths)
 
 
 def _rows(path: Path, shard: int, shards: int, at: int) -> Iterator[tuple[Any, int, int]]:

@@ -1,8 +1,12 @@
-"""From a path to the files it means, none of them outside of it."""
+"""From a path to the files it means, none of them outside of it, and what they are known by."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from ..fingerprint import Fingerprint
 
 NAME_LIMIT = 255
 
@@ -38,7 +42,9 @@ def files_of(path: Path, glob: str | None = None) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"{path} is neither a file nor a folder")
+        raise ValueError(
+            f"{path} is neither a file nor a folder here; a dataset on the hub is called owner/name"
+        )
     names = sorted(
         found.relative_to(path).as_posix()
         for found in path.rglob(glob or "*")
@@ -47,3 +53,16 @@ def files_of(path: Path, glob: str | None = None) -> list[Path]:
     if not names:
         raise ValueError(f"{path} holds no file that matches {glob or '*'!r}")
     return [contained(path, name) for name in names]
+
+
+def name_of(paths: Sequence[Path]) -> str:
+    """Name some files for messages: the one by itself, several by their folder."""
+    return paths[0].name if len(paths) == 1 else paths[0].parent.name
+
+
+def files_fingerprint(kind: str, paths: Sequence[Path], sizes: Sequence[int] = ()) -> str:
+    """Identify files by their content; `sizes` are how much of each counts, left out: all."""
+    mark = Fingerprint(kind, len(paths))
+    for path, size in zip_longest(paths, sizes):
+        mark.file(path, size)
+    return mark.text()

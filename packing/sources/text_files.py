@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..fingerprint import Fingerprint
+from .paths import files_fingerprint, name_of
 from .source import Indexed
 
 FILE_LIMIT = 1 << 30
@@ -17,7 +17,7 @@ class TextFiles(Indexed):
 
     def __init__(self, paths: list[Path], column: str = "text", name: str | None = None):
         self.paths, self.column = paths, column
-        self.name = name or (paths[0].name if len(paths) == 1 else paths[0].parent.name)
+        self.name = name or name_of(paths)
         self.size = sum(path.stat().st_size for path in paths)
 
     def __len__(self) -> int:
@@ -36,7 +36,4 @@ class TextFiles(Indexed):
             return ValueError(f"{path.name} cannot be read as UTF-8 text: {error}")
 
     def fingerprint(self):
-        mark = Fingerprint("text", len(self.paths))
-        for path in self.paths:
-            mark.file(path)
-        return mark.text()
+        return files_fingerprint("text", self.paths)

@@ -1,7 +1,9 @@
 """Hostile documents: each is refused by name or left out and counted, its neighbours unharmed."""
 
 import json
+import os
 import random
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -169,17 +171,61 @@ def test_a_torn_parquet_file_or_page_is_named_or_left_out(tmp_path, where):
     assert packed.report()["skipped"]["rows"] == 1
 
 
-def test_a_torn_compressed_file_is_named_and_what_stands_before_it_is_packed(tmp_path):
-    path = tmp_path / "rows.jsonl.gz"
+@pytest.mark.parametrize("codec, suffix", [("gzip", "gz"), ("zstd", "zst")])
+def test_a_torn_compressed_file_is_named_and_every_row_before_it_is_packed(tmp_path, codec, suffix):
+    path = tmp_path / f"rows.jsonl.{suffix}"
     text = b"".join(json.dumps({"input_ids": [i] * 30}).encode() + b"\n" for i in range(5000))
-    data = pa.compress(text, codec="gzip", asbytes=True)
+    data = pa.compress(text, codec=codec, asbytes=True)
     path.write_bytes(data[: len(data) * 2 // 3])
+    whole = _readable(path, codec).count(b"\n")
     options = {"budget": 60, "pool": 2, "shuffle": False, "shards": 1, "ahead": False}
     seen = []
-    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz, line"):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl\.{suffix}, line {whole + 1}: .* torn"):
         for pack in PackedDataset(path, **options):
             seen += pack.tokens[::30].tolist()
-    assert seen == list(range(len(seen))) and len(seen) > 1000
+    assert seen == list(range(whole)) and whole > 1000
+    left_out = PackedDataset(path, **options | {"shards": 3}, on_error="skip")
+    assert sorted(t for pack in left_out for t in pack.tokens[::30].tolist()) == seen
+
+
+def _readable(path, codec):
+    """Give all that can be unpacked of a file: read byte by byte, nothing is lost."""
+    data = []
+    with pa.input_stream(str(path), compression=codec) as stream, suppress(OSError):
+        while byte := stream.read(1):
+            data.append(byte)
+    return b"".join(data)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("inside", [0, 9])
+def test_a_file_that_is_cut_while_it_is_read_is_told(tmp_path, on_error, inside):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [i] * 8}) + "\n" for i in range(4000)))
+    options = {"budget": 64, "ahead": False, "shards": 2, "shuffle": False}
+    packs = iter(PackedDataset(path, **options, on_error=on_error))
+    next(packs)
+    lines = path.read_bytes()
+    os.truncate(path, lines.rfind(b"\n", 0, len(lines) // 3) + 1 + inside)
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl(, line \d+: not JSON| has no byte \d+ any more)"
+    ):
+        list(packs)
+
+
+def test_lines_that_are_appended_while_a_file_is_read_wait_for_the_next_run(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [i] * 8}) + "\n" for i in range(1000)))
+    options = {"budget": 64, "ahead": False, "shards": 2, "shuffle": False, "epochs": 2}
+    data = PackedDataset(path, **options)
+    packs = iter(data)
+    seen = next(packs).tokens[::8].tolist()
+    with path.open("a") as file:
+        file.write('{"input_ids": [9, 9]}\n' * 2000)
+    seen += [t for pack in packs for t in pack.tokens[::8].tolist()]
+    assert sorted(seen) == sorted([*range(1000)] * 2)
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(path, **options).load_state_dict(data.state_dict())
 
 
 def test_a_hundred_thousand_documents_obey_the_law_of_tokens():
