@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -376,7 +377,7 @@ class Engine:
     def _refuse_all(self, error: str) -> None:
         """End all that is under way with an error."""
         for request in self._under_way.refuse_all(error):
-            self.stats.note_finish(request)
+            self.stats.note_finish(request, perf_counter())
             self.trace.add(request.id, "finished", why="error", tokens=len(request.output))
 
     def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:

@@ -94,6 +94,7 @@ class Loop:
         if plan.copies:
             self._runner.copy_pages(plan.copies)
         if plan.requests:
+            began = self.clock()
             page = self.scheduler.pages.page_size
             step = build(plan.requests, self.scheduler.table, page, self._columns)
             if self._canary is not None:
@@ -105,7 +106,7 @@ class Loop:
                 self.scheduler.shrink()
                 return news + self.drain()
             self.scheduler.commit(plan)
-            self.stats.note_step(self.clock(), step, self.scheduler)
+            self.stats.note_step(began, step, self.scheduler)
         while self._flying and (len(self._flying) > self._depth or not plan.requests):
             news += self._receive(*self._flying.popleft())
         return news
@@ -189,7 +190,7 @@ class Loop:
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         self.scheduler.finish(request, reason, error)
-        self.stats.note_finish(request)
+        self.stats.note_finish(request, self.clock())
 
 
 def _likelihood(results: Results, row: int, top: int) -> tuple[float, list[int], list[float]]:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from .occupancy_plot import occupancy_svg
 from .request import Request
 from .window import Window
 
@@ -55,6 +56,7 @@ class Stats:
         self.capturing = 0.0
         """Time it took to capture graphs, inside the steps that needed them first."""
         self._log = Window(7)
+        self._idle = Window()
         self._queue, self._first, self._between = Window(), Window(), Window()
 
     def note_queued(self, request: Request, now: float) -> None:
@@ -116,10 +118,12 @@ class Stats:
         self._between.add(now - last[~fresh])
         self._last[slots] = now
 
-    def note_finish(self, request: Request) -> None:
+    def note_finish(self, request: Request, now: float) -> None:
         reason = request.finish_reason or "error"
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self._queued_at.pop(request.id, None)
+        if not self._queued_at:
+            self._idle.add(np.array([now]))
 
     @property
     def occupancy(self) -> float:
@@ -177,31 +181,10 @@ class Stats:
         return figures
 
     def plot(self, path: str | Path) -> None:
-        """Draw running and waiting requests and pages in use over time, as an SVG file."""
-        width, height = 800, 240
-        log = self.steps_log if self.steps else np.zeros((1, 7))
-        times = log[:, 0]
-        x = (times - times[0]) / max(float(np.ptp(times)), 1e-9) * width
-        lines = []
-        for column, colour, name in (
-            (1, "#1565c0", "running"),
-            (2, "#999", "waiting"),
-            (4, "#c62828", "pages"),
-        ):
-            y = log[:, column]
-            top = max(float(y.max()), 1.0)
-            points = " ".join(
-                f"{a:.1f},{height - b / top * height:.1f}" for a, b in zip(x, y, strict=True)
-            )
-            lines.append(
-                f'<polyline fill="none" stroke="{colour}" points="{points}">'
-                f"<title>{name}, at most {top:.0f}</title></polyline>"
-            )
-        seconds = float(np.ptp(times))
-        Path(path).write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -30 {width + 20} {height + 50}">'
-            f'<text y="-10" font-family="sans-serif" font-size="14">running: blue, waiting: grey, '
-            f"pages: red, each against its own maximum, over {seconds:.2f} s</text>"
-            + "".join(lines)
-            + "</svg>\n"
-        )
+        """Draw requests and pages over time, as an SVG file."""
+        title = "No step was run yet"
+        if self.steps:
+            share, rate = 100 * self.occupancy, self.tokens_per_second
+            title = f"{share:.0f} % of the slots occupied on average, {rate:,.0f} new tokens/s"
+        drawn = occupancy_svg(self.steps_log, self._idle.rows(), title)
+        Path(path).write_text(drawn, encoding="utf-8")
