@@ -66,7 +66,8 @@ def hf_train(
     from nopad.collators import PackedCollator
     from nopad.trainer.compiling import compile_layers
     from nopad.trainer.fusing import fuse_layers
-    from nopad.trainer.with_hf import PackedTrainer, StopCallback
+    from nopad.trainer.with_hf import PackedTrainer
+    from nopad.trainer.with_hf_stop import StopCallback
     from transformers import TrainerCallback
 
     class Begun(TrainerCallback):

@@ -81,8 +81,9 @@ def main(argv: list[str] | None = None) -> None:
     args = options(argv)
     folder = RunFolder.of("pretrain_lightning", args)
     import lightning.pytorch as pl
-    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, StopCallback
+    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
     from nopad.trainer.with_lightning_eval import EvalCallback
+    from nopad.trainer.with_lightning_stop import StopCallback
 
     with heard_to_the_end():
         stop = StopCallback(args.output / "last.ckpt")
@@ -92,9 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         data = PackedDataModule(dataset, num_workers=args.workers)
         # Without versions, last.ckpt is the last, also after a resume.
         often = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
-        checkpoints = pl.callbacks.ModelCheckpoint(
-            args.output, save_last=True, save_top_k=1, **often
-        )
+        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **often)
         model = load_model(args, tokenizer)
         beside = continuing(model, tokenizer, examples, args.eval_every, args.seed)
         on = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}

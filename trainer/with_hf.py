@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..packing import PackedDataset
@@ -32,7 +32,7 @@ from .meter import Meter, away
 from .ranks import rank, sum_over_ranks, wait_for_all
 from .seal import last_whole_checkpoint, seal, unseal
 from .start import check_run, guard, say_start
-from .stop import StopRequest
+from .with_hf_stop import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
 
@@ -215,23 +215,6 @@ class Packed(_Base):
 
 class PackedTrainer(Packed, Trainer):
     """The HF Trainer on packs."""
-
-
-class StopCallback(TrainerCallback):
-    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
-
-    def __init__(self):
-        self.request = StopRequest()  # now: a signal may come before the first step
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.listen()  # the training before has given the signals back
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.request.agreed():
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.release()
 
 
 def _settle(args: TrainingArguments, data: PackedDataset) -> float:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,6 @@ from .loss import attach_loss, bare
 from .meter import Meter, away
 from .random_state import gathered_random, load_random
 from .start import check_run, guard, say_start
-from .stop import StopRequest
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -285,38 +283,6 @@ class AfterStep(pl.Callback):
 
     def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hear that the optimizer has stepped."""
-
-
-class StopCallback(AfterStep):
-    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
-
-    def __init__(self, path: Path):
-        """path: the checkpoint to write then."""
-        self.path = path
-        self.request = StopRequest()  # now: a signal may come before the first step
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Its own handler talks to other ranks from inside a signal, and leaves without saving.
-        connector: Any = getattr(trainer, "_signal_connector", None)
-        if connector is not None:
-            connector.register_signal_handlers = lambda: None
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self.request.listen()
-
-    def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.request.agreed() and not trainer.should_stop:
-            trainer.save_checkpoint(self.path, weights_only=False)
-            trainer.should_stop = True
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.request.release()
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self.request.release()
 
 
 def _check_windows(trainer: Any) -> None:

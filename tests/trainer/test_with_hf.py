@@ -196,7 +196,7 @@ def unheard():
 
 def test_a_stop_callback_serves_one_training_after_another_and_ends_with_each(tmp_path, unheard):
     from hf_child import trainer
-    from nopad.trainer.with_hf import StopCallback
+    from nopad.trainer.with_hf_stop import StopCallback
 
     sender = Signal()
     run, _ = trainer(tmp_path, tiny_run.dataset(epochs=None), 1, max_steps=4)

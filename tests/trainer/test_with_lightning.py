@@ -132,7 +132,7 @@ def test_a_stop_callback_gives_the_signals_back_when_training_fails(tmp_path):
 
     import lightning.pytorch as pl
     from front_ends import lightning
-    from nopad.trainer.with_lightning import StopCallback
+    from nopad.trainer.with_lightning_stop import StopCallback
 
     class Broken(pl.Callback):
         def on_train_batch_end(self, *_):
