@@ -37,30 +37,3 @@ class Cost:
     def of_packs(self, plan: Plan) -> np.ndarray:
         """Give the cost of each pack."""
         return plan.sums(self.of(plan.lengths))
-
-    @classmethod
-    def of_model(
-        cls,
-        *,
-        hidden: int,
-        heads: int,
-        intermediate: int,
-        layers: int,
-        vocab: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        gated: bool = True,
-    ) -> Cost:
-        """Count the forward FLOPs of a decoder with causal attention, per token and per length².
-
-        >>> llama = dict(hidden=4096, heads=32, intermediate=11008, layers=32, vocab=32000)
-        >>> cost = Cost.of_model(**llama)
-        >>> round(cost.linear / cost.quadratic)
-        50408
-        """
-        width = heads * (head_dim or hidden // heads)
-        kv_width = width * (kv_heads or heads) // heads
-        attention = 2 * hidden * width + 2 * hidden * kv_width
-        mlp = (3 if gated else 2) * hidden * intermediate
-        linear = 2 * (layers * (attention + mlp) + hidden * vocab)
-        return cls(float(linear), float(2 * layers * width))

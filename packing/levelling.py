@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .compact import from_text, to_text
 from .cost import Cost
 from .order import key, shuffled
 from .plan import Plan
 
 GROUPS = (64, 8)
-VERSION = 1
 
 
 class Leveller:
@@ -41,21 +39,16 @@ class Leveller:
         if window < 1 or window % GROUPS[0]:
             raise ValueError(f"window {window} must be a multiple of {GROUPS[0]} packs")
         self.cost = cost or Cost()
-        self.settings = {
-            "window": int(window),
-            "seed": int(seed),
-            "linear": float(self.cost.linear),
-            "quadratic": float(self.cost.quadratic),
-        }
-        self._next = int(first)
+        self.window, self.seed = window, seed
+        self._next = first
         self._held = Plan.join([])
 
     def feed(self, plan: Plan) -> Plan:
         """Take the next packs; give those of the windows that are complete now."""
         self._held = Plan.join([self._held, plan])
-        window, out = self.settings["window"], []
-        while len(self._held) >= window - self._next % window:
-            out.append(self._level(window - self._next % window))
+        out = []
+        while len(self._held) >= (room := self.window - self._next % self.window):
+            out.append(self._level(room))
         return Plan.join(out)
 
     def finish(self) -> Plan:
@@ -65,43 +58,10 @@ class Leveller:
     def _level(self, count: int) -> Plan:
         packs = np.arange(len(self._held))
         now, self._held = self._held.take(packs[:count]), self._held.take(packs[count:])
-        window, begin = divmod(self._next, self.settings["window"])
+        window, begin = divmod(self._next, self.window)
         order = np.argsort(self.cost.of_packs(now), kind="stable")
         self._next += count
-        return now.take(_grouped(order, begin, key("level", self.settings["seed"], window)))
-
-    def state_dict(self) -> dict:
-        """Give what a leveller of the same settings needs to continue: small, JSON, no tokens."""
-        held = self._held
-        first = int(held.items.min(initial=0))
-        return {
-            "version": VERSION,
-            "settings": dict(self.settings),
-            "next": self._next,
-            "first": first,
-            "items": to_text(held.items - first),
-            "starts": to_text(held.starts),
-            "lengths": to_text(held.lengths),
-            "counts": to_text(np.diff(held.offsets)),
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue where the leveller that gave this state stood."""
-        if state.get("version") != VERSION:
-            raise ValueError(f"leveller state of version {state.get('version')}, this is {VERSION}")
-        for name, value in self.settings.items():
-            if state["settings"].get(name) != value:
-                raise ValueError(
-                    f"leveller state has {name}={state['settings'].get(name)!r}, "
-                    f"this leveller {name}={value!r}: give both the same"
-                )
-        names = ("items", "starts", "lengths", "counts")
-        items, starts, lengths, counts = (from_text(state[name]) for name in names)
-        if not len(items) == len(starts) == len(lengths) == counts.sum():
-            raise ValueError("the leveller state contradicts itself: it was damaged or edited")
-        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._next = state["next"]
-        self._held = Plan(items + state["first"], starts, lengths, offsets)
+        return now.take(_grouped(order, begin, key("level", self.seed, window)))
 
 
 def level(plan: Plan, cost: Cost | None = None, *, window: int = 1024, seed: int = 0) -> Plan:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .compiled import compiled
 from .sample import IGNORE, Sample
 
 
@@ -28,8 +27,8 @@ class Pack:
     >>> pack = Pack.of([Sample(np.array([1, 2, 3])), Sample(np.array([4, 5]))], budget=8)
     >>> pack.tokens.tolist(), pack.labels.tolist(), pack.cu_seqlens.tolist()
     ([1, 2, 3, 4, 5], [-100, 2, 3, -100, 5], [0, 3, 5])
-    >>> pack.positions().tolist(), pack.fill, pack.counted
-    ([0, 1, 2, 0, 1], 0.625, 3)
+    >>> pack.lengths.tolist(), pack.fill, pack.counted
+    ([3, 2], 0.625, 3)
     """
 
     tokens: np.ndarray
@@ -101,17 +100,3 @@ class Pack:
         if self.marks is None:
             return len(self.tokens) - len(self.samples)
         return int(np.count_nonzero(self.labels != IGNORE))
-
-    def positions(self) -> np.ndarray:
-        """int64 [T]: positions that restart in every sequence."""
-        return _positions(self.cu_seqlens, self.first_positions)
-
-
-@compiled
-def _positions(cu_seqlens, first_positions):
-    positions = np.empty(cu_seqlens[-1], np.int64)
-    for n in range(len(first_positions)):
-        sequence = positions[cu_seqlens[n] : cu_seqlens[n + 1]]
-        for t in range(len(sequence)):
-            sequence[t] = first_positions[n] + t
-    return positions

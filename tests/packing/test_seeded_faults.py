@@ -54,10 +54,10 @@ def check_content(make, rows, epochs):
     found = []
     for pack in make():
         assert len(pack.tokens) <= BUDGET and pack.cu_seqlens[-1] == len(pack.tokens)
+        assert not pack.first_positions.any()
         for a, b in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False):
             assert pack.labels[a] == -100
             assert (pack.labels[a + 1 : b] == pack.tokens[a + 1 : b]).all()
-            assert pack.positions()[a] == 0
             found.append(tuple(pack.tokens[a:b].tolist()))
     if epochs:
         parts = [tuple(r[i : i + BUDGET].tolist()) for r in rows for i in range(0, len(r), BUDGET)]
