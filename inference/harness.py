@@ -11,6 +11,7 @@ All ranks see all requests and share the work out by themselves.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 import time
@@ -38,11 +39,13 @@ from .all_ranks import AllRanks
 from .borrow import random_states, unwrap
 from .engine import Engine
 from .params import SamplingParams
+from .task_settings import check_defaults, settle
+
+log = logging.getLogger(__name__)
 
 FEWSHOT_SEED = 1234
 """What lm_eval draws few-shot examples with; a generator of its own, not the trainer's."""
 _NEW_TOKENS = 256
-_KNOBS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class EngineLM(TemplateLM):
@@ -67,6 +70,8 @@ class EngineLM(TemplateLM):
         self.engine = Engine(self.model, tokenizer, max_length=self.max_length + 1, **settings)
         self._ranks = AllRanks(self.engine)
         self._until = float("inf")
+        self._left_out = False
+        """Whether it was said that system messages are."""
 
     def finish_by(self, moment: float) -> None:
         """Raise TimeoutError from here on where an answer is not there by this `time.monotonic`."""
@@ -97,12 +102,22 @@ class EngineLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, **options)
+        except Exception as error:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise
+            text = self.tokenizer.apply_chat_template(rest, **options)
+            if not self._left_out:
+                log.warning("the chat template takes no system message, left out: %s", error)
+            self._left_out = True
+            return text
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         asked = [self._generation(*request.args) for request in requests]
@@ -171,12 +186,8 @@ class EngineLM(TemplateLM):
         end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until = handle_stop_sequences(wishes.pop("until", None), eos=end)
         new = wishes.pop("max_gen_toks")
-        wishes.pop("do_sample", None)
-        if (beams := wishes.pop("num_beams", 1)) != 1:
-            raise ValueError(f"num_beams is {beams}: there is no beam search; set it to 1")
-        unknown = set(wishes) - set(_KNOBS)
-        if unknown:
-            raise ValueError(f"generation setting {sorted(unknown)[0]!r}: there are {_KNOBS}")
+        defaults = getattr(self.model, "generation_config", None)
+        settled = settle(wishes, defaults)
         room = self.max_length - new
         if room < 1:
             raise ValueError(
@@ -185,12 +196,10 @@ class EngineLM(TemplateLM):
         bos = getattr(self.tokenizer, "bos_token", None)
         extra = {"add_special_tokens": False} if has_bos_prefix(context, bos) else {}
         ids = self.tokenizer(context, **extra)["input_ids"][-room:]
-        penalty = getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
-        params = SamplingParams(
-            max_tokens=new,
-            stop=[text for text in until if text],
-            **{"temperature": 0.0, "repetition_penalty": penalty, **wishes},
-        )
+        # Set by the model, it wins over what the task asks for, as it does in `generate`.
+        most = min(getattr(defaults, "max_new_tokens", None) or new, self.max_length - len(ids))
+        stop = [text for text in until if text]
+        params = SamplingParams(max_tokens=most, stop=stop, **settled)
         return ids, params, until
 
     def _left(self) -> float | None:
@@ -246,6 +255,8 @@ class Harness:
             own = task.get_config("num_fewshot")
             if own is None or (num_fewshot is not None and own != 0):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
+            if task.get_config("output_type") == "generate_until":
+                check_defaults(getattr(self.lm.model, "generation_config", None))
 
     @property
     def engine(self) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -175,6 +176,47 @@ def test_over_a_wide_vocabulary_the_rounding_is_that_of_lm_evals_softmax():
 def test_chat_templates_are_applied_alike(small, tasks):
     folder, names = tasks
     assert assert_equal(*both(small, folder, names[:2], 6, chat=True)) == 5 * 6
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def test_a_system_message_the_template_refuses_is_left_out_and_said_once(tasks, tmp_path, caplog):
+    tokenizer = small_tokenizer()
+    pair = random_model(tokenizer), tokenizer
+    tokenizer.chat_template = NO_SYSTEM + CHAT
+    data = lm_tasks.DATA.format(path=tasks[0] / "data.jsonl")
+    (tmp_path / "w.yaml").write_text(lm_tasks.WRITE + "description: Say what they saw.\n" + data)
+    assert assert_equal(*both(pair, tmp_path, ["tiny_write"], 3, chat=True)) == 3
+    said = [r.getMessage() for r in caplog.records if r.name == "nopad.inference.harness"]
+    assert said == ["the chat template takes no system message, left out: no system"]
+    tokenizer.chat_template = "{{ raise_exception('nothing works') }}"
+    with pytest.raises(Exception, match="nothing works"):
+        EngineLM(*pair).apply_chat_template([{"role": "user", "content": "a"}])
+
+
+@pytest.fixture
+def defaults(small):
+    """The model's generation_config, put back afterwards."""
+    model, before = small[0], small[0].generation_config
+    model.generation_config = copy.deepcopy(before)
+    yield model.generation_config
+    model.generation_config = before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("repetition_penalty", 1.3), ("max_new_tokens", 5), ("max_new_tokens", 40)]
+)
+def test_settings_of_the_model_change_answers_alike(small, defaults, tasks, name, value):
+    setattr(defaults, name, value)
+    assert assert_equal(*both(small, tasks[0], ["tiny_write"], 4)) == 4
+
+
+def test_settings_of_the_model_that_the_engine_does_not_do_are_refused(small, defaults, tasks):
+    defaults.no_repeat_ngram_size = 2
+    with pytest.raises(ValueError, match="sets no_repeat_ngram_size to 2, which the engine"):
+        Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]))
+    assert Harness(*small, ["tiny_roll"], limit=2, include_path=str(tasks[0]))(), "nothing drawn"
 
 
 def test_grade_school_questions_with_examples_are_answered_alike(stories, shared, tmp_path):
