@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: nopad COMMAND [options]   (nopad COMMAND --help for each)\n")
         print("\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()))
+        print("\n  --version  which nopad this is")
         return 0
     if argv[0] == "--version":
         from . import __version__

@@ -12,8 +12,8 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARGUMENT = re.compile(
-    r"""(?<![\w/])(attn_implementation|budget|column|dtype|eos|glob|max_steps|num_train_epochs|"""
-    r"""on_error|overflow|tokenizer)="""
+    r"""(?<![\w/])(attn_implementation|budget|column|dtype|eos|glob|max_steps|memory|"""
+    r"""num_train_epochs|on_error|overflow|tokenizer)="""
     r"""(?:"([^"]+)"|('[^']+'|-?\w+(?:\.\d+)?))?"""
 )
 """A setting as Python says it, with its value if there is one."""

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .asking import count, model_options, new_file, parser
+from .asking import count, in_options, model_options, new_file, parser
 from .loading import check_template, checkpoint, load_model, load_tokenizer
 from .prompt_file import Asked, read_prompts
 
@@ -35,6 +35,13 @@ _KNOBS = (
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(argv)
+    try:
+        return _generate(options)
+    except ValueError as error:
+        raise ValueError(in_options(error)) from error
+
+
+def _generate(options: argparse.Namespace) -> int:
     asked = _asked(options)
     params = _params(options, asked)
     prompts = [prompt for prompt, _ in asked]

@@ -4,7 +4,8 @@
     chats.jsonl    {"messages": [{"role": "user", "content": "Lily"}], "max_tokens": 8}
     all.json       ["Once upon a time", {"prompt": [1, 403, 407], "temperature": 0.5}]
 
-What a JSON object says of sampling holds for its prompt; what else it holds is left alone.
+Empty lines are passed over. What a JSON object says of sampling holds for its prompt; what else
+it holds is left alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def read_prompts(name: str, objects: bool = False) -> list[Asked]:
             return list(_listed(name, file.read()))
         if objects or name.endswith(".jsonl"):
             return list(_lines(name, file))
-        return [(line.rstrip("\n"), {}) for line in file]
+        return [(line.rstrip("\n"), {}) for line in file if line.strip()]
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def assemble(
     if count < 1:
         raise ValueError(
             f"memory={settings.memory!r} leaves {budget} bytes, one page of {settings.page_size} "
-            f"tokens takes {page}: give more memory or a smaller page_size"
+            f"tokens takes {page}: give more memory"
         )
     cache = PagedCache(count, settings.page_size, shapes, dtype, device)
     note_taken(count * page, device)

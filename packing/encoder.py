@@ -146,6 +146,9 @@ class Encoder:
                 "the tokenizer has no eos token to end documents with: set its eos_token, "
                 "or pass eos= an id, or eos=False to train without ends"
             )
+        known = self.vocab_size
+        if self.eos is not None and known is not None and not 0 <= self.eos < known:
+            raise ValueError(f"eos={self.eos}: the vocabulary has the ids from 0 to {known - 1}")
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         if self.eos is not None and (not len(ids) or ids[-1] != self.eos):

@@ -71,7 +71,7 @@ def too_long(where: object, length: int, room: int) -> ValueError:
     """Say that what stands there is longer than a pack."""
     return ValueError(
         f"{where} has {length} tokens, a pack holds {room}: raise the budget, "
-        'or choose overflow="split", "truncate" or "drop"'
+        "or choose overflow= (split, truncate or drop)"
     )
 
 

@@ -38,6 +38,14 @@ def test_help_tells_defaults_of_zero_and_leaves_out_what_says_nothing():
     assert not re.search(r"default: (None|False|\[\]|==)", told)
 
 
+def test_help_tells_of_every_command_and_of_the_version(capsys):
+    from nopad.__main__ import COMMANDS, main
+
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for name in (*COMMANDS, "--version"))
+
+
 def test_errors_speak_of_options_also_where_values_are_patterns_and_not_inside_paths():
     told = in_options('data/dtype=1/x.bin: glob="*.jsonl" finds nothing, say dtype="uint16"')
     assert told == "data/dtype=1/x.bin: --glob *.jsonl finds nothing, say --dtype uint16"

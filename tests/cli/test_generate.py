@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from nopad.cli.generate import main
+from nopad.cli.prompt_file import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,17 @@ def test_mistakes_are_said_in_one_line(checkpoint, tmp_path):
         with pytest.raises(ValueError, match=r"\w") as caught:
             main(wrong)
         assert "\n" not in str(caught.value)
+
+
+def test_empty_lines_of_a_file_are_no_prompts(tmp_path):
+    (tmp_path / "in.txt").write_text("Once\n\n  \n Lily\n")
+    asked = [prompt for prompt, _ in read_prompts(str(tmp_path / "in.txt"))]
+    assert asked == ["Once", " Lily"]
+
+
+def test_too_little_memory_is_told_in_words_of_the_command_line(checkpoint):
+    with pytest.raises(ValueError, match=r"^--memory 10 leaves 10 bytes.*: give more memory$"):
+        main([checkpoint, "--prompt", "Once", "--memory", "10"])
 
 
 def test_lines_of_standard_input_are_prompts(checkpoint, capsys, monkeypatch):

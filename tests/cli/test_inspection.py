@@ -95,6 +95,19 @@ def test_text_without_a_tokenizer_is_told_of_the_option(tmp_path, capsys):
     assert "pass --tokenizer (--on-error skip leaves" in capsys.readouterr().err
 
 
+def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
+    assert main(["inspect", str(data), "--budget", "8", "--overflow", "error"]) == 2
+    assert "or choose --overflow (split, truncate or drop)" in capsys.readouterr().err
+
+
+def test_an_end_that_is_no_token_is_told_of_the_option(made, tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
+    given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(made)]
+    assert main(["inspect", *given, "--eos", "999999"]) == 2
+    told = capsys.readouterr().err
+    assert "--eos 999999: the vocabulary has the ids from 0 " in told and "--on-error" not in told
+
+
 def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none.jsonl")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
