@@ -26,7 +26,7 @@ import torch
 
 from .evaluation_budget import Allowance, Budget
 from .evaluation_metrics import Metric
-from .evaluation_report import Report, Row, path
+from .evaluation_report import Report, Row, full_name
 from .meter import away
 from .ranks import gather_objects, rank
 from .unshard import unsharded
@@ -133,8 +133,8 @@ class GenerationEval:
     def may_find(self, name: str) -> bool:
         """Say whether this is the full name of a metric; a harness's first report tells."""
         if self._told_names:
-            return name in (path(self.name, own) for own in (*self._names, *TAKEN))
-        return name.startswith(path(self.name, ""))
+            return name in (full_name(self.name, own) for own in (*self._names, *TAKEN))
+        return name.startswith(full_name(self.name, ""))
 
     def state_dict(self) -> dict:
         """What a checkpoint should keep."""
@@ -217,7 +217,7 @@ class GenerationEval:
         best = self._is_best(found.get(self.watch, math.nan)) if self.watch else False
         unknown = self._unknown(found)
         found = {**found, "seconds": seconds, "share_of_time": self.budget.share}
-        named = {path(self.name, key): float(value) for key, value in found.items()}
+        named = {full_name(self.name, key): float(value) for key, value in found.items()}
         return Report(step, named, rows, seconds, best, note, error, self.name, unknown)
 
     def _learn(self, found: dict[str, float]) -> None:
@@ -230,7 +230,7 @@ class GenerationEval:
             _say("watch=%r is never found; the nearest there are %s", self.watch, near)
 
     def _unknown(self, found: dict[str, float]) -> tuple[str, ...]:
-        return tuple(path(self.name, name) for name in self._names if name not in found)
+        return tuple(full_name(self.name, name) for name in self._names if name not in found)
 
     def _is_best(self, value: float) -> bool:
         """Compare with the best so far, and remember the better."""

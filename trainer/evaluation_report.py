@@ -45,10 +45,10 @@ class Report:
         return {**dict.fromkeys(self.unknown, math.nan), **self.metrics}
 
 
-def path(evaluation: str, name: str) -> str:
-    """Where a metric or a table of an evaluation is logged.
+def full_name(evaluation: str, name: str) -> str:
+    """The name that a metric or a table of an evaluation is logged under.
 
-    >>> path("", "exact"), path("gsm8k", "exact")
+    >>> full_name("", "exact"), full_name("gsm8k", "exact")
     ('eval/exact', 'eval/gsm8k/exact')
     """
     return f"eval/{evaluation}/{name}" if evaluation else f"eval/{name}"

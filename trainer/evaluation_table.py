@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .evaluation_report import Report, Row, path
+from .evaluation_report import Report, Row, full_name
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def show(report: Report, loggers: Iterable[Any], console: bool = False) -> None:
     """Send a report's rows to whatever takes text or tables; on a console, its metrics too."""
     taken = console
     columns, data = table(report.rows)
-    tag = path(report.name, "samples")
+    tag = full_name(report.name, "samples")
     for logger in loggers if report.rows else ():
         if hasattr(logger, "log_table"):
             logger.log_table(tag, columns=columns, data=data, step=report.step)
@@ -57,7 +57,7 @@ def lines(report: Report) -> list[str]:
     after 5 steps: exact 0.5, seconds 0.123
       '2+2=' -> '4'
     """
-    start = path(report.name, "")
+    start = full_name(report.name, "")
     named = ", ".join(f"{k.removeprefix(start)} {v:.4g}" for k, v in report.metrics.items())
     title = f"after {report.step} steps{report.name and f', {report.name}'}: {named}"
     wrong = [] if report.error is None else [f"  went wrong: {' '.join(report.error.split())}"]

@@ -60,8 +60,8 @@ class EvalCallback(TrainerCallback):
             elif self._ran(evaluation, state.global_step):
                 given.update(self._found[evaluation.name][1])
         name = _best_name(args)
-        path = (name or "").replace("eval_", "eval/", 1)
-        if name is not None and any(evaluation.may_find(path) for evaluation in self.evaluations):
+        logged = (name or "").replace("eval_", "eval/", 1)
+        if name is not None and any(evaluation.may_find(logged) for evaluation in self.evaluations):
             given.setdefault(name, float("nan"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
