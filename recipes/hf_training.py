@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from loading import check_vocabulary
 from nopad.cli.asking import count, positive
 from run_folder import RunFolder, run_options
 from settings import Training, heard_to_the_end
@@ -62,7 +61,6 @@ def hf_train(
 
     examples: prompts with answers, to be continued every `args.eval_every` steps.
     """
-    check_vocabulary(model, tokenizer)
     from nopad.collators import PackedCollator
     from nopad.trainer.compiling import compile_layers
     from nopad.trainer.fusing import fuse_layers

@@ -39,7 +39,6 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
     """
     import stdlib_corpus
     from held_out import split
-    from nopad.packing import PackedDataset
 
     named = args.tokenizer or args.model
     tokenizer = load_tokenizer(named) if named else stdlib_corpus.tokenizer(library()[0])
@@ -51,15 +50,7 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
             texts, examples = library()
             rows = [{args.text_column: text} for text in texts]
             source = rows if named else stdlib_corpus.encoded(texts)
-        dataset = PackedDataset(
-            source,
-            tokenizer=tokenizer,
-            column=args.text_column,
-            budget=args.budget,
-            seed=args.seed,
-            epochs=None,
-            **reading_choices(args),
-        )
+        dataset = packed(args, source, tokenizer)
         next(iter(dataset))  # bad data speaks up before anything is written
     return tokenizer, dataset, examples or (library()[1] if held_out else [])
 
@@ -73,6 +64,22 @@ def open_data(args: argparse.Namespace, tokenizer, column: str):
     encoder = Encoder(tokenizer, column=column, eos=reading_choices(args)["eos"])
     (opened,) = open_all([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
     return TokenStore(opened) if isinstance(opened, list) else opened
+
+
+def packed(args: argparse.Namespace, source, tokenizer, overflow: str = "split"):
+    """An endless stream of packs, as the options say."""
+    from nopad.packing import PackedDataset
+
+    return PackedDataset(
+        source,
+        tokenizer=tokenizer,
+        column=args.text_column,
+        budget=args.budget,
+        overflow=overflow,
+        seed=args.seed,
+        epochs=None,
+        **reading_choices(args),
+    )
 
 
 @cache

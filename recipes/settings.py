@@ -28,7 +28,7 @@ RENAMED = {
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: list[str] | None = None, recipe: str = ""
+    parser: argparse.ArgumentParser, argv: list[str] | None, recipe: str
 ) -> argparse.Namespace:
     """Parse `argv`, whose settings take the place of those that `--config FILE` names.
 

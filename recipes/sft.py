@@ -13,8 +13,8 @@ import argparse
 import sys
 
 from hf_training import hf_options, hf_train
-from loading import naming, open_data, shared_options
-from nopad.cli.asking import Help, count, positive, reading_choices
+from loading import check_vocabulary, naming, open_data, packed, shared_options
+from nopad.cli.asking import Help, count, positive
 from nopad.cli.loading import checkpoint, load_tokenizer
 from run_folder import RunFolder
 from settings import parse, run_recipe
@@ -49,7 +49,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 def load_data(args: argparse.Namespace):
     """The tokenizer, packs of conversations, and some that are held out."""
     from held_out import split
-    from nopad.packing import PackedDataset
 
     tokenizer = load_tokenizer(args.tokenizer or checkpoint(args.model))
     if args.chat_template:
@@ -57,20 +56,10 @@ def load_data(args: argparse.Namespace):
             tokenizer.chat_template = file.read()
     opened = open_data(args, tokenizer, args.text_column)
     source, examples = split(opened, args.eval_examples, args.text_column)
-    packs = PackedDataset(
-        source,
-        tokenizer=tokenizer,
-        column=args.text_column,
-        budget=args.budget,
-        overflow=args.overflow,
-        seed=args.seed,
-        epochs=None,
-        **reading_choices(args),
-    )
-    return tokenizer, packs, examples
+    return tokenizer, packed(args, source, tokenizer, args.overflow), examples
 
 
-def load_model(args: argparse.Namespace):
+def load_model(args: argparse.Namespace, tokenizer):
     """The model with its weights, and adapters if asked for."""
     import nopad.attention  # noqa: F401  registers the attention implementation
     from transformers import AutoModelForCausalLM
@@ -78,6 +67,7 @@ def load_model(args: argparse.Namespace):
     with naming(args.model):
         name = checkpoint(args.model)
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=args.attention)
+    check_vocabulary(model, tokenizer)
     if not args.lora:
         return model
     from peft import LoraConfig, get_peft_model
@@ -96,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = RunFolder.of("sft", args)
     set_seed(args.seed)
     tokenizer, data, examples = load_data(args)
-    hf_train(args, folder, load_model(args), data, tokenizer, examples)
+    hf_train(args, folder, load_model(args, tokenizer), data, tokenizer, examples)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
         (sft if recipe is sft else loading).load_data(args)
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
-        sft.load_model(args) if recipe is sft else loading.load_model(args, None)
+        (sft if recipe is sft else loading).load_model(args, None)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
