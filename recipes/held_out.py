@@ -100,9 +100,8 @@ def split(data: Any, count: int, column: str = "text") -> tuple[Any, list[Exampl
     return LeftOut(opened, held), list(held.values())
 
 
-def matched(text: str, reference: str | None) -> float:
+def matched(text: str, reference: str) -> float:
     """Give the share of the reference that the text begins with."""
-    reference = reference or ""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, reference, strict=False))
     return sum(1 for _ in pairs) / max(1, len(reference))
 
@@ -110,15 +109,19 @@ def matched(text: str, reference: str | None) -> float:
 def continuing(
     model: Any, tokenizer: Any, examples: Sequence[Example], every: int, seed: int
 ) -> GenerationEval:
-    """An evaluation that continues examples with the live model, on all ranks."""
+    """An evaluation that continues examples with the live model, on all ranks.
+
+    Prompts of one's own, which have no reference, are shown and not measured.
+    """
     from nopad.inference import Engine, SamplingParams
     from nopad.inference.all_ranks import AllRanks
 
+    measured = all(example.reference is not None for example in examples)
     return GenerationEval(
         AllRanks(Engine(model, tokenizer)).generate,
         examples,
-        {"matched": matched},
+        {"matched": matched} if measured else {},
         SamplingParams(temperature=0.7, max_tokens=32, seed=seed),
         every=every,
-        watch="matched",
+        watch="matched" if measured else None,
     )

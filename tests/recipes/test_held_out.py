@@ -8,12 +8,14 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import held_out
 import loading
 import pretrain
 import pytest
 import small_inputs
+from nopad.trainer.evaluation import TAKEN
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -67,6 +69,26 @@ def test_the_fingerprint_tells_which_rows_are_left_out(tmp_path):
 @pytest.mark.parametrize("turns", ["hello", 7, [1, 2], [["a"], ["b"]], None, {"role": "user"}])
 def test_a_malformed_conversation_is_no_example(turns):
     assert held_out.example_of({"messages": turns}) is None
+
+
+@pytest.mark.parametrize(("reference", "names"), [(None, []), (" time", ["matched"])])
+def test_prompts_without_an_answer_are_not_said_to_be_missed(monkeypatch, reference, names):
+    from nopad.inference import all_ranks
+    from nopad.trainer.evaluation import Example
+
+    class Ranks:
+        def __init__(self, engine):
+            pass
+
+        def generate(self, prompts, params, deadline=None):
+            return [SimpleNamespace(text=" up", tokens=[1], error=None, finish_reason="eos")]
+
+    monkeypatch.setattr(all_ranks, "AllRanks", Ranks)
+    monkeypatch.setattr("nopad.inference.Engine", lambda model, tokenizer: None)
+    evaluation = held_out.continuing(None, None, [Example("Once", reference)], every=1, seed=0)
+    found = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]
+    assert [name for name in found if name not in TAKEN] == names
+    assert [evaluation.watch] == (names or [None])
 
 
 def test_fine_tuning_evaluates_by_default(tmp_path):
