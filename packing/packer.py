@@ -46,7 +46,6 @@ class Packer:
         pad: int = 0,
     ):
         self.planner = Planner(budget, pool=pool, strategy=strategy, overflow=overflow, align=align)
-        self.budget, self.align, self.overflow = budget, align, overflow
         self.continue_positions, self.pad = continue_positions, pad
         self.held: dict[int, Sample] = {}
         """The samples that wait, wholly or in part, by number of arrival."""
@@ -73,10 +72,9 @@ class Packer:
         return self._packs(self.planner.finish())
 
     def _hold(self, number: int, sample: Sample) -> None:
-        room = self.budget // self.align * self.align
-        waiting = len(sample)
-        if self.planner.settings["strategy"] != "concat" and waiting > room:
-            waiting = {"truncate": room, "drop": 0}.get(self.overflow, waiting)
+        waiting, room = len(sample), self.planner.room
+        if waiting > room:
+            waiting = {"truncate": room, "drop": 0}.get(self.planner.settings["overflow"], waiting)
         if waiting:
             self.held[number], self._waiting[number] = sample, waiting
 
@@ -88,12 +86,20 @@ class Packer:
             self._waiting[number] -= length
             if not self._waiting[number]:
                 del self.held[number], self._waiting[number]
-        return (self._pack(plan, plan.segments(p), samples) for p in range(len(plan)))
+        wholes = _wholes(plan, samples) if self.planner.settings["overflow"] == "split" else None
+        return (self._pack(plan, plan.segments(p), samples, wholes) for p in range(len(plan)))
 
-    def _pack(self, plan: Plan, segments: slice, samples: Mapping[int, Sample]) -> Pack:
+    def _pack(
+        self,
+        plan: Plan,
+        segments: slice,
+        samples: Mapping[int, Sample],
+        wholes: np.ndarray | None,
+    ) -> Pack:
+        budget, align = self.planner.settings["budget"], self.planner.settings["align"]
         numbers, starts = plan.items[segments], plan.starts[segments]
         lengths = plan.lengths[segments]
-        widths = -(-lengths // self.align) * self.align
+        widths = -(-lengths // align) * align
         bounds = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
         tokens = np.full(bounds[-1], self.pad, np.int64)
         labels = np.full(bounds[-1], IGNORE, np.int64)
@@ -105,9 +111,9 @@ class Packer:
             labels[at + 1 : at + length] = sample.labels[start + 1 : start + length]
             sources[place] = sample.source
         first_positions = starts.copy() if self.continue_positions else np.zeros_like(starts)
-        pack = Pack(tokens, labels, bounds, self.budget, numbers, sources, first_positions)
-        if self.overflow == "split":
-            pack.wholes = _wholes([samples[number] for number in numbers.tolist()], lengths)
+        pack = Pack(tokens, labels, bounds, budget, numbers, sources, first_positions)
+        if wholes is not None and wholes[segments].any():
+            pack.wholes = wholes[segments]
         return pack
 
     def state_dict(self) -> dict:
@@ -126,12 +132,29 @@ class Packer:
         waiting = dict(state["waiting"])
         self.held = dict(samples)
         self._waiting = {n: waiting.get(n, len(sample)) for n, sample in samples.items()}
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Refuse samples that are no longer as long as they were: the data changed meanwhile."""
+        known, held = self._waiting.copy(), self.planner.held
+        for number, start, length in zip(*(own.tolist() for own in held.columns), strict=True):
+            known[number] -= length
+            if start + length > len(self.held[number]):
+                known[number] = -1
+        wrong = next((number for number, left in known.items() if left), None)
+        if wrong is not None:
+            raise ValueError(
+                f"sample {wrong} has {len(self.held[wrong])} tokens, another number than when the "
+                "state was made: the data has changed, or how it is tokenized"
+            )
 
 
-def _wholes(samples: list[Sample], lengths: np.ndarray) -> np.ndarray | None:
-    """Give for parts how many tokens count in the whole sample; None if there are no parts."""
-    split = lengths < [len(sample) for sample in samples]
+def _wholes(plan: Plan, samples: Mapping[int, Sample]) -> np.ndarray | None:
+    """Give for parts how many tokens count in the whole sample, else 0; None if there are none."""
+    numbers = plan.items.tolist()
+    split = plan.lengths < [len(samples[number]) for number in numbers]
     if not split.any():
         return None
-    counted = [np.count_nonzero(sample.labels != IGNORE) for sample in samples]
-    return np.where(split, counted, 0)
+    labels = {number: samples[number].labels for number in plan.items[split].tolist()}
+    counted = {number: np.count_nonzero(own != IGNORE) for number, own in labels.items()}
+    return np.array([counted.get(number, 0) for number in numbers], np.int64)

@@ -91,7 +91,7 @@ class PlannedPacks:
             self._check_lengths(documents, lengths)
             plan = planner.feed(lengths)
             yield leveller.feed(_renamed(plan, named, first))
-            needed = max(first, planner.state_dict()["first"])
+            needed = max(first, planner.first_held)
             named, first = named[needed - first :], needed
         yield leveller.feed(_renamed(planner.finish(), named, first))
         yield leveller.finish()

@@ -73,8 +73,10 @@ class Planner:
             "align": align,
         }
         self.counts = Counts()
-        self._room = budget // align * align
-        self._held = Segments.none()
+        self.room = budget // align * align
+        """Places a pack has, in whole multiples of `align`."""
+        self.held = Segments.none()
+        """What waits for its pack."""
         self._waits, self._since = np.zeros(0, np.int64), 0
 
     def feed(self, lengths: np.ndarray) -> Plan:
@@ -87,14 +89,14 @@ class Planner:
         if least < 1:
             where = self.counts.items + int(np.argmin(lengths))
             raise ValueError(f"item {where} has length {least}: leave empty items out")
-        if most <= self._room or self.settings["strategy"] == "concat":
-            self._held = self._held.followed_by_items(self.counts.items, lengths)
+        if most <= self.room or self.settings["strategy"] == "concat":
+            self.held = self.held.followed_by_items(self.counts.items, lengths)
         else:
-            segments = cut(lengths, self._room, self.settings["overflow"], self.counts)
-            self._held = self._held.followed_by(segments)
+            segments = cut(lengths, self.room, self.settings["overflow"], self.counts)
+            self.held = self.held.followed_by(segments)
         self.counts.items += len(lengths)
         self.counts.tokens += total
-        if self.settings["strategy"] == "best_fit" and len(self._held) < self.settings["pool"]:
+        if self.settings["strategy"] == "best_fit" and len(self.held) < self.settings["pool"]:
             return Plan.join([])
         return self._decide(final=False)
 
@@ -103,27 +105,31 @@ class Planner:
         return self._decide(final=True)
 
     def _decide(self, final: bool) -> Plan:
-        held, align = self._held, self.settings["align"]
+        held, align = self.held, self.settings["align"]
         if self.settings["strategy"] == "concat":
-            held = Segments(*cut_stream(*held.columns, self._room, align))
+            held = Segments(*cut_stream(*held.columns, self.room, align))
         places = held.lengths if align == 1 else -(-held.lengths // align) * align
         if self.settings["strategy"] == "best_fit":
             order, offsets, left, self._waits, self._since = best_fit(
-                places, self._waits, self._since, self._room, self.settings["pool"], final
+                places, self._waits, self._since, self.room, self.settings["pool"], final
             )
         else:
-            offsets = next_fit(places, self._room, final)
+            offsets = next_fit(places, self.room, final)
             order, left = np.split(np.arange(len(held)), offsets[-1:])
-        self._held = held.take(left)
+        self.held = held.take(left)
         plan = Plan(*held.take(order).columns, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())
         return plan
 
+    @property
+    def first_held(self) -> int:
+        """The first item that waits, wholly or in part; where none does, the next to come."""
+        return int(self.held.items.min(initial=self.counts.items))
+
     def state_dict(self) -> dict:
         """Give what a planner of the same settings needs to continue: small, JSON, no tokens."""
-        held = self._held
-        first = int(held.items.min(initial=self.counts.items))
+        held, first = self.held, self.first_held
         return {
             "version": VERSION,
             "settings": dict(self.settings),
@@ -153,7 +159,7 @@ class Planner:
         since = int(state["since"])
         if not self._can_hold(held, waits, since, counts):
             raise ValueError("the planner state contradicts itself: it was damaged or edited")
-        self._held, self._waits, self._since, self.counts = held, waits, since, counts
+        self.held, self._waits, self._since, self.counts = held, waits, since, counts
 
     def _can_hold(self, held: Segments, waits: np.ndarray, since: int, counts: Counts) -> bool:
         """Tell whether a state is one that a planner can be in; the loops rely on it."""
@@ -161,11 +167,11 @@ class Planner:
             return False
         if len(held) == 0:
             return counts.held_tokens == since == 0
-        most = self.settings["pool"] if self.settings["strategy"] == "best_fit" else self._room
+        most = self.settings["pool"] if self.settings["strategy"] == "best_fit" else self.room
         return bool(
             len(held) < most
             and held.items.max() < counts.items
-            and 1 <= held.lengths.min() <= held.lengths.max() <= self._room
+            and 1 <= held.lengths.min() <= held.lengths.max() <= self.room
             and held.lengths.sum() == counts.held_tokens
             and 0 <= waits.min(initial=0) <= waits.max(initial=0) <= PATIENCE
             and len(waits) <= since < LAPS * self.settings["pool"]

@@ -119,3 +119,27 @@ def test_a_sample_rounds_nothing():
         Sample(np.array([1.7, 2.2]))
     with pytest.raises(ValueError, match="float64 labels"):
         Sample(np.array([1, 2]), np.array([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("choice", [{}, {"align": 2}, {"overflow": "truncate"}])
+@pytest.mark.parametrize("length", [1, 8, 12, 40])
+def test_a_sample_that_is_read_again_with_another_length_is_refused(choice, length):
+    first = Packer(10, pool=8, **choice)
+    list(first.add(numbered([11, 3, 11])))
+    samples = dict(first.held)
+    assert sorted(samples)[-1] == 2 and len(samples[2]) == 11
+    changed = {**samples, 2: Sample(np.arange(length))}
+    state = first.state_dict()
+    Packer(10, pool=8, **choice).load_state_dict(state, samples)
+    if choice.get("overflow") == "truncate" and length > 10:
+        return  # what is cut off is not looked at
+    with pytest.raises(ValueError, match=f"sample 2 has {length} tokens, another number"):
+        Packer(10, pool=8, **choice).load_state_dict(state, changed)
+
+
+def test_the_labels_of_a_long_sample_are_counted_once(monkeypatch):
+    counted, count = [], np.count_nonzero
+    monkeypatch.setattr(np, "count_nonzero", lambda own: counted.append(len(own)) or count(own))
+    packs = pack_all(Packer(10, pool=4), numbered([1000, 3]))
+    assert len(packs) == 101 and counted == [1000]
+    assert all(pack.wholes.tolist() == [999] for pack in packs[:100])

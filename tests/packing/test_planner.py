@@ -138,7 +138,7 @@ def test_no_segment_waits_longer_than_promised(kind, pool):
     left_at = np.full(n, -1)
     for now, length in enumerate(lengths):
         left_at[planner.feed(np.array([length])).items] = now
-        assert len(planner._held) < pool
+        assert len(planner.held) < pool
     left_at[planner.finish().items] = n - 1
     assert (left_at >= 0).all()
     assert (left_at - np.arange(n)).max() <= ((PATIENCE + 1) * LAPS + 1) * pool == 61 * pool
