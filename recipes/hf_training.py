@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nopad.cli.asking import count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, heard_to_the_end
+from settings import Training, heard_to_the_end, mendable
 
 
 def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
@@ -75,14 +75,15 @@ def hf_train(
             Training.begun = True
 
     with heard_to_the_end():
-        trainer = PackedTrainer(
-            model,
-            hf_arguments(args),
-            PackedCollator(fill=args.compile),
-            data,
-            processing_class=tokenizer,
-            callbacks=[StopCallback(), Begun()],
-        )
+        with mendable(RuntimeError):  # of a logger that is not installed
+            trainer = PackedTrainer(
+                model,
+                hf_arguments(args),
+                PackedCollator(fill=args.compile),
+                data,
+                processing_class=tokenizer,
+                callbacks=[StopCallback(), Begun()],
+            )
         if args.compile:
             compile_layers(model)
         else:

@@ -15,7 +15,7 @@ from held_out import continuing
 from loading import data_options, load_data, load_model
 from nopad.cli.asking import Help, count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, heard_to_the_end, parse, run_recipe
+from settings import Training, heard_to_the_end, mendable, parse, run_recipe
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,11 +81,12 @@ def main(argv: list[str] | None = None) -> None:
     args = options(argv)
     folder = RunFolder.of("pretrain_lightning", args)
     import lightning.pytorch as pl
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
     from nopad.trainer.with_lightning_eval import EvalCallback
     from nopad.trainer.with_lightning_stop import StopCallback
 
-    with heard_to_the_end():
+    with heard_to_the_end(), mendable(MisconfigurationException):
         stop = StopCallback(args.output / "last.ckpt")
         resumed = checkpoint(args)
         pl.seed_everything(args.seed, verbose=False)

@@ -25,6 +25,8 @@ RENAMED = {
     "num_train_epochs": "epochs",
 }
 """What recipes call the arguments that errors name."""
+EXTRAS = {"lightning": "lightning", "peft": "lora", "FlashAttention2": "flash"}
+"""What an error calls a package that may be lacking, and the extra that brings it."""
 
 
 def parse(
@@ -118,6 +120,15 @@ def heard_to_the_end() -> Iterator[None]:
         request.release()
 
 
+@contextmanager
+def mendable(kind: type[Exception]) -> Iterator[None]:
+    """Let an error of this kind count among those that the user can mend."""
+    try:
+        yield
+    except kind as error:
+        raise ValueError(error) from error
+
+
 def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any = None) -> int:
     """Run a recipe; what its user can mend becomes one line and status 2.
 
@@ -126,13 +137,25 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
     Training.begun = False
     try:
         main(argv)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if Training.begun:
             raise
-        told = in_options(error, **RENAMED)
-        print(f"{recipe}: {' '.join(told.split())}", file=sys.stderr)
+        print(f"{recipe}: {' '.join(_told(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _told(error: Exception) -> str:
+    """What an error says, in words of the command line.
+
+    >>> _told(ImportError("No module named 'peft'"))
+    "No module named 'peft': pip install 'nopad[lora]'"
+    """
+    told = in_options(error, **RENAMED)
+    if isinstance(error, ImportError):
+        extra = next((extra for package, extra in EXTRAS.items() if package in told), None)
+        return f"{told.rstrip('.')}: pip install 'nopad[{extra}]'" if extra else told
+    return told.replace("set its chat_template", "give sft.py --chat-template FILE")
 
 
 def run_recipe(recipe: str, main: Callable[[list[str] | None], None], argv: Any = None) -> int:

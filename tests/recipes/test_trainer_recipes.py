@@ -122,11 +122,16 @@ def sft(tmp_path: Path, base: Path, data: Path, tokenizer: Path) -> None:
     in_process("sft", ["--model", base, "--data", data, "--tokenizer", tokenizer, "--output", "o"])
 
 
-def test_chats_for_a_tokenizer_without_a_template_are_refused(tmp_path, base, monkeypatch):
+def test_chats_for_a_tokenizer_without_a_template_are_told_of_the_option(
+    tmp_path, base, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    tokenizer = small_inputs.tokenizer(tmp_path, template=False)
-    with pytest.raises(ValueError, match=r"chats\.jsonl.*needs? a tokenizer with a chat template"):
-        sft(tmp_path, base, small_inputs.chats(tmp_path), tokenizer)
+    given = ["--data", small_inputs.chats(tmp_path), "--model", base]
+    given += ["--tokenizer", small_inputs.tokenizer(tmp_path, template=False)]
+    assert status_of("sft", given) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("sft: chats.jsonl, line 1: messages need a tokenizer with a chat temp")
+    assert "this one has none: give sft.py --chat-template FILE, or take" in last
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, monkeypatch):
@@ -288,6 +293,50 @@ def test_epochs_that_cannot_be_are_told_in_words_of_the_command_line(
     assert exit_status("train_hf", main, [*map(str, inputs), "--epochs", epochs]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"train_hf: --epochs {float(epochs)}: ") and told.endswith("say --steps")
+
+
+@pytest.mark.parametrize(
+    ("package", "recipe", "extra"),
+    [("lightning", "pretrain_lightning", "lightning"), ("peft", "sft", "lora")],
+)
+def test_a_package_that_is_lacking_is_one_line_with_its_extra(
+    package, recipe, extra, tmp_path, base, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    given = ["--model", base, "--data", small_inputs.chats(tmp_path)]
+    given += ["--tokenizer", small_inputs.tokenizer(tmp_path)]
+    assert status_of(recipe, given + ["--lora", "4"] * (recipe == "sft")) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{recipe}: ") and last.endswith(f": pip install 'nopad[{extra}]'")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wrong", "told"),
+    [
+        ("train_hf", "--log-with wandb", "Run `pip install wandb`"),
+        ("pretrain_lightning", "--accelerator gpu", "No supported gpu backend found!"),
+        ("pretrain", "--attention flash_attention_2", "'nopad[flash]'"),
+    ],
+)
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without a GPU")
+def test_what_is_not_to_be_had_here_is_one_line(recipe, wrong, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", bool)
+    given = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
+    given += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64", "--steps", "1"]
+    assert status_of(recipe, [*given, *wrong.split()]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{recipe}: ") and told in last
+
+
+def status_of(recipe: str, arguments: list) -> int:
+    from settings import exit_status
+
+    main = importlib.import_module(recipe).main
+    return exit_status(recipe, main, [*map(str, arguments)])
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
