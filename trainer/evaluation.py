@@ -24,7 +24,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .evaluation_budget import Allowance, Budget
+from .evaluation_budget import Allowance, Budget, subset
+from .evaluation_judging import COUNTS, judge, read_numbers
 from .evaluation_metrics import Metric
 from .evaluation_report import Report, Row, full_name
 from .meter import away
@@ -33,8 +34,6 @@ from .unshard import unsharded
 
 log = logging.getLogger(__name__)
 
-COUNTS = ("examples", "failed", "unfinished", "new_tokens")
-"""What is found out beside the metrics."""
 TAKEN = (*COUNTS, "seconds", "share_of_time")
 """Names that no metric can have."""
 
@@ -81,21 +80,11 @@ class GenerationEval:
         watch: the metric whose best value is remembered; what is not finite is never the best.
         on_error: go on training, or let the error out.
         """
-        if every is not None and not (isinstance(every, Integral) and every >= 1):
-            raise ValueError(f"every is {every!r}; it must be steps from 1, or None")
-        if not callable(source):
-            raise ValueError(
-                f"source is a {type(source).__name__}; give what generates: x.generate"
-            )
         metrics = {} if metrics is None else metrics
-        if not isinstance(metrics, Mapping):
-            kind = type(metrics).__name__
-            raise ValueError(f"metrics is a {kind}; give functions by name, in a dict")
+        examples = None if examples is None else list(examples)
+        _check(source, metrics, every, on_error)
         if examples is not None:
-            examples = list(examples)
-            _check(examples, metrics, watch)
-        if on_error not in ("report", "raise"):
-            raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
+            _check_examples(examples, metrics, watch)
         self.every, self.watch, self.samples = every, watch, samples
         self.best: float | None = None
         self.budget = Budget(max_share, deadline)
@@ -169,7 +158,7 @@ class GenerationEval:
 
     def _evaluate(self, plan: Allowance) -> tuple[dict[str, float], list[Row], str | None]:
         if self._examples is None:
-            found, error = _numbers(self._source(deadline=plan.deadline))
+            found, error = read_numbers(self._source(deadline=plan.deadline))
             return found, [], error
         chosen = subset(len(self._examples), plan.examples)
         examples = [self._examples[i] for i in chosen]
@@ -177,29 +166,7 @@ class GenerationEval:
         completions = self._source(prompts, self._params, deadline=plan.deadline)
         if rank() != 0:
             return {}, [], None
-        return self._judge(chosen, examples, completions)
-
-    def _judge(
-        self, numbers: list[int], examples: list[Example], completions: list[Any]
-    ) -> tuple[dict[str, float], list[Row], str | None]:
-        """Apply the metrics to what was completed; count what was not, and name the first."""
-        error, rows, failed, late = None, [], 0, 0
-        scores: dict[str, list[float]] = {name: [] for name in self._metrics}
-        for number, example, completion in zip(numbers, examples, completions, strict=True):
-            if completion.error is not None:
-                failed += 1
-                error = error or f"example {number}: {completion.error}"
-            elif completion.finish_reason == "deadline":
-                late += 1
-            else:
-                own, trouble = _apply(self._metrics, number, example, completion)
-                error = error or trouble
-                for name, value in own.items():
-                    scores[name].append(value)
-                rows.append(_row(example, completion, own))
-        found = {name: sum(values) / len(values) for name, values in scores.items() if values}
-        new = sum(len(completion.tokens) for completion in completions)
-        found |= dict(zip(COUNTS, (len(rows), failed, late, new), strict=True))
+        found, rows, error = judge(self._metrics, chosen, examples, completions)
         return found, rows[: self.samples], error
 
     def _report(
@@ -253,7 +220,22 @@ def _leave(leaving: list[tuple[int, str]], own: BaseException | None) -> None:
         raise SystemExit(f"rank {where} left in an evaluation: {message}")
 
 
-def _check(examples: list[Example], metrics: Mapping[str, Metric], watch: str | None) -> None:
+def _check(source: Any, metrics: Any, every: int | None, on_error: str) -> None:
+    """Refuse what is no setting at all."""
+    if every is not None and not (isinstance(every, Integral) and every >= 1):
+        raise ValueError(f"every is {every!r}; it must be steps from 1, or None")
+    if not callable(source):
+        raise ValueError(f"source is a {type(source).__name__}; give what generates: x.generate")
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise ValueError(f"metrics is a {kind}; give functions by name, in a dict")
+    if on_error not in ("report", "raise"):
+        raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
+
+
+def _check_examples(
+    examples: list[Example], metrics: Mapping[str, Metric], watch: str | None
+) -> None:
     """Refuse now what every evaluation would only report."""
     if not examples:
         raise ValueError("examples is empty; give at least one")
@@ -279,6 +261,23 @@ def distinct(evaluations: Sequence[GenerationEval]) -> tuple[GenerationEval, ...
     return tuple(evaluations)
 
 
+def states(evaluations: Sequence[GenerationEval]) -> dict:
+    """What a checkpoint should keep of several."""
+    return {"evaluations": [evaluation.state_dict() for evaluation in evaluations]}
+
+
+def load_states(evaluations: Sequence[GenerationEval], state: dict) -> None:
+    """Take what a checkpoint has kept of them."""
+    kept = state["evaluations"]
+    if len(kept) != len(evaluations):
+        raise ValueError(
+            f"the checkpoint keeps the best of {len(kept)} evaluations, and there are "
+            f"{len(evaluations)}: give those of its run, in the same order"
+        )
+    for evaluation, own in zip(evaluations, kept, strict=True):
+        evaluation.load_state_dict(own)
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Put back every random state: metrics and loggers may draw, the run must not notice."""
@@ -290,54 +289,6 @@ def undisturbed() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(legacy)
-
-
-def subset(size: int, count: int) -> list[int]:
-    """Choose `count` of `size` at random, the same every time, more of them including fewer.
-
-    >>> subset(10, 3), subset(10, 5)
-    ([2, 4, 6], [2, 3, 4, 6, 7])
-    >>> subset(4, 4)
-    [0, 1, 2, 3]
-    """
-    return sorted(np.random.default_rng(0).permutation(size)[:count].tolist())
-
-
-def _apply(
-    metrics: Mapping[str, Metric], number: int, example: Example, completion: Any
-) -> tuple[dict[str, float], str | None]:
-    """The value of each metric that gave one, and what the first other one raised."""
-    values, error = {}, None
-    for name, metric in metrics.items():
-        try:
-            values[name] = float(metric(_text(completion), example.reference))
-        except Exception as raised:
-            trouble = f"metric {name!r} on example {number}: {type(raised).__name__}: {raised}"
-            error = error or trouble
-    return values, error
-
-
-def _numbers(found: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
-    """What a harness gave, NaN where it is no number, and what the first of those is."""
-    values, error = {}, None
-    for name, value in dict(found).items():
-        try:
-            values[name] = float(value)
-        except Exception:
-            values[name] = math.nan
-            error = error or f"metric {name!r} is a {type(value).__name__}; it must be a number"
-    return values, error
-
-
-def _text(completion: Any) -> str:
-    """Text, or the ids where there is no tokenizer."""
-    if completion.text is not None:
-        return completion.text
-    return " ".join(map(str, completion.tokens))
-
-
-def _row(example: Example, completion: Any, scores: dict[str, float]) -> Row:
-    return Row(str(example.prompt), _text(completion), str(example.reference), scores)
 
 
 def _say(text: str, *values: Any, level: int = logging.WARNING) -> None:

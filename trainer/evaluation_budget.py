@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 LEAST = 8
 """Fewer examples than this are not worth an evaluation."""
 
@@ -76,3 +78,14 @@ class Budget:
         self.spent += seconds
         if finished is not None:
             self._per_example = seconds / max(finished, 1)
+
+
+def subset(size: int, count: int) -> list[int]:
+    """Choose `count` of `size` at random, the same every time, more of them including fewer.
+
+    >>> subset(10, 3), subset(10, 5)
+    ([2, 4, 6], [2, 3, 4, 6, 7])
+    >>> subset(4, 4)
+    [0, 1, 2, 3]
+    """
+    return sorted(np.random.default_rng(0).permutation(size)[:count].tolist())

@@ -17,7 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .evaluation import GenerationEval, distinct
+from .evaluation import GenerationEval, distinct, load_states, states
 from .evaluation_report import Report
 from .evaluation_table import show, writer
 
@@ -46,11 +46,10 @@ class AccelerateEval:
 
     def state_dict(self) -> dict:
         """The best values so far: `accelerator.register_for_checkpointing(evaluations)`."""
-        return {"evaluations": [evaluation.state_dict() for evaluation in self.evaluations]}
+        return states(self.evaluations)
 
     def load_state_dict(self, state: dict) -> None:
-        for evaluation, own in zip(self.evaluations, state["evaluations"], strict=True):
-            evaluation.load_state_dict(own)
+        load_states(self.evaluations, state)
 
     def _run(self, evaluation: GenerationEval, step: int) -> Report:
         with self.accelerator.autocast():

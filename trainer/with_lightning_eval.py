@@ -17,7 +17,7 @@ import logging
 import math
 from typing import Any
 
-from .evaluation import GenerationEval, distinct
+from .evaluation import GenerationEval, distinct, load_states, states
 from .evaluation_table import show, writer
 from .with_lightning import AfterStep, pl
 
@@ -66,11 +66,10 @@ class EvalCallback(AfterStep):
                 self._run(evaluation, trainer, pl_module)
 
     def state_dict(self) -> dict:
-        return {"evaluations": [evaluation.state_dict() for evaluation in self.evaluations]}
+        return states(self.evaluations)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        for evaluation, own in zip(self.evaluations, state_dict["evaluations"], strict=True):
-            evaluation.load_state_dict(own)
+        load_states(self.evaluations, state_dict)
 
     def _run(
         self, evaluation: GenerationEval, trainer: pl.Trainer, pl_module: pl.LightningModule

@@ -125,6 +125,19 @@ def test_what_is_not_finite_is_never_the_best(lower_is_better):
     assert evaluation.best == 0.5
 
 
+def test_the_best_of_other_evaluations_is_not_taken_over():
+    from nopad.trainer.evaluation import load_states, states
+
+    first, second = (GenerationEval(lambda **_: {}, name=name) for name in ("a", "b"))
+    first.best, second.best = 0.5, 0.25
+    kept = states([first, second])
+    first.best = second.best = None
+    load_states([first, second], kept)
+    assert (first.best, second.best) == (0.5, 0.25)
+    with pytest.raises(ValueError, match=r"keeps the best of 2 evaluations, and there are 1: give"):
+        load_states([first], kept)
+
+
 def test_a_watched_metric_that_a_harness_does_not_have_is_told_of_once(caplog):
     evaluation = GenerationEval(lambda deadline: {"arc/acc": 1.0, "b": 0}, watch="arc/acuracy")
     assert not any(evaluation.run(i).is_best for i in range(3))
