@@ -13,6 +13,7 @@ out or runs at other steps, is NaN where the trainer looks for its best, and nev
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
@@ -80,9 +81,19 @@ class EvalCallback(TrainerCallback):
 
     def _run_alone(self, evaluation: GenerationEval, args: Any, state: Any, control: Any) -> None:
         found = self._run(evaluation, state.global_step)
-        theirs = control.should_evaluate  # the trainer will compare, with its own evaluation
-        if not theirs and _best_name(args) in found and self._is_best(found):
-            control.should_save = args.save_strategy != "no"
+        if _best_name(args) not in found:
+            return
+        # In an evaluation of its own the trainer will remember this one; early stops compare first.
+        best = self._would_be_best if control.should_evaluate else self._is_best
+        if best(found) and args.save_strategy != "no":
+            control.should_save = True
+
+    def _would_be_best(self, found: dict[str, float]) -> bool:
+        args, before = self.trainer.args, self.trainer.state.best_metric
+        new = found[_best_name(args) or ""]
+        if before is None:
+            return not math.isnan(new)
+        return new > before if args.greater_is_better else new < before
 
     def _is_best(self, found: dict[str, float]) -> bool:
         """Let the trainer compare and remember, as after an evaluation of its own."""

@@ -183,6 +183,16 @@ def test_hf_evaluations_of_two_rhythms_share_the_best_metric(tmp_path):
     assert saved(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
+def test_hf_saves_a_new_best_of_a_step_that_the_trainer_evaluates_too(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "acc"}
+    saving = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True}
+    early = [EarlyStoppingCallback(2)]  # it compares with the best before, so that must be unknown
+    evaluation = GenerationEval(scores(0.9, 0.5, 0.3), every=2)
+    trainer, _ = hf(tmp_path, evaluation, callbacks=early, **settings, **saving)
+    assert saved(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+
+
 def test_hf_names_a_best_metric_that_nobody_finds(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "acuracy"}
     with pytest.raises(KeyError, match="eval_acuracy"):
