@@ -80,6 +80,19 @@ def _end(text: str) -> int | bool:
     return int(text)
 
 
+def attention(name: str) -> str:
+    """Take an implementation that Transformers knows, or one of the hub: those have a slash."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ..attention.registration import NAME
+
+    known = sorted({"eager", NAME, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    if name not in known and "/" not in name:
+        told = f"{name!r}: no such attention; there are {', '.join(known)}"
+        raise argparse.ArgumentTypeError(told)
+    return name
+
+
 def new_file(text: str) -> Path:
     """Take a file's name to write to; make its folder, or refuse now what would fail in an hour."""
     path = Path(os.path.expanduser(text))

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .asking import parser
+from .asking import attention, parser
 from .loading import first_line, found, has_weights, quiet_bars
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
@@ -38,7 +38,11 @@ def main(argv: list[str]) -> int:
     if not names:
         raise ValueError(f"--attn {options.attn!r} names no attention implementation")
     with _quiet():
-        _check_names(names)
+        try:
+            for name in names:
+                attention(name)
+        except argparse.ArgumentTypeError as unknown:
+            raise ValueError(f"--attn {unknown}") from None
         try:
             model, given = load(options.model, options.tiny)
         except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
@@ -47,18 +51,6 @@ def main(argv: list[str]) -> int:
             return 2
         look = _agreement if options.agreement else partial(_apartness, names, given)
         return look(options.model, model)
-
-
-def _check_names(names: list[str]) -> None:
-    """Refuse an implementation that Transformers does not know; kernels of the hub have a slash."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from ..attention.registration import NAME
-
-    known = sorted({"eager", NAME, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
-    for name in names:
-        if name not in known and "/" not in name:
-            raise ValueError(f"--attn {name}: no such attention; there are {', '.join(known)}")
 
 
 def _apartness(names: list[str], given: Any, name: str, model: Any) -> int:

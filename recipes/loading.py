@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from nopad.cli.asking import count, positive, reading_choices, reading_options
+from nopad.cli.asking import attention, count, positive, reading_choices, reading_options
 from nopad.cli.loading import found, has_weights, load_tokenizer
 
 
@@ -28,7 +28,7 @@ def shared_options(add: Any, budget: int) -> None:
     reading_options(add)
     add("--budget", type=positive, default=budget, help="tokens a pack may hold")
     add("--workers", type=count, default=0, help="data loading processes per rank")
-    add("--attention", default="nopad", help="nopad, flash_attention_2, sdpa or eager")
+    add("--attention", type=attention, default="nopad", help="nopad, flash_attention_2, sdpa ...")
     add("--seed", type=count, default=0, help="of new weights and of the order of packs")
 
 

@@ -58,7 +58,7 @@ def test_what_does_not_run_here_is_told(capsys):
 
 
 def test_an_attention_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match=r"--attn sdap: .*nopad.*sdpa"):
+    with pytest.raises(ValueError, match=r"--attn 'sdap': .*nopad.*sdpa"):
         main(["llama", "--attn", "nopad,sdap"])
 
 

@@ -280,6 +280,15 @@ def test_a_number_that_cannot_be_ends_before_any_work(wrong, capsys):
     assert f"{wrong.split()[0]}: '{wrong.split()[1]}': a whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("recipe", ["pretrain", "sft"])
+def test_an_attention_that_nobody_knows_ends_before_any_work(recipe, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        in_process(recipe, ["--attention", "sdap"])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "--attention: 'sdap': no such attention; there are " in told
+    assert " nopad," in told and " sdpa" in told
+
+
 @pytest.mark.parametrize("epochs", ["-1", "nan", "inf"])
 def test_epochs_that_cannot_be_are_told_in_words_of_the_command_line(
     epochs, tmp_path, monkeypatch, capsys
