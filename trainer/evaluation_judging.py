@@ -83,4 +83,16 @@ def _text(completion: Any) -> str:
 
 
 def _row(example: Example, completion: Any, scores: dict[str, float]) -> Row:
-    return Row(str(example.prompt), _text(completion), str(example.reference), scores)
+    reference = "" if example.reference is None else str(example.reference)
+    return Row(_shown(example.prompt), _text(completion), reference, scores)
+
+
+def _shown(prompt: Any) -> str:
+    """A prompt as people read it: of a conversation, who says what.
+
+    >>> _shown([{"role": "user", "content": "How many?"}]), _shown([1, 403])
+    ('user: How many?', '[1, 403]')
+    """
+    if isinstance(prompt, list) and all(isinstance(turn, Mapping) for turn in prompt):
+        return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt)
+    return str(prompt)

@@ -45,6 +45,16 @@ def test_metrics_are_means_over_what_was_completed():
     assert report.rows[1] == Row("b", "b", "x", {"exact": 0.0})
 
 
+def test_a_conversation_is_shown_as_one_and_no_reference_as_nothing():
+    turns = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How\nmany?"}]
+
+    def answers(prompts, params, deadline):
+        return [Done("4") for _ in prompts]
+
+    rows = GenerationEval(answers, [Example(turns), Example([1, 2])]).run(1).rows
+    assert rows == [Row("system: Count.\nuser: How\nmany?", "4", ""), Row("[1, 2]", "4", "")]
+
+
 def test_what_failed_or_came_late_is_counted_and_does_not_count():
     def some(prompts, params, deadline):
         return [Done("a"), Done("", "too long", "error"), Done("c", None, "deadline"), Done("d")]
