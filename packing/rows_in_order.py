@@ -3,14 +3,14 @@
     source ─▶ block of `window` rows ─▶ permuted by key(seed, source, shard, lap, block) ─▶ rows
 
 The order inside a block is a pure function of the key, so there is no shuffle buffer to save: a
-state is where the blocks begin that are still needed. Rows are numbered through; a lap is one
-pass over the source.
+state is where the blocks begin that are still needed; of a source that can only be read on, where
+the first of them does. Rows are numbered through; a lap is one pass over the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -71,30 +71,46 @@ class RowsInOrder:
             self.marks.pop(0)
 
     def marks_of(self, numbers: np.ndarray, position: int) -> list[list]:
-        """Give the marks of the blocks that hold these rows, and of the one to continue in."""
+        """Give the marks that `restore` needs to find these rows, and to continue."""
         firsts = np.array([mark[0] for mark in self.marks], np.int64)
         wanted = np.searchsorted(firsts, np.append(numbers, position), side="right") - 1
-        return [self.marks[i] for i in np.unique(np.maximum(wanted, 0))]
+        blocks = np.unique(np.maximum(wanted, 0)).tolist()
+        if self.source.reads_on:
+            laps = [mark for mark in self.marks[blocks[0] + 1 :] if mark[2] == 0]
+            return [self.marks[blocks[0]], *laps]
+        return [self.marks[i] for i in blocks]
 
     def restore(self, marks: list[list], position: int, numbers: Iterable[int]) -> dict[int, Row]:
         """Stand before row `position` again, and give the older rows asked for."""
-        wanted, found = set(numbers), {}
-        self.marks = [list(mark) for mark in marks]
-        for first, lap, block, cursor in self.marks:
+        wanted = set(numbers)
+        for first, lap, block, cursor in marks:
             if not all(map(is_count, (first, lap, block))):
                 raise ValueError(f"the mark {[first, lap, block]} of a shard is not one")
             self.source.check_cursor(cursor)
-        for mark in self.marks:
-            self._load(mark)
-            for number, row in enumerate(self._block, mark[0]):
-                if number in wanted:
-                    found[number] = row
-        if len(found) < len(wanted):
-            lost = min(wanted - set(found))
+        self.marks, found = [], {}
+        come_to = self._read_on if self.source.reads_on else self._jump
+        for mark, end in pairwise([*marks, [position]]):
+            found.update(row for row in come_to(list(mark), end[0]) if row[0] in wanted)
+        if self.given != position or len(found) < len(wanted):
+            lost = min(wanted - set(found), default=self.given)
             raise ValueError(f"{self.source.name}: row {lost} of shard {self.shard} is not there")
-        self.given = position
-        self._block = self._block[position - self.marks[-1][0] :]
         return found
+
+    def _jump(self, mark: list, end: int) -> Iterable[tuple[int, Row]]:
+        """Stand before row `end` of the block of a mark, and give all its rows."""
+        self.marks.append(mark)
+        self._load(mark)
+        rows, self._block = self._block, self._block[end - mark[0] :]
+        self.given = end
+        return enumerate(rows, mark[0])
+
+    def _read_on(self, mark: list, end: int) -> Iterator[tuple[int, Row]]:
+        """Give the rows from a mark on, and stand before row `end`."""
+        self.marks.append(mark)
+        self._load(mark)
+        self.given = mark[0]
+        while self.given < end and (some := self.take(end - self.given)):
+            yield from some
 
     def _next_block(self) -> bool:
         if self._broken is not None:

@@ -33,8 +33,8 @@ from .sources.source import Row, RowError, RowSource
 
 BATCH = 128
 """Rows that are encoded and packed together."""
-STATE_LIMIT = 1 << 20
-"""Bytes a shard's state may unfold to."""
+STATE_LIMIT = 8 << 20
+"""Bytes a shard's state may unfold to; a joined stream's own state may be most of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +319,14 @@ def _steps(numbers: np.ndarray) -> str:
 
 
 def pack_text(state: dict) -> str:
-    """Write a shard's state as short text."""
-    return b64encode(zlib.compress(json.dumps(state, separators=(",", ":")).encode(), 6)).decode()
+    """Write a shard's state as short text, if it can be read again."""
+    data = json.dumps(state, separators=(",", ":")).encode()
+    if len(data) > STATE_LIMIT:
+        raise ValueError(
+            f"a shard's state has {len(data)} bytes, the limit is {STATE_LIMIT}: a stream is "
+            "joined from too many datasets; join fewer, or mix some as [(dataset, weight), ...]"
+        )
+    return b64encode(zlib.compress(data, 6)).decode()
 
 
 def unpack_text(text: str) -> dict:

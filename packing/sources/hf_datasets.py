@@ -129,7 +129,12 @@ class TableRows(Indexed):
 
 
 class StreamedRows(RowSource):
-    """Rows of an IterableDataset, in its own order; known by its first four."""
+    """Rows of an IterableDataset, in its own order; known by its first four.
+
+    Its state names every dataset that it was joined from, so a shard's state holds one of them.
+    """
+
+    reads_on = True
 
     def __init__(self, data: Any, name: str):
         if any("Shuffled" in step for step in _steps(data._ex_iterable)):

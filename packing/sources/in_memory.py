@@ -48,7 +48,7 @@ def row_at(rows: Any, number: int) -> Any:
 class Iterated(RowSource):
     """Rows of an iterable, or of a function that returns an iterator, read as often as needed."""
 
-    shards = 1
+    shards, reads_on = 1, True
 
     def __init__(self, make: Any, name: str = "iterable"):
         self.make, self.name = make, name

@@ -30,6 +30,7 @@ class JsonLines(RowSource):
         self.sizes = [path.stat().st_size for path in paths]
         pairs = zip(paths, self.sizes, strict=True)
         self.size = sum(5 * size if _packed(path) else size for path, size in pairs)
+        self.reads_on = any(map(_packed, paths))
 
     def read(self, shard, shards, cursor=None, shuffle=None):
         number, at = cursor or (0, None)

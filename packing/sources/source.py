@@ -68,6 +68,8 @@ class RowSource(ABC):
 
     shuffles = False
     """Whether `read` shuffles by itself."""
+    reads_on = False
+    """Whether a later place is reached through all rows before it: a state names the earliest."""
 
     def check_cursor(self, cursor: Any) -> None:
         """Refuse a cursor that this source did not make, before anything is opened by it."""

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from nopad.packing import PackedDataset
+from nopad.packing import PackedDataset, shard
 from nopad.packing.shard import pack_text, unpack_text
 from nopad.packing.sources import jsonl, parquet
 from nopad.packing.sources.jsonl import JsonLines
@@ -121,6 +121,10 @@ def test_a_row_group_over_the_limit_is_refused_naming_it(tmp_path, monkeypatch):
     assert "the limit is 1000" in str(row.value)
 
 
-def test_a_state_that_unfolds_beyond_the_limit_is_refused_naming_it():
+def test_a_state_that_unfolds_beyond_the_limit_is_neither_written_nor_read(monkeypatch):
+    large = pack_text({"packer": "0" * (2 << 20)})
+    monkeypatch.setattr(shard, "STATE_LIMIT", 1 << 20)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
-        unpack_text(pack_text({"packer": "0" * (2 << 20)}))
+        unpack_text(large)
+    with pytest.raises(ValueError, match=r"a shard's state has 2097165 bytes, .* join fewer"):
+        pack_text({"packer": "0" * (2 << 20)})

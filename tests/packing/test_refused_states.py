@@ -2,6 +2,8 @@
 
 import copy
 import json
+import zlib
+from base64 import b64encode
 
 import datasets
 import numpy as np
@@ -167,6 +169,7 @@ def stream():
     return PackedDataset(lambda: iter(ROWS), **BASE, shards=2)
 
 
+BOMB = b64encode(zlib.compress(b'{"packer": "' + b"0" * (9 << 20) + b'"}')).decode()
 BAD_SHARDS = {
     "no dict": lambda s: [],
     "name no number": lambda s: {"../0": s["0"]},
@@ -177,7 +180,7 @@ BAD_SHARDS = {
     "state no base64": lambda s: {**s, "0": {**s["0"], "state": "!!"}},
     "state not packed": lambda s: {**s, "0": {**s["0"], "state": "YWJj"}},
     "state none": lambda s: {**s, "0": {**s["0"], "state": pack_text({"x": 1})}},
-    "a bomb": lambda s: {**s, "0": {**s["0"], "state": pack_text({"packer": "0" * (2 << 20)})}},
+    "a bomb": lambda s: {**s, "0": {**s["0"], "state": BOMB}},
 }
 
 
