@@ -60,8 +60,11 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(place)
     except Exception as error:
-        why = "has no tokenizer that can be read" if Path(place).is_dir() else first_line(error)
-        raise ValueError(f"{name}: {why}; name one with --tokenizer") from None
+        if Path(place).is_dir():
+            why = "has no tokenizer that can be read; name one with --tokenizer"
+        else:
+            why = f"{first_line(error).rstrip('.')}; --tokenizer takes a folder, too"
+        raise ValueError(f"{name}: {why}") from None
 
 
 def check_template(tokenizer: Any) -> None:

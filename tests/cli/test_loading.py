@@ -14,6 +14,16 @@ def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
         loading.load_tokenizer("~")
 
 
+def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monkeypatch):
+    def unreachable(place):
+        raise OSError("couldn't find it in the cached files.\nCheck your connection.")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    told = r"^owner/name: couldn't find it in the cached files; --tokenizer takes a folder, too$"
+    with pytest.raises(ValueError, match=told):
+        loading.load_tokenizer("owner/name")
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("config.json", "file"), ("./made", "folder"), ("a/b/c", "folder")]
 )
