@@ -17,8 +17,7 @@ from typing import Any
 VERSION = 2
 """Grows with the format, and when the same data and settings would give other packs."""
 FIELDS = {"version", "settings", "data", "epochs", "position", "packs", "over", "shards", "worker"}
-OPTIONAL = {"packs", "over", "shards", "worker"}
-"""Fields that a state may lack: the first two came later."""
+OPTIONAL = {"shards", "worker"}
 POSITION = ("epoch", "start", "index", "until")
 
 
@@ -40,7 +39,7 @@ def check_state(state: Any, settings: dict, data: str) -> None:
         )
     _check_position(state["position"])
     _check_epochs(state["epochs"], state["position"]["until"])
-    _check_end(state.get("over", False), state.get("packs"))
+    _check_end(state["over"], state["packs"])
     _check_shards(state.get("shards", {}), settings.get("shards") or 0)
 
 
@@ -110,8 +109,7 @@ def pass_end(state: dict, epochs: int | None) -> int | None:
 
 def is_over(state: dict, epochs: int | None, packs: int | None) -> bool:
     """Whether a state's pass came to its end, and may be no longer here than it was there."""
-    bounds = state["epochs"], state.get("packs")
-    return state.get("over", False) and bounds == (epochs, packs)
+    return state["over"] and (state["epochs"], state["packs"]) == (epochs, packs)
 
 
 def is_count(value: Any) -> bool:

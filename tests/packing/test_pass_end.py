@@ -200,14 +200,6 @@ def test_a_pass_that_packs_ended_goes_on_where_there_may_be_more(make, tools, ki
     assert done + one_pass(tools, loaded(make(kind, epochs=None, packs=20), saved(data))) == whole
 
 
-def test_a_state_from_before_the_end_was_told_is_still_read(make, tools):
-    data = make("planned")
-    packs = iter(data)
-    next(packs)
-    state = {name: x for name, x in saved(data).items() if name not in ("over", "packs")}
-    assert one_pass(tools, loaded(make("planned"), state)) == one_pass(tools, packs)
-
-
 @pytest.mark.parametrize("field, value", [("over", 1), ("over", None), ("packs", -1)])
 def test_an_end_that_cannot_be_is_refused(make, field, value):
     with pytest.raises(ValueError, match=f"the state's {field} is {value}"):
