@@ -24,7 +24,7 @@ WINDOW = 1024
 """Rows that a stream shuffles together unless the user says otherwise."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """The user's settings that shape the sequence of packs."""
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
+from numbers import Integral
 from typing import Any, Literal
 
 import torch.distributed
@@ -45,6 +46,9 @@ class PackedDataset(IterableDataset):
     >>> [pack.tokens.tolist() for pack in data], data.count()
     ([[1, 2, 3, 6, 7, 8], [4, 5]], 2)
     """
+
+    _sender: tuple[int, int, int] | None = None
+    """Process, rank and world of whom a worker that is not forked was sent from."""
 
     def __init__(
         self,
@@ -86,25 +90,25 @@ class PackedDataset(IterableDataset):
         ahead: encode everything at once, so that lengths are known; default for what is small.
         stop: what ends an epoch of a mixture; see `mixture`.
         """
-        budget, seed, pool, align, pad = whole(
-            budget=budget, seed=seed, pool=pool, align=align, pad=pad
-        )
-        epochs, packs, shards = _whole_or_none(epochs=epochs, packs=packs, shards=shards)
-        _check(budget, on_error, epochs, packs, shards)
+        budget, pool, align, pad = whole(budget=budget, pool=pool, align=align, pad=pad)
+        epochs, packs, shards = _counts(epochs=epochs, packs=packs, shards=shards)
+        (vocab_size,) = _counts(vocab_size=vocab_size)
         _check_share(rank, world)
         pairs = as_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
         packer |= {"align": align, "pad": pad, "continue_positions": continue_positions}
         encoder = Encoder(tokenizer, column=column, eos=eos, vocab_size=vocab_size)
-        skip = on_error == "skip"
-        choices = Choices(packer, encoder, seed, shuffle, shards, ahead, stop, level, packs, skip)
+        _check(budget, pad, encoder.vocab_size, on_error, shuffle)
+        choices = Choices(
+            packer=packer, encoder=encoder, seed=whole(seed=seed)[0], shuffle=shuffle,
+            shards=shards, ahead=ahead, stop=stop, level=level, packs=packs, skip=on_error == "skip"
+        )  # fmt: skip
         self.skipped = Skipped()
         opened = open_all(pairs, encoder, glob=glob, dtype=dtype)
         self.packs = build(opened, weights, choices, self.skipped)
         self.settings = settings_of(self.packs, choices, weights)
         self.rank, self.world, self.epochs = rank, world, epochs
-        self._sender: tuple[int, int, int] | None = None
         self._begin_pass(0)
 
     @cached_property
@@ -315,8 +319,14 @@ class PackedDataset(IterableDataset):
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _whole_or_none(**settings: int | None) -> list[int | None]:
-    return [None if one is None else whole(**{name: one})[0] for name, one in settings.items()]
+def _counts(**settings: int | None) -> list[int | None]:
+    """Give settings that may be None, and else are at least 1."""
+    for name, value in settings.items():
+        if value is not None and whole(**{name: value})[0] < 1:
+            raise ValueError(
+                f"{name} {value}: at least 1, or None{' for no end' * (name == 'epochs')}"
+            )
+    return [None if value is None else int(value) for value in settings.values()]
 
 
 def _check_share(rank: int | None, world: int | None) -> None:
@@ -325,15 +335,14 @@ def _check_share(rank: int | None, world: int | None) -> None:
 
 
 def _check(
-    budget: int, on_error: str, epochs: int | None, packs: int | None, shards: int | None
+    budget: int, pad: int, vocab_size: int | None, on_error: str, shuffle: bool | int
 ) -> None:
     if budget < 2:
         raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
-    if shards is not None and shards < 1:
-        raise ValueError(f"shards {shards}: at least 1, or None")
+    if pad < 0 or (vocab_size is not None and pad >= vocab_size):
+        known = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+        raise ValueError(f"pad={pad}: fill packs up with an id of the vocabulary, {known}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs {epochs}: at least 1, or None for no end")
-    if packs is not None and packs < 1:
-        raise ValueError(f"packs {packs}: at least 1, or None")
+    if not isinstance(shuffle, Integral) or shuffle < 0:
+        raise ValueError(f"shuffle={shuffle!r}: True, False, or how many rows to shuffle together")

@@ -58,7 +58,7 @@ class Encoder:
         out: list[Any] = [None] * len(rows)
         texts: dict[int, str] = {}
         prompts: dict[int, str] = {}
-        for i, row in enumerate(rows):
+        for i, row in enumerate(map(self._filled, rows)):
             try:
                 found = self._texts_of(row)
                 if found is None:
@@ -79,6 +79,14 @@ class Encoder:
                 out[i] = error
         return out
 
+    def _filled(self, row: Any) -> Any:
+        """Leave null columns out, as tables with rows of several kinds have them."""
+        if not isinstance(row, Mapping) or all(value is not None for value in row.values()):
+            return row
+        filled = {name: value for name, value in row.items() if value is not None}
+        kinds = {self.column}, {"input_ids"}, {"messages"}, {"prompt", "completion"}
+        return filled if any(kind <= filled.keys() for kind in kinds) else row
+
     def _texts_of(self, row: Any) -> tuple[str, ...] | None:
         """Give the row's text, or its prompt and completion; None if it is no such row."""
         if isinstance(row, str):
@@ -90,7 +98,7 @@ class Encoder:
         pair = [row.get(name) for name in ("prompt", "completion")]
         if "prompt" not in row or "completion" not in row or any(isinstance(p, list) for p in pair):
             return None
-        return _text(pair[0], "prompt"), _text(pair[1], "completion")
+        return "" if pair[0] == "" else _text(pair[0], "prompt"), _text(pair[1], "completion")
 
     def _sample(self, found: _Ids | ValueError, prompt: str | None) -> Sample:
         """Build the sample of a text, which may begin with a prompt that does not count."""
@@ -106,6 +114,8 @@ class Encoder:
 
     def _first_behind(self, prompt: str, found: _Ids) -> int:
         """Find the first token of a text that reaches beyond the prompt it begins with."""
+        if not prompt:
+            return 0
         if found.ends is not None:
             beyond = found.ends > len(prompt)
             return int(np.argmax(beyond)) if beyond.any() else len(found.ids)
@@ -205,9 +215,11 @@ class _Ids(NamedTuple):
 def _eos_id(tokenizer: Any, eos: bool | int) -> int | None:
     if eos is False:
         return None
-    if eos is not True:
-        return int(eos)
-    return getattr(tokenizer, "eos_token_id", None)
+    if eos is True:
+        return getattr(tokenizer, "eos_token_id", None)
+    if not isinstance(eos, int | np.integer):
+        raise ValueError(f"eos={eos!r}: True for the tokenizer's own, an id, or False for none")
+    return int(eos)
 
 
 def _known_ids(tokenizer: Any) -> int | None:

@@ -77,6 +77,6 @@ class MixedOrder:
         first = self.firsts[source]
         n = self.firsts[source + 1] - first
         if not n:
-            raise ValueError(f"source {source} of the mixture is empty")
+            raise ValueError(f"source {source} of the mixture is empty: leave it out")
         for window in epoch_order(n, self.seed, epoch, self.shuffle, f"{source}.{lap}"):
             yield first + window

@@ -91,7 +91,10 @@ class Share:
 
     def __post_init__(self):
         if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank {self.rank} is not one of {self.world} ranks")
+            raise ValueError(
+                f"rank {self.rank} is not one of {self.world} ranks, counted from 0: give both as "
+                "torch.distributed has them, or neither"
+            )
         if not 0 <= self.worker < self.workers:
             raise ValueError(f"worker {self.worker} is not one of {self.workers} workers")
 

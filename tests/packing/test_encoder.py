@@ -105,6 +105,35 @@ def test_a_prompt_and_its_completion_are_tokenized_as_one_text(
     assert marks == [*(counted or ["▁time"]), "</s>"]
 
 
+@pytest.mark.parametrize("call", [None, lambda text: [ord(letter) for letter in text]])
+def test_a_prompt_may_be_empty(tokenizer, call):
+    sample = one(Encoder(call or tokenizer, eos=2), {"prompt": "", "completion": "hello"})
+    assert sample.labels.tolist() == [IGNORE, *sample.tokens.tolist()[1:]] and len(sample) > 2
+
+
+@pytest.mark.parametrize("row", [{"text": "hello"}, {"prompt": "what", "completion": "hello"}])
+def test_null_columns_are_none_where_rows_of_several_kinds_share_a_table(tokenizer, row):
+    names = ("text", "prompt", "completion", "messages", "tools", "input_ids", "labels")
+    filled = one(Encoder(tokenizer), {**dict.fromkeys(names), **row})
+    assert filled.labels.tolist() == one(Encoder(tokenizer), row).labels.tolist()
+
+
+def test_a_row_of_nulls_is_told_by_its_own_column(tokenizer):
+    with pytest.raises(ValueError, match="text must be text, got NoneType"):
+        one(Encoder(tokenizer), {"text": None, "labels": None})
+
+
+def test_null_labels_beside_a_mask_are_no_labels():
+    with pytest.raises(ValueError, match="completion_mask without labels"):
+        one(Encoder(), {"input_ids": [1, 2], "labels": None, "completion_mask": [0, 1]})
+
+
+@pytest.mark.parametrize("eos", [None, "</s>", 2.5])
+def test_an_end_that_is_no_id_is_refused(tokenizer, eos):
+    with pytest.raises(ValueError, match=f"eos={eos!r}: True for the tokenizer's own, an id, or F"):
+        Encoder(tokenizer, eos=eos)
+
+
 def test_the_column_can_be_named(tokenizer):
     assert one(Encoder(tokenizer, column="body"), {"body": "hello"}).tokens.tolist() == [1, 3, 2]
     with pytest.raises(ValueError, match="column="):
