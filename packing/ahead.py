@@ -72,13 +72,15 @@ def encode_ahead(
     return Shelf.of(samples, source.name, number)
 
 
-def filled(shelves: list[Shelf], skipped: Skipped) -> list[Shelf]:
-    """Leave the empty documents of a source out, counted."""
+def filled(shelves: list[Shelf], skipped: Skipped, limit: int | None = None) -> list[Shelf]:
+    """Leave out the documents that are empty, or hold ids outside the vocabulary; counted."""
     first, kept = 0, []
     for shelf in shelves:
-        keep = shelf.lengths != 0
+        keep = shelf.sound(limit)
         for number in np.flatnonzero(~keep).tolist():
-            skipped.add(RowError(f"{shelf.name}, document {first + number}", "it is empty"))
+            empty = shelf.lengths[number] == 0
+            why = "it is empty or holds nulls" if empty else "an id is outside the vocabulary"
+            skipped.add(RowError(f"{shelf.name}, document {first + number}", why))
         first += len(keep)
         if not keep.all():
             shelf = replace(shelf, begins=shelf.begins[keep], lengths=shelf.lengths[keep])

@@ -85,7 +85,7 @@ def _planned(opened, weights, choices: Choices, skipped: Skipped) -> PlannedPack
             longest = limit(choices.packer)
             shelves.append(encode_ahead(one, choices.encoder, counted, number, longest))
         else:
-            shelves += filled(one, skipped) if choices.skip else one
+            shelves += filled(one, skipped, choices.encoder.vocab_size) if choices.skip else one
     packer = dict(choices.packer)
     extras = {name: packer.pop(name) for name in ("continue_positions", "pad")}
     return PlannedPacks(

@@ -52,6 +52,17 @@ class Shelf:
         kept = None if np.array_equal(plain, labels) else labels
         return cls(name, flat, begins, lengths, kept, source)
 
+    def sound(self, limit: int | None = None) -> np.ndarray:
+        """bool [n]: which documents have tokens, with all ids from 0 to below a limit."""
+        most = NO_LIMIT if limit is None else limit
+        ends = self.begins + self.lengths
+        sound = self.lengths > 0
+        if len(self.flat):
+            sound &= _inside(self.flat, self.begins, ends, most, False)
+        if self.labels is not None and len(self.labels):
+            sound &= _inside(self.labels, self.begins, ends, most, True)
+        return sound
+
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
         mark = Fingerprint(len(self.lengths), self.labels is not None)
@@ -90,7 +101,7 @@ class TokenStore:
                 continue
             if shelf.lengths.min() < 1:
                 where = self.place(first + int(np.argmin(shelf.lengths)))
-                raise ValueError(f'{where} is empty: on_error="skip" leaves it out')
+                raise ValueError(f'{where} is empty or holds nulls: on_error="skip" leaves it out')
             begin, end = int(shelf.begins.min()), int((shelf.begins + shelf.lengths).max())
             least = min(len(part) for part in (shelf.flat, shelf.labels) if part is not None)
             if begin < 0 or end > least:
@@ -148,8 +159,8 @@ class TokenStore:
         where = self.place(int(rows.documents[segment]))
         raise ValueError(
             f"{where} holds the {what} {ids[place]}: ids go "
-            f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; ready tokens are "
-            "looked at only when they are packed, too late for on_error"
+            f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; "
+            'on_error="skip" leaves such documents out'
         )
 
     def wholes(self, rows: Rows) -> np.ndarray | None:
@@ -250,6 +261,19 @@ def _outline(items, starts, lengths, offsets, packs, align, marked):
     tokens = np.empty(places[at], np.int64)
     labels = np.empty(places[at] if marked else 0, np.int64)
     return tokens, labels, bounds, ends, cuts, documents, firsts, sizes, places
+
+
+@compiled
+def _inside(flat, begins, ends, limit, ignores):
+    """Tell of each document whether all its values are ids below a limit, or IGNORE."""
+    inside = np.empty(len(begins), np.bool_)
+    for d in range(len(begins)):
+        least = most = np.int64(0)
+        for one in flat[begins[d] : ends[d]]:
+            value = np.int64(0) if ignores and one == IGNORE else np.int64(one)
+            least, most = min(least, value), max(most, value)
+        inside[d] = least >= 0 and most < limit
+    return inside
 
 
 @compiled

@@ -72,32 +72,37 @@ def _check_masks(data: Any, name: str) -> None:
 
 
 def _shelf(arrays: list, name: str, row: int, source: int) -> Shelf:
-    flat, begins, lengths = _flat(arrays[0], name, row)
-    if len(arrays) == 1:
-        return Shelf(name, flat, begins, lengths, None, source)
-    labels, _, label_lengths = _flat(arrays[1], name, row)
-    if not np.array_equal(lengths, label_lengths):
-        odd = int(np.flatnonzero(lengths != label_lengths)[0])
-        raise ValueError(
-            f"{name}, row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
-        )
-    return Shelf(name, flat, begins, lengths, labels, source)
+    flat, lengths, nulls = _flat(arrays[0], name)
+    labels = None
+    if len(arrays) > 1:
+        labels, label_lengths, more = _flat(arrays[1], name)
+        nulls |= more
+        if not np.array_equal(lengths, label_lengths):
+            odd = int(np.flatnonzero(lengths != label_lengths)[0])
+            raise ValueError(
+                f"{name}, row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
+            )
+    begins = np.cumsum(lengths) - lengths
+    return Shelf(name, flat, begins, np.where(nulls, 0, lengths), labels, source)
 
 
-def _flat(array: Any, name: str, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Give the values, begins and lengths of a list column, as views of its memory."""
+def _flat(array: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give a list column's values, as a view of its memory, its lengths, and where it has nulls."""
     if not _is_list(array.type):
         raise ValueError(f"{name}: input_ids and labels must be lists, got {array.type}")
     if not pa.types.is_integer(array.type.value_type):
         raise ValueError(f"{name}: ids and labels must be integers, got {array.type.value_type}")
-    if array.null_count or array.values.null_count:
-        raise ValueError(f"{name}: rows {row} to {row + len(array) - 1} hold nulls")
     if pa.types.is_fixed_size_list(array.type):
         offsets = (array.offset + np.arange(len(array) + 1)) * array.type.list_size
     else:
         offsets = array.offsets.to_numpy().astype(np.int64)
-    values = array.values.to_numpy()[offsets[0] : offsets[-1]]
-    return values, offsets[:-1] - offsets[0], np.diff(offsets)
+    values = array.values[offsets[0] : offsets[-1]]
+    nulls = array.is_null().to_numpy(zero_copy_only=False)
+    if values.null_count:
+        before = np.cumsum([0, *values.is_null().to_numpy(zero_copy_only=False)])
+        nulls |= np.diff(before[offsets - offsets[0]]) > 0
+        values = values.fill_null(0)
+    return values.to_numpy(), np.diff(offsets), nulls
 
 
 def _is_list(kind: pa.DataType) -> bool:

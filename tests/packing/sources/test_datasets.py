@@ -200,20 +200,49 @@ def test_a_mask_that_is_no_list_says_nothing_of_padding(rows, mask):
 def test_empty_rows_of_ready_tokens_are_named_or_left_out_and_counted():
     parts = [{"input_ids": [[1, 2], [3]]}, {"input_ids": [[4], [], [5, 6]]}]
     data = datasets.concatenate_datasets([datasets.Dataset.from_dict(part) for part in parts])
-    with pytest.raises(ValueError, match="document 3 is empty: on_error"):
+    with pytest.raises(ValueError, match="document 3 is empty or holds nulls: on_error"):
         PackedDataset(data, budget=8)
     options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
     packs = PackedDataset(data, **options)
     assert [pack.tolist() for pack in (p.tokens for p in packs)] == [[1, 2, 3, 4, 5, 6]]
     left_out = packs.report()["skipped"]
-    assert left_out["rows"] == 1 and "dataset, document 3: it is empty" in left_out["reasons"][0]
+    assert left_out["rows"] == 1 and "dataset, document 3: it is empty or" in left_out["reasons"][0]
 
 
-def test_an_id_beyond_the_vocabulary_says_why_it_is_not_left_out():
-    data = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 99]]})
-    packs = PackedDataset(data, budget=8, vocab_size=10, on_error="skip")
-    with pytest.raises(ValueError, match=r"document 1 holds the id 99: .* too late for on_error"):
-        list(packs)
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("bad", [99, -7])
+def test_ready_tokens_outside_the_vocabulary_are_named_or_left_out_and_counted(column, bad):
+    rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100, 4], [-100, -100]]}
+    rows[column][1][1] = bad
+    data = datasets.Dataset.from_dict(rows)
+    options = {"budget": 8, "vocab_size": 10, "shuffle": False, "strategy": "sequential"}
+    with pytest.raises(ValueError, match=rf"document 1 holds the \w+ {bad}: .*on_error"):
+        list(PackedDataset(data, **options))
+    packs = PackedDataset(data, **options, on_error="skip")
+    assert [pack.tokens.tolist() for pack in packs] == [[1, 2, 5, 6]]
+    assert packs.report()["skipped"] == {
+        "rows": 1,
+        "reasons": ["dataset, document 1: an id is outside the vocabulary"],
+    }
+
+
+@pytest.mark.parametrize("length", [-1, 2])
+@pytest.mark.parametrize("null", [None, [3, None]])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_rows_with_nulls_are_named_or_left_out_and_counted(null, length, labelled):
+    ids = datasets.List(datasets.Value("int32"), length=length)
+    rows = {"input_ids": [[9, 9], [1, 2], null, [5, 6]]}
+    if labelled:
+        rows["labels"] = [[-100, -100], [-100, 2], null, [5, -100]]
+    kinds = datasets.Features(dict.fromkeys(rows, ids))
+    data = datasets.Dataset.from_dict(rows, kinds).select(range(1, 4))
+    with pytest.raises(ValueError, match="dataset, document 1 is empty or holds nulls: on_error"):
+        PackedDataset(data, budget=8)
+    options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
+    packs = PackedDataset(data, **options)
+    (pack,) = packs
+    assert pack.tokens.tolist() == [1, 2, 5, 6] and packs.report()["skipped"]["rows"] == 1
+    assert pack.labels.tolist() == [-100, 2, -100, -100 if labelled else 6]
 
 
 @pytest.mark.parametrize("ahead", [True, False])
