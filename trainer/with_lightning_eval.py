@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 from .evaluation import GenerationEval, distinct, load_states, states
+from .evaluation_report import Report
 from .evaluation_table import show, writer
 from .with_lightning import AfterStep, pl
 
@@ -77,10 +78,20 @@ class EvalCallback(AfterStep):
         self._ran[evaluation.name] = trainer.global_step
         with trainer.precision_plugin.forward_context():
             report = evaluation.run(trainer.global_step, pl_module)
-        pl_module.log_dict(_monitored(evaluation, trainer) | report.values(), batch_size=1)
+        found = _monitored(evaluation, trainer) | report.values()
+        pl_module.log_dict(found, batch_size=1, logger=False)
+        _log(report, trainer)
         if trainer.is_global_zero:
             loggers = [writer(logger, "experiment") for logger in trainer.loggers]
             show(report, loggers, self.console)
+
+
+def _log(report: Report, trainer: pl.Trainer) -> None:
+    """Write a row: what a module logs is written at the next logging step, and again until new."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as all rows of this step have it
+    for logger in trainer.loggers if report.metrics else ():
+        logger.log_metrics({"epoch": trainer.current_epoch, **report.metrics}, step=step)
+        logger.save()
 
 
 def _monitored(evaluation: GenerationEval, trainer: pl.Trainer) -> dict[str, float]:

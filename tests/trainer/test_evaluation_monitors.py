@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from nopad.trainer.evaluation import GenerationEval
 from nopad.trainer.evaluation_budget import Allowance
 from nopad.trainer.evaluation_report import Report, Row
@@ -57,10 +58,11 @@ def fit(folder, evaluation, *callbacks, **settings):
 
     evaluation.run = noted
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        accelerator="cpu", devices=1, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        callbacks=[EvalCallback(evaluation), *callbacks], **{"max_steps": 8, **settings},
+        callbacks=[EvalCallback(evaluation), *callbacks],
+        **{"max_steps": 8, "logger": False, **settings},
     )  # fmt: skip
     data = [DataLoader(torch.ones(16, 1), batch_size=2) for _ in range(2)]
     trainer.fit(Module(), *data)
@@ -142,6 +144,34 @@ def test_lightning_does_not_evaluate_a_run_that_is_stopped(tmp_path):
 
     _, steps = fit(tmp_path, GenerationEval(scores(0.5)), Stop(), limit_val_batches=0)
     assert steps == []
+
+
+class Noted(Logger):
+    """Notes the metrics of evaluations, and after how many steps they came."""
+
+    name, version = "noted", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[tuple[int, float]] = []
+
+    def log_metrics(self, metrics, step=None):
+        if "eval/acc" in metrics:  # Lightning counts the steps of its rows from 0
+            self.rows.append((step + 1, metrics["eval/acc"]))
+
+    def log_hyperparams(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("every_n", [1, 2, 50])
+@pytest.mark.parametrize(("every", "wanted"), [(3, [3, 6, 8]), (4, [4, 8]), (None, [4, 8])])
+def test_lightning_logs_each_evaluation_once_and_with_its_step(tmp_path, every, wanted, every_n):
+    noted, values = Noted(), [0.1, 0.2, 0.3]
+    evaluation = GenerationEval(scores(*values), every=every)
+    settings = {"val_check_interval": 4, "log_every_n_steps": every_n}
+    trainer, _ = fit(tmp_path, evaluation, logger=noted, **settings)
+    assert noted.rows == list(zip(wanted, values, strict=False))
+    assert float(trainer.callback_metrics["eval/acc"]) == pytest.approx(noted.rows[-1][1])
 
 
 class Model(nn.Module):
