@@ -98,9 +98,8 @@ def measured(data: Any, skipped: Skipped) -> tuple[np.ndarray, int | None]:
 
     skipped: where rows of a stream are counted that had to be left out.
     """
-    store = getattr(data.packs, "store", None)
-    if store is not None:
-        return np.asarray(store.lengths[:MOST_LENGTHS], np.int64), len(store)
+    if data.lengths is not None:
+        return np.asarray(data.lengths[:MOST_LENGTHS], np.int64), len(data.lengths)
     stream, lengths, tokens = data.packs.settings, [], 0
     rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip else None
     while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):

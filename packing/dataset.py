@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
-from numbers import Integral
 from typing import Any, Literal
 
+import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -151,14 +151,21 @@ class PackedDataset(IterableDataset):
             return self.packs.count()
         return self.packs.estimate()
 
-    def report(self) -> dict:
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Tokens of every document; None for a stream, where they are not known before reading."""
+        return self.packs.store.lengths if isinstance(self.packs, PlannedPacks) else None
+
+    def report(self, epoch: int | None = None) -> dict:
         """Say what was packed, split, truncated, dropped and left out, and the sources' shares.
 
-        Where lengths are known this is the plan of the present epoch. For a stream it is what
-        this process has given out, or, where workers did, the states its stepped packs carried.
+        Where lengths are known this is the plan of an epoch, by default the one that the present
+        pass began with. For a stream it is what this process has given out, or, where workers did,
+        the states its stepped packs carried.
         """
         if isinstance(self.packs, PlannedPacks):
-            return self.packs.report(self._begin.position.epoch, self.skipped)
+            epoch = self._begin.position.epoch if epoch is None else epoch
+            return self.packs.report(epoch, self.skipped)
         return self.packs.report((self._done or self._given).cursors)
 
     def set_epoch(self, epoch: int) -> None:
@@ -344,5 +351,5 @@ def _check(
         raise ValueError(f"pad={pad}: fill packs up with an id of the vocabulary, {known}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
-    if not isinstance(shuffle, Integral) or shuffle < 0:
+    if not isinstance(shuffle, int | np.integer) or shuffle < 0:
         raise ValueError(f"shuffle={shuffle!r}: True, False, or how many rows to shuffle together")

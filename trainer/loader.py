@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from ..collators import PackedCollator
 from ..packing import Pack, PackedDataset
-from ..packing.planned import PlannedPacks
 from .data_workers import WorkerWatch
 from .ranks import sum_over_ranks, world
 
@@ -149,7 +148,7 @@ class PackedLoader:
 
     def epochs(self) -> float | None:
         """Return how often the data was gone over so far; None for a stream: who knows its end."""
-        if not isinstance(self.dataset.packs, PlannedPacks):
+        if self.dataset.lengths is None:
             return None
         position = self.state()["position"]
         epoch, done = position["epoch"], position["index"] - position["start"]
@@ -159,15 +158,12 @@ class PackedLoader:
 
     def became(self) -> dict[str, int]:
         """Count the samples split, truncated and dropped: of the epoch, or of a stream so far."""
-        position, packs = self.state()["position"], self.dataset.packs
-        planned = isinstance(packs, PlannedPacks)
+        position = self.state()["position"]
         epoch = position["epoch"]
         if position["until"] is not None:
             epoch = min(epoch, position["until"] - 1)  # behind the last one there is none
-        if not planned or self._became[0] != epoch:
-            # The data set's own report is that of the epoch this pass began with.
-            skipped = self.dataset.skipped
-            account = packs.report(epoch, skipped) if planned else self.dataset.report()
+        if self.dataset.lengths is None or self._became[0] != epoch:
+            account = self.dataset.report(epoch)
             counts = {name: account[name] for name in ("split", "truncated", "dropped")}
             self._became = epoch, {**counts, "skipped": account["skipped"]["rows"]}
         return self._became[1]

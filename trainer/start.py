@@ -111,7 +111,8 @@ def _repaired(model: Any, collator: Any, found: float) -> str:
 
 def _check_lengths(data: PackedDataset, config: Any) -> None:
     most = getattr(config, "max_position_embeddings", None)
-    longest = min(int(_lengths(data).max(initial=0)), data.settings["budget"])
+    longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
+    longest = min(longest, data.settings["budget"])
     if most is not None and longest > most:
         raise ValueError(
             f"a sequence of {longest} tokens is beyond the model's {most} positions: "
@@ -126,22 +127,15 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
         )
 
 
-def _lengths(data: PackedDataset) -> np.ndarray:
-    """The lengths of all documents, none where they are not known before reading."""
-    store = getattr(getattr(data, "packs", None), "store", None)
-    return np.zeros(0, np.int64) if store is None else np.asarray(store.lengths)
-
-
 def _foretell(data: PackedDataset) -> list[str]:
     """Say how many packs come, how full, and what becomes of long samples."""
-    known, budget, asked = _lengths(data), data.settings["budget"], data.packs.packs
-    if not len(known):
+    known, budget, asked = data.lengths, data.settings["budget"], data.packs.packs
+    if known is None or not len(known):
         run = "" if asked is None else f"{asked:,} "
         return [f"{run}packs of {budget}, lengths not known before reading"]
     lengths = known[:MOST_LENGTHS]
     names = ("budget", "pool", "strategy", "overflow", "align")
-    planned: dict = data.packs.planner  # pyright: ignore[reportAttributeAccessIssue]
-    planner = Planner(**{name: planned[name] for name in names if name in planned})
+    planner = Planner(**{name: data.settings[name] for name in names})
     held = len(planner.feed(lengths).items) + len(planner.finish().items)
     counts, cut = planner.counts, len(known) > len(lengths)
     packs = round(counts.packs * len(known) / len(lengths))

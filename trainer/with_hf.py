@@ -24,7 +24,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..packing import PackedDataset
-from ..packing.planned import PlannedPacks
 from .data_state import load_data_state, save_data_state
 from .loader import Batch, EvaluationLoader, PackedLoader
 from .loss import attach_loss, bare
@@ -246,7 +245,7 @@ def _steps(args: TrainingArguments, data: PackedDataset) -> int:
             f"num_train_epochs={args.num_train_epochs}: it needs to be more than 0 and to end, or "
             "else say max_steps="
         )
-    if not isinstance(data.packs, PlannedPacks):
+    if data.lengths is None:
         raise ValueError(
             "a stream's packs cannot be counted before it was read: say max_steps=, how many "
             "steps to train, in the arguments"

@@ -43,3 +43,12 @@ def test_what_workers_read_is_reported_from_the_packs_they_sent(tools, jsonl):
         data.stepped(pack)
     account = data.report()
     assert 0.8 * 2000 <= account["items"] <= 2000 and account["packs"] > 0
+
+
+def test_a_data_set_tells_the_lengths_it_knows_and_the_plan_of_any_epoch(jsonl):
+    rows = [[1, 2, 3], [4] * 5, [6, 7]]
+    data = PackedDataset(rows, budget=8)
+    assert data.lengths.tolist() == [3, 5, 2]
+    assert data.report(2)["packs"] == data.count(2) and data.report() == data.report(0)
+    stream = PackedDataset(jsonl(rows), budget=8, ahead=False, shards=1)
+    assert stream.lengths is None and stream.report(2) == stream.report()
