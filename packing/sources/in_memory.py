@@ -10,7 +10,7 @@ over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -72,6 +72,11 @@ class Iterated(RowSource):
     def _rows_from(self, number: int, shards: int) -> Iterator[Any]:
         if not self.once:
             rows: Any = self.make() if callable(self.make) else self.make
+            if not isinstance(rows, Iterable):
+                raise ValueError(
+                    f"{self.name} returned {type(rows).__name__}: a function that is a source "
+                    "yields rows, or returns an iterator of them"
+                )
             return islice(rows, number, None, shards)
         if shards > 1 or number < self._at:
             raise ValueError(

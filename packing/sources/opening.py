@@ -54,6 +54,11 @@ def open_source(
         return source.shelves
     if type(source).__module__.split(".")[0] == "datasets":
         return _open_dataset(source, "dataset", number)
+    if hasattr(source, "columns") and hasattr(source, "shape"):
+        raise ValueError(
+            f"{type(source).__name__} is a table, no list of rows: pass datasets.Dataset."
+            "from_pandas(table), or its rows as dicts"
+        )
     rows = not isinstance(source, Mapping)
     if rows and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return Listed(source)
@@ -99,11 +104,11 @@ def _open_files(files: list[Path], kind: str, column: str, dtype, eos, number, p
 
         return Parquet(files)
     if kind == "tokens":
-        from .token_files import flat_shelf
+        from .token_files import flat_shelves
 
         if dtype is None or eos is None:
             raise ValueError(f"{path}: flat tokens need dtype= (uint16 or uint32) and eos= (an id)")
-        return [flat_shelf(file, dtype, eos, number) for file in files]
+        return flat_shelves(files, dtype, eos, number)
     return TextFiles(files, column, path.name)
 
 

@@ -60,11 +60,26 @@ def _documents(flat, kind, lengths, pointers, bounds, name: str, source: int) ->
     return Shelf(name, flat, total[first], total[last] - total[first], None, source)
 
 
+def flat_shelves(paths: list[Path], dtype: str, eos: int, source: int = 0) -> list[Shelf]:
+    """Open flat streams of tokens, and refuse an `eos` that is in none of them."""
+    shelves = [flat_shelf(path, dtype, eos, source) for path in paths]
+    filled = [shelf for shelf in shelves if len(shelf.flat)]
+    if filled and not any(shelf.flat[shelf.lengths[0] - 1] == eos for shelf in filled):
+        raise ValueError(
+            f"{paths[0]}: eos={eos} is nowhere among its tokens, all would be one document: "
+            "pass the eos= that ends its documents, and the dtype= it was written with"
+        )
+    return shelves
+
+
 def flat_shelf(path: Path, dtype: str, eos: int, source: int = 0) -> Shelf:
     """Open a flat stream of tokens; a document ends with `eos`, which it keeps."""
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
     if kind.kind not in "iu":
-        raise ValueError(f"dtype {dtype}: tokens are integers, uint16 or uint32")
+        raise ValueError(f"dtype {dtype!r}: tokens are integers, uint16 or uint32")
     flat = _mapped(path, kind)
     ends = _ends(flat, eos, np.empty(1 << 16, np.int64))
     if len(flat) and (not len(ends) or ends[-1] < len(flat)):

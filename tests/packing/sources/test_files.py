@@ -157,6 +157,17 @@ def test_a_flat_stream_needs_its_type_and_end(tmp_path):
     path.write_bytes(b"abc")
     with pytest.raises(ValueError, match="torn"):
         PackedDataset(path, budget=8, dtype="uint16", eos=0)
+    with pytest.raises(ValueError, match="dtype 'uint13': tokens are integers"):
+        PackedDataset(path, budget=8, dtype="uint13", eos=0)
+
+
+@pytest.mark.parametrize("eos", [9, 70_000, -1])
+def test_an_end_mark_that_no_flat_file_holds_is_refused(tmp_path, eos):
+    for name, tokens in {"a": [1, 2, 0, 3], "b": [4, 5], "c": []}.items():
+        np.array(tokens, "uint16").tofile(tmp_path / f"{name}.bin")
+    with pytest.raises(ValueError, match=rf"a\.bin: eos={eos} is nowhere among its tokens"):
+        open_source(tmp_path, dtype="uint16", eos=eos)
+    assert len(open_source(tmp_path, dtype="uint16", eos=0)) == 3
 
 
 def test_a_folder_of_different_kinds_asks_which_is_meant(tmp_path):

@@ -3,6 +3,8 @@
 import json
 from itertools import islice
 
+import pandas as pd
+import pyarrow as pa
 import pytest
 from nopad.packing import PackedDataset
 from torch.utils.data import DataLoader
@@ -95,3 +97,17 @@ def test_names_of_files_are_not_taken_for_documents(tmp_path):
     for name in (tmp_path / "a.txt", str(tmp_path / "a.txt")):
         with pytest.raises(ValueError, match="is a file, the list would be read as 2 documents"):
             PackedDataset([name, name], tokenizer=lambda text: [1], budget=8)
+
+
+def test_a_function_that_gives_no_rows_is_told_what_to_return():
+    def forgotten():
+        pass
+
+    with pytest.raises(ValueError, match="forgotten returned NoneType: a function that is a sourc"):
+        list(PackedDataset(forgotten, budget=8))
+
+
+def test_a_table_is_told_how_to_become_rows():
+    for table in (pa.table({"input_ids": [[1, 2]]}), pd.DataFrame({"text": ["a"]})):
+        with pytest.raises(ValueError, match="is a table, no list of rows: pass datasets"):
+            PackedDataset(table, budget=8)
