@@ -28,6 +28,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     add("--limit", type=share, help="documents of each task; below 1, a share of them")
     add("--num-fewshot", type=count, help="examples in a prompt, where the task allows")
     add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
+    add("--system-instruction", help="what stands before every prompt")
     model_options(add)
     add("--max-length", type=positive, help="longest sequence; without it, what the model allows")
     add("--output", type=new_file, help="write all results, with every sample, to this JSON file")
@@ -37,7 +38,7 @@ def options(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Evaluate, print a table, and one line of JSON last."""
     args = options(argv)
-    names = [name for name in args.tasks.split(",") if name]
+    names = [name for name in map(str.strip, args.tasks.split(",")) if name]
     if not names:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
     name = checkpoint(args.model)
@@ -57,11 +58,13 @@ def main(argv: list[str]) -> int:
         limit=args.limit,
         num_fewshot=args.num_fewshot,
         chat=args.chat,
+        system_instruction=args.system_instruction,
         task_manager=manager,
         max_length=args.max_length,
     )
     results = ready.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:
+        results["config"] = {**vars(args), "dtype": str(model.dtype)}  # whose scores these are
         _tell(results, make_table, args.output)
     leave_group()
     return 0

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,8 @@ class Harness:
         limit: int | float | None = None,
         num_fewshot: int | None = None,
         chat: bool = False,
+        system_instruction: str | None = None,
+        gen_kwargs: Mapping[str, Any] | None = None,
         include_path: str | None = None,
         task_manager: TaskManager | None = None,
         **settings: Any,
@@ -237,17 +239,18 @@ class Harness:
 
         limit: documents of each task, or a share of them.
         chat: put prompts into the tokenizer's chat template.
+        system_instruction: what stands before every prompt, or speaks as the system in a chat.
+        gen_kwargs: settings of generation that take the place of the tasks' own.
         include_path: folder with task files of your own.
         task_manager: what knows the tasks already, as `find_tasks` gives it.
         settings: of `EngineLM` and the engine.
         """
-        if limit is not None and limit <= 0:
-            raise ValueError(f"limit is {limit}; give documents from 1, or a share of them")
+        _check(tasks, limit, num_fewshot)
         if chat and getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("chat is on, but the tokenizer has no chat template")
         manager = task_manager or find_tasks(tasks, include_path)
         self.lm = EngineLM(model, tokenizer, **settings)
-        self._limit, self._chat = limit, chat
+        self._limit, self._chat, self._system = limit, chat, system_instruction
         self._device = next(self.lm.model.parameters()).device
         with random_states(self._device):
             self._tasks = manager.load(list(tasks))
@@ -256,6 +259,7 @@ class Harness:
             if own is None or (num_fewshot is not None and own != 0):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
             if task.get_config("output_type") == "generate_until":
+                task.set_config("generation_kwargs", dict(gen_kwargs or {}), update=True)
                 check_defaults(getattr(self.lm.model, "generation_config", None))
 
     @property
@@ -273,7 +277,7 @@ class Harness:
             f"{task}/{_plain(name)}": float(value)
             for task, values in results.items()
             for name, value in values.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
+            if _is_number(value)
         }
 
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
@@ -287,6 +291,7 @@ class Harness:
                 task_dict=self._tasks,
                 limit=self._limit,  # pyright: ignore[reportArgumentType]
                 log_samples=samples,
+                system_instruction=self._system,
                 apply_chat_template=self._chat,
                 fewshot_as_multiturn=self._chat,
                 bootstrap_iters=1000,
@@ -314,6 +319,21 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
             hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists all"
             raise ValueError(f"there is no task {name!r}: {hint}")
     return manager
+
+
+def _check(tasks: Any, limit: Any, num_fewshot: Any) -> None:
+    """Refuse what is no choice of tasks or documents."""
+    if isinstance(tasks, str) or len(tasks) == 0:
+        raise ValueError(f"tasks is {tasks!r}; name them in a list, at least one: ['arc_easy']")
+    whole_or_share = _is_number(limit) and (0 < limit < 1 or (limit >= 1 and limit % 1 == 0))
+    if limit is not None and not whole_or_share:
+        raise ValueError(f"limit is {limit!r}; give documents from 1, or a share of them below 1")
+    if num_fewshot is not None and not (isinstance(num_fewshot, int) and num_fewshot >= 0):
+        raise ValueError(f"num_fewshot is {num_fewshot!r}; give examples from 0")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @contextmanager

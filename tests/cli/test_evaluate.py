@@ -24,14 +24,19 @@ def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(made, tmp_path):
     names = write_tasks(tmp_path, 6)
     found = tmp_path / "results" / "all.json"
     done = nopad(
-        "--model", made, "--tasks", ",".join(names), "--include-path", tmp_path,
-        "--limit", 3, "--device", "cpu", "--output", found,
+        "--model", made, "--tasks", ", ".join(names), "--include-path", tmp_path,
+        "--limit", 3, "--system-instruction", "Look around.", "--device", "cpu", "--output", found,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|tiny_choice|" in done.stdout.replace(" ", "")
     numbers = json.loads(done.stdout.splitlines()[-1])
     assert set(numbers) == set(names) and 0 <= numbers["tiny_choice"]["acc,none"] <= 1
-    assert len(json.loads(found.read_text())["samples"]["tiny_write"]) == 3
+    written = json.loads(found.read_text())
+    assert len(written["samples"]["tiny_write"]) == 3
+    prompt = written["samples"]["tiny_write"][0]["arguments"][0][0]
+    assert prompt.startswith("Look around.")
+    assert written["config"]["model"] == str(made) and written["config"]["limit"] == 3
+    assert written["config"]["dtype"] == "torch.float32"
 
 
 def test_what_a_user_can_mend_is_one_line(tmp_path):
@@ -112,7 +117,7 @@ def test_in_python_a_setting_that_cannot_be_is_named_too(wrong, word):
     tokenizer = small_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=word):
-        Harness(random_model(tokenizer), tokenizer, [], task_manager=object(), **wrong)
+        Harness(random_model(tokenizer), tokenizer, ["x"], task_manager=object(), **wrong)
 
 
 def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):

@@ -353,6 +353,30 @@ def test_equal_requests_are_computed_once_and_answered_each(small):
     assert lm.engine.stats.tokens_run - ran <= ran
 
 
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"tasks": "tiny_choice"}, "tasks is 'tiny_choice'; name them in a list"),
+        ({"tasks": []}, "tasks is .*at least one"),
+        ({"limit": "5"}, "limit is '5'"),
+        ({"limit": 1.5}, "a share of them below 1"),
+        ({"num_fewshot": -1}, "num_fewshot is -1"),
+    ],
+)
+def test_what_is_no_choice_of_tasks_or_documents_is_refused(small, tasks, wrong, word):
+    with pytest.raises(ValueError, match=word):
+        Harness(*small, **{"tasks": ["tiny_choice"], "include_path": str(tasks[0]), **wrong})
+
+
+def test_a_system_instruction_and_settings_of_ones_own_reach_the_prompts(small, tasks):
+    asked = {"system_instruction": "Look.", "gen_kwargs": {"max_gen_toks": 2}}
+    harness = Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]), **asked)
+    for sample in harness.results(samples=True)["samples"]["tiny_write"]:
+        prompt, settings = sample["arguments"][0]
+        assert prompt.startswith("Look.") and settings["max_gen_toks"] == 2
+        assert settings["until"] == [".", "\n\n"], "the others stay"
+
+
 def test_too_little_time_raises_instead_of_scoring_a_part(small, tasks):
     folder, names = tasks
     harness = Harness(*small, names[:1], limit=4, include_path=str(folder))
