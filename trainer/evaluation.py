@@ -82,7 +82,7 @@ class GenerationEval:
         """
         metrics = {} if metrics is None else metrics
         examples = None if examples is None else list(examples)
-        _check(source, metrics, every, on_error)
+        _check(source, metrics, every, samples, on_error)
         if examples is not None:
             _check_examples(examples, metrics, watch)
         self.every, self.watch, self.samples = every, watch, samples
@@ -220,10 +220,12 @@ def _leave(leaving: list[tuple[int, str]], own: BaseException | None) -> None:
         raise SystemExit(f"rank {where} left in an evaluation: {message}")
 
 
-def _check(source: Any, metrics: Any, every: int | None, on_error: str) -> None:
+def _check(source: Any, metrics: Any, every: int | None, samples: int, on_error: str) -> None:
     """Refuse what is no setting at all."""
-    if every is not None and not (isinstance(every, Integral) and every >= 1):
+    if every is not None and not (_is_count(every) and every >= 1):
         raise ValueError(f"every is {every!r}; it must be steps from 1, or None")
+    if not (_is_count(samples) and samples >= 0):
+        raise ValueError(f"samples is {samples!r}; it must be rows from 0")
     if not callable(source):
         raise ValueError(f"source is a {type(source).__name__}; give what generates: x.generate")
     if not isinstance(metrics, Mapping):
@@ -231,6 +233,10 @@ def _check(source: Any, metrics: Any, every: int | None, on_error: str) -> None:
         raise ValueError(f"metrics is a {kind}; give functions by name, in a dict")
     if on_error not in ("report", "raise"):
         raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_examples(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -39,10 +40,10 @@ class Budget:
         deadline: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if max_share is not None and not 0 < max_share < 1:
-            raise ValueError(f"max_share is {max_share}; it must lie between 0 and 1")
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline is {deadline}; it must be seconds above 0")
+        if max_share is not None and not (isinstance(max_share, Real) and 0 < max_share < 1):
+            raise ValueError(f"max_share is {max_share!r}; it must lie between 0 and 1")
+        if deadline is not None and not (isinstance(deadline, Real) and deadline > 0):
+            raise ValueError(f"deadline is {deadline!r}; it must be seconds above 0")
         self.max_share, self.deadline = max_share, deadline
         self.spent = 0.0
         self._clock = clock

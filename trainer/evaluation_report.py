@@ -18,7 +18,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an evaluation found; the same on every rank."""
+    """What an evaluation found; the same on every rank, but for the seconds that each counts."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)

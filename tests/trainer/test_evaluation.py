@@ -203,7 +203,8 @@ def test_examples_may_come_from_a_generator():
 @pytest.mark.parametrize(
     "wrong",
     [{"every": 0}, {"every": "5"}, {"every": 2.5}, {"max_share": 1.5}, {"deadline": 0},
-     {"deadline": math.nan}, {"on_error": "hide"}],
+     {"deadline": math.nan}, {"on_error": "hide"}, {"every": True}, {"samples": "a"},
+     {"samples": -1}, {"max_share": "x"}, {"deadline": "x"}],
 )  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
