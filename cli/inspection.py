@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..packing import IGNORE, Pack, pack_lengths
-from ..packing.ahead import BATCH, Skipped, encoded
+from ..packing.ahead import BATCH
+from ..packing.encoded_rows import encoded, samples_of
+from ..packing.report import Skipped
 from . import pack_map
 from .asking import count, in_options, new_file, parser, reading_choices, reading_options
 from .loading import load_tokenizer
@@ -103,7 +105,7 @@ def measured(data: Any, skipped: Skipped) -> tuple[np.ndarray, int | None]:
     stream, lengths, tokens = data.packs.settings, [], 0
     rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip else None
     while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):
-        found = [len(sample) for _, sample in encoded(batch, stream.encoder, counted)]
+        found = [len(one) for one in samples_of(encoded(batch, stream.encoder), counted)]
         lengths, tokens = lengths + found, tokens + sum(found)
     over = next(rows, None) is None
     return np.array(lengths, np.int64), len(lengths) if over else None

@@ -5,57 +5,20 @@ What cannot be used is left out here, if the user said so, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
+from .encoded_rows import encoded, samples_of
 from .encoder import Encoder
-from .overflow import too_long
-from .sample import Sample
-from .sources.source import Row, RowError, RowSource
+from .report import Skipped
+from .sources.source import RowError, RowSource
 from .token_store import Shelf
 
 SMALL = 64 << 20
 """Bytes up to which files are encoded ahead."""
 BATCH = 256
-
-
-@dataclass(slots=True)
-class Skipped:
-    """Rows that were left out, and why the first of them were."""
-
-    rows: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def add(self, error: RowError) -> None:
-        """Count one."""
-        self.rows += 1
-        if len(self.reasons) < 20:
-            self.reasons.append(f"{error.where}: {error.reason}")
-
-
-def encoded(
-    rows: list[Row], encoder: Encoder, skipped: Skipped | None, longest: int | None = None
-) -> Iterator[tuple[int, Sample]]:
-    """Give (place, sample) of the good rows; count the bad ones, or raise at the first.
-
-    longest: a sample of more tokens is refused, whether or not bad rows are.
-    """
-    good = [row.value for row in rows if not isinstance(row.value, ValueError)]
-    samples = iter(encoder.encode(good))
-    for place, row in enumerate(rows):
-        sample = row.value if isinstance(row.value, ValueError) else next(samples)
-        if isinstance(sample, Sample):
-            if longest is not None and len(sample) > longest:
-                raise too_long(row.where, len(sample), longest)
-            yield place, sample
-            continue
-        error = RowError(row.where, sample)
-        if skipped is None:
-            raise error
-        skipped.add(error)
 
 
 def encode_ahead(
@@ -68,7 +31,7 @@ def encode_ahead(
     """Read and encode every row of a source."""
     rows, samples = source.read(0, 1), []
     while batch := list(islice(rows, BATCH)):
-        samples += [sample for _, sample in encoded(batch, encoder, skipped, longest)]
+        samples += samples_of(encoded(batch, encoder, longest), skipped)
     return Shelf.of(samples, source.name, number)
 
 

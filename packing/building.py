@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from .ahead import SMALL, Skipped, encode_ahead, filled
+from .ahead import SMALL, encode_ahead, filled
 from .encoder import Encoder
 from .fingerprint import Fingerprint, tokenizer_fingerprint
 from .mixture import Stop, Weight
 from .overflow import limit
 from .planned import PlannedPacks
+from .report import Skipped
 from .shard import ShardSettings
 from .sharded import ShardedPacks
 from .sources import RowSource, open_source
@@ -127,10 +126,7 @@ class Shelved(Indexed):
         return [self._row(number) for number in numbers.tolist()]
 
     def _row(self, number: int) -> dict:
-        shelf_number = int(self.store.shelf_of(np.array(number)))
-        shelf = self.store.shelves[shelf_number]
-        own = number - int(self.store.firsts[shelf_number])
-        part = slice(int(shelf.begins[own]), int(shelf.begins[own] + shelf.lengths[own]))
+        shelf, part = self.store.find(number)
         row = {"input_ids": shelf.flat[part]}
         return row if shelf.labels is None else row | {"labels": shelf.labels[part]}
 

@@ -20,16 +20,16 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .ahead import Skipped
 from .building import Choices, build, fingerprint_of, open_all, settings_of
 from .encoder import Encoder
 from .mixture import Stop, as_mixture
-from .order import Share
+from .order import Position, Share
 from .overflow import Overflow
 from .pack import Pack
-from .planned import PlannedPacks, Position
+from .planned import PlannedPacks
 from .planner import Strategy, whole
 from .progress import Progress, done
+from .report import Skipped
 from .state import VERSION, check_state, is_over, pass_end
 
 

@@ -77,6 +77,17 @@ def _below(limit, value, round_key):
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """Where a pass stands: packs below `index` are done; `epoch` began with pack `start`."""
+
+    epoch: int = 0
+    start: int = 0
+    index: int = 0
+    until: int | None = None
+    """The epoch before which the pass ends; None: it never does."""
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """The packs that one worker of one rank makes.
 

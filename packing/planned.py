@@ -14,38 +14,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from .ahead import Skipped
 from .epoch_order import MixedOrder, epoch_order
 from .levelling import Leveller
 from .mixture import Stop, Weight, changing
-from .order import Share
+from .order import Position, Share
 from .overflow import Counts, limit, too_long
 from .pack import Pack
 from .plan import Plan
 from .planner import Planner
-from .report import report
+from .report import NOTHING, Skipped, report
 from .token_store import TokenStore
 
-NOTHING = "there is nothing to pack: the data is empty, or all was left out or dropped"
 TOGETHER = 1 << 17
 """Tokens laid out by one call: enough to hide the call, few enough to stay in the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a pass stands: packs below `index` are done; `epoch` began with pack `start`."""
-
-    epoch: int = 0
-    start: int = 0
-    index: int = 0
-    until: int | None = None
-    """The epoch before which the pass ends; None: it never does."""
 
 
 class PlannedPacks:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .order import Share
+from .order import Position, Share
 from .pack import Pack
-from .planned import Position
 
 
 @dataclass(slots=True)

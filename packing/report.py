@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 
-from .ahead import Skipped
 from .overflow import Counts
+from .sources.source import RowError
+
+NOTHING = "there is nothing to pack: the data is empty, or all was left out or dropped"
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Rows that were left out, and why the first of them were."""
+
+    rows: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, error: RowError) -> None:
+        """Count one."""
+        self.rows += 1
+        if len(self.reasons) < 20:
+            self.reasons.append(f"{error.where}: {error.reason}")
 
 
 def report(counts: Counts, drawn: Sequence[int], skipped: Skipped, budget: int) -> dict:
@@ -30,6 +46,6 @@ def add_counts(several: Iterable[Counts]) -> Counts:
     """Add up the counts of several planners."""
     total = Counts()
     for counts in several:
-        for field in fields(Counts):
-            setattr(total, field.name, getattr(total, field.name) + getattr(counts, field.name))
+        for one in fields(Counts):
+            setattr(total, one.name, getattr(total, one.name) + getattr(counts, one.name))
     return total

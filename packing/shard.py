@@ -15,18 +15,19 @@ import zlib
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .ahead import Skipped
 from .compact import from_text, to_text
+from .encoded_rows import encoded
 from .encoder import Encoder
 from .mixture import Mixture, Stop, Weight
-from .overflow import limit, too_long
+from .overflow import limit
 from .pack import Pack
 from .packer import Packer
+from .report import Skipped
 from .rows_in_order import RowsInOrder
 from .sample import Sample
 from .sources.source import Row, RowError, RowSource
@@ -206,23 +207,12 @@ class ShardPacks:
         if ready and isinstance(ready[0][1], RowError):
             raise ready[0][1]
         numbered = self.rows[source].take(BATCH)
-        encoded = self._encoded([row for _, row in numbered], source)
-        ready.extend((number, one) for (number, _), one in zip(numbered, encoded, strict=True))
+        found = self._encoded([row for _, row in numbered], source)
+        ready.extend((number, one) for (number, _), one in zip(numbered, found, strict=True))
         return bool(numbered)
 
     def _encoded(self, rows: list[Row], source: int) -> list[Sample | RowError]:
-        good = [row.value for row in rows if not isinstance(row.value, ValueError)]
-        samples = iter(self.settings.encoder.encode(good))
-        out: list[Sample | RowError] = []
-        for row in rows:
-            one = row.value if isinstance(row.value, ValueError) else next(samples)
-            if isinstance(one, Sample):
-                if self._longest is not None and len(one) > self._longest:
-                    raise too_long(row.where, len(one), self._longest)
-                out.append(replace(one, source=source) if source else one)
-            else:
-                out.append(RowError(row.where, one))
-        return out
+        return encoded(rows, self.settings.encoder, self._longest, source)
 
     def _lengths(self, source: int) -> np.ndarray:
         """Give the lengths of the samples that are ready, up to the first row in error."""

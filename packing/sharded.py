@@ -18,12 +18,10 @@ from math import ceil
 
 import numpy as np
 
-from .ahead import Skipped
 from .mixture import changing
-from .order import Share
+from .order import Position, Share
 from .pack import Pack
-from .planned import NOTHING, Position
-from .report import add_counts, report
+from .report import NOTHING, Skipped, add_counts, report
 from .sample import Sample
 from .shard import ShardPacks, ShardSettings
 

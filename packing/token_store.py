@@ -174,12 +174,17 @@ class TokenStore:
         return wholes
 
     def _counted(self, document: int) -> int:
+        shelf, place = self.find(document)
+        if shelf.labels is None:
+            return place.stop - place.start - 1
+        return int(np.count_nonzero(shelf.labels[place][1:] != IGNORE))
+
+    def find(self, document: int) -> tuple[Shelf, slice]:
+        """Give the shelf a document stands on, and its place there."""
         number = int(self.shelf_of(np.array(document)))
         shelf, own = self.shelves[number], document - int(self.firsts[number])
-        begin, length = int(shelf.begins[own]), int(shelf.lengths[own])
-        if shelf.labels is None:
-            return length - 1
-        return int(np.count_nonzero(shelf.labels[begin + 1 : begin + length] != IGNORE))
+        begin = int(shelf.begins[own])
+        return shelf, slice(begin, begin + int(shelf.lengths[own]))
 
     def place(self, document: int) -> str:
         """Name a document for messages, by its number in its source."""

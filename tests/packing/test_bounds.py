@@ -8,8 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Packer, Sample
-from nopad.packing.order import Share
-from nopad.packing.planned import PlannedPacks, Position
+from nopad.packing.order import Position, Share
+from nopad.packing.planned import PlannedPacks
 from nopad.packing.token_store import Shelf, TokenStore
 
 
