@@ -6,7 +6,8 @@ everywhere, and the shares are right to within a document at any moment, not on 
 
     weights 3 : 1      a a a b a a a b ...        (documents of equal length)
 
-A weight may change with the tokens seen: [(0, 0.9), (10**9, 0.5)] goes from 0.9 to 0.5 in a line.
+A weight may change with the tokens seen: [(0, 0.9), (10**9, 0.5)] goes from 0.9 to 0.5 in a line,
+over all epochs and passes.
 When a source runs out:  first  the epoch ends     cycle  it starts again, until all were seen
                          all    the others go on, until all were seen once
 """
