@@ -121,7 +121,7 @@ def assemble(
         tokens_per_step=settings.tokens_per_step,
         max_length=settings.max_length,
         # On a GPU a step with a prompt in it is no graph and takes long: take in several at a time.
-        admit_share=1 / 8 if device.type == "cuda" else 0.0,
+        admit_at_once=32 if device.type == "cuda" else 1,
         admit=admit,
         trace=trace,
     )

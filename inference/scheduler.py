@@ -50,7 +50,7 @@ class Scheduler:
         tokens_per_step: int,
         max_length: int,
         rows_per_step: int = 1024,
-        admit_share: float = 0.0,
+        admit_at_once: int = 1,
         admit: Callable[[Request], None] = lambda request: None,
         trace: Trace | None = None,
     ):
@@ -58,8 +58,8 @@ class Scheduler:
         self.max_running = max_running
         self.tokens_per_step = tokens_per_step
         self.rows_per_step = rows_per_step
-        self.admit_share = admit_share
-        """Of the slots: so many must be free for waiting requests to join those that run."""
+        self.admit_at_once = admit_at_once
+        """So many of those that wait join those that run together, or a quarter of the slots."""
         self.scope = ""
         """Which weights the cached prefixes belong to."""
         self.table = np.zeros((max_running, -(-max_length // pages.page_size)), dtype=np.int32)
@@ -206,7 +206,7 @@ class Scheduler:
         """Start waiting requests while slots, pages and tokens last."""
         brewing = {self._next_stride(r, r.computed) for r in plan.requests if r.planned > 1}
         free = self.max_running - len(self.running)
-        at_once = max(1, int(self.max_running * self.admit_share))
+        at_once = min(self.admit_at_once, max(1, self.max_running // 4))
         if self.running and free < min(self.waiting, at_once):
             return
         waits: list[tuple[tuple[int, int], Request]] = []
