@@ -82,6 +82,8 @@ def _end(text: str) -> int | bool:
 
 def attention(name: str) -> str:
     """Take an implementation that Transformers knows, or one of the hub: those have a slash."""
+    if name == "nopad":  # what is the default shall not load libraries to be known
+        return name
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from ..attention.registration import NAME

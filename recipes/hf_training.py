@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nopad.cli.asking import count, positive
 from run_folder import RunFolder, run_options
-from settings import Training, heard_to_the_end, mendable
+from settings import Training, heard_to_the_end
 
 
 def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
@@ -32,7 +32,13 @@ def hf_arguments(args: argparse.Namespace):
     """Put these settings into the words of the HF Trainer."""
     import torch
     from transformers import TrainingArguments
+    from transformers.integrations import get_available_reporting_integrations
 
+    there = get_available_reporting_integrations()
+    if args.log_with not in ("none", "all", *there):
+        found = ", ".join(there) or "none"
+        told = f"not installed, or unknown (to be had here: {found})"
+        raise ValueError(f"--log-with {args.log_with}: {told}; pip install {args.log_with}")
     return TrainingArguments(
         args.output,
         max_steps=args.steps or -1,
@@ -75,15 +81,14 @@ def hf_train(
             Training.begun = True
 
     with heard_to_the_end():
-        with mendable(RuntimeError):  # of a logger that is not installed
-            trainer = PackedTrainer(
-                model,
-                hf_arguments(args),
-                PackedCollator(fill=args.compile),
-                data,
-                processing_class=tokenizer,
-                callbacks=[StopCallback(), Begun()],
-            )
+        trainer = PackedTrainer(
+            model,
+            hf_arguments(args),
+            PackedCollator(fill=args.compile),
+            data,
+            processing_class=tokenizer,
+            callbacks=[StopCallback(), Begun()],
+        )
         if args.compile:
             compile_layers(model)
         else:

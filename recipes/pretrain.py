@@ -185,7 +185,6 @@ class Pretraining:
 
         losses, silent = [], not self.accelerator.is_main_process
         shown = {"total": self.args.steps, "initial": self.step, "unit": "step"}
-        self.meter.reset()
         with tqdm(**shown, dynamic_ncols=True, disable=silent) as bar:
             for number, batch in enumerate(self.loader):
                 if self.step >= self.args.steps or self.stopping:
@@ -202,11 +201,12 @@ class Pretraining:
 
     def begin(self) -> None:
         """Take the folder: a run whose first batch is there was refused by no check."""
-        if self.args.log_with:
-            self.accelerator.init_trackers("pretrain")
         if self.accelerator.is_main_process:
             self.folder.start()
+        if self.args.log_with:
+            self.accelerator.init_trackers("pretrain")
         Training.begun = True
+        self.meter.reset()  # checking the start and making trackers is no training
 
     def backward(self, batch: dict):
         with self.accelerator.accumulate(self.model):

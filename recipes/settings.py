@@ -138,11 +138,18 @@ def exit_status(recipe: str, main: Callable[[list[str] | None], None], argv: Any
     try:
         main(argv)
     except (ValueError, OSError, ImportError) as error:
-        if Training.begun:
+        if Training.begun or _ours(error):
             raise
         print(f"{recipe}: {' '.join(_told(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _ours(error: Exception) -> bool:
+    """Whether no package is lacking but a name inside one: nothing that its user can mend."""
+    if not isinstance(error, ImportError) or error.name is None:
+        return False
+    return error.name.startswith("nopad") or not isinstance(error, ModuleNotFoundError)
 
 
 def _told(error: Exception) -> str:

@@ -325,7 +325,7 @@ def test_a_package_that_is_lacking_is_one_line_with_its_extra(
 @pytest.mark.parametrize(
     ("recipe", "wrong", "told"),
     [
-        ("train_hf", "--log-with wandb", "Run `pip install wandb`"),
+        ("train_hf", "--log-with wandb", "pip install wandb"),
         ("pretrain_lightning", "--accelerator gpu", "No supported gpu backend found!"),
         ("pretrain", "--attention flash_attention_2", "'nopad[flash]'"),
     ],
@@ -339,6 +339,24 @@ def test_what_is_not_to_be_had_here_is_one_line(recipe, wrong, told, tmp_path, m
     assert status_of(recipe, [*given, *wrong.split()]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"{recipe}: ") and told in last
+
+
+def test_a_name_that_nopad_itself_lacks_keeps_its_traceback():
+    from settings import exit_status
+
+    def main(argv):
+        from nopad.trainer.with_lightning import no_such_name  # noqa: F401
+
+    with pytest.raises(ImportError, match="no_such_name"):
+        exit_status("pretrain_lightning", main)
+
+
+def test_options_are_read_without_the_libraries_of_training():
+    code = "import argparse, loading, sys; parser = argparse.ArgumentParser();"
+    code += "loading.shared_options(parser.add_argument, 64); parser.parse_args([]);"
+    code += "sys.exit('transformers' in sys.modules)"
+    recipes = Path(__file__).parents[2] / "recipes"
+    assert subprocess.run([sys.executable, "-c", code], cwd=recipes).returncode == 0
 
 
 def status_of(recipe: str, arguments: list) -> int:
