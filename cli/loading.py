@@ -7,8 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
-"""How files of weights end, also those that Transformers then refuses to read."""
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".distcp",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
+"""How files of weights end, or what lists them, also those that Transformers then refuses."""
 
 
 def checkpoint(name: str) -> str:
@@ -36,7 +48,8 @@ def has_weights(name: str) -> bool:
     path = Path(name)
     if not path.exists():
         return True  # the hub's, or else the hub says so
-    return path.is_dir() and any(file.suffix in WEIGHTS for file in path.iterdir())
+    files = [*path.glob("*"), *path.glob("*/*.distcp")]  # FSDP writes a folder of shards
+    return any(file.name.endswith(WEIGHTS) for file in files)
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:

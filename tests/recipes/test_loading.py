@@ -130,9 +130,32 @@ def test_weights_are_read_in_whatever_form_they_lie(file, tmp_path):
     assert torch.equal(*(model.get_input_embeddings().weight for model in (found, trained)))
 
 
-def test_weights_that_cannot_be_read_are_not_begun_anew(tmp_path):
-    args, _ = _checkpoint(tmp_path, "consolidated.00.pth")
+UNREAD = [
+    "consolidated.00.pth",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "model.gguf",
+    "last.ckpt",
+    "model.onnx",
+    "__0_0.distcp",
+    "pytorch_model_fsdp_0/__0_0.distcp",
+]
+
+
+@pytest.mark.parametrize("file", UNREAD)
+def test_weights_that_cannot_be_read_are_not_begun_anew(file, tmp_path):
+    args, _ = _checkpoint(tmp_path, file)
     with pytest.raises(OSError, match=r"no file named model\.safetensors, or pytorch_model\.bin"):
+        loading.load_model(args, [])
+
+
+def test_weights_that_are_listed_and_not_there_are_not_begun_anew(tmp_path):
+    args, trained = _checkpoint(tmp_path, "model.safetensors")
+    (Path(args.model) / "model.safetensors").unlink()
+    trained.save_pretrained(args.model, max_shard_size="20KB")
+    for shard in Path(args.model).glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(OSError, match=r"No such file or directory: .*-00001-of-.*\.safetensors"):
         loading.load_model(args, [])
 
 
@@ -144,5 +167,6 @@ def _checkpoint(folder: Path, file: str):
     if file.endswith("safetensors"):
         trained.save_pretrained(path)
     else:
+        (path / file).parent.mkdir(exist_ok=True)
         torch.save(trained.state_dict(), path / file)
     return args, trained
