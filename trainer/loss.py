@@ -189,7 +189,7 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     """Let `model(**batch).loss` be the exact mean of a step, without logits of T x vocabulary.
 
     Call it before DDP, FSDP or torch.compile wrap the causal LM; before or after PEFT does. Where
-    PEFT trains or adapts the LM head, logits are computed.
+    PEFT trains or adapts the LM head, logits are computed. Virtual tokens of PEFT are refused.
     """
     model = bare(model)
     if hasattr(model, "nopad_loss"):
@@ -203,7 +203,15 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 
 def bare(model: Any) -> Any:
     """The causal LM inside PEFT's wrappers, whose forward is another's and knows no loss."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(model, "get_base_model"):
+        return model
+    if getattr(model.active_peft_config, "is_prompt_learning", False):
+        kind = type(model.active_peft_config).__name__
+        raise ValueError(
+            f"{kind} puts virtual tokens before a pack, whose boundaries do not count them: "
+            "use LoRA, or train without packing"
+        )
+    return model.get_base_model()
 
 
 def _asking(original: Any) -> Callable:

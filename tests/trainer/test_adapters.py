@@ -1,10 +1,16 @@
-"""Adapters of PEFT in every front end: exact gradients, and no logits of T x vocabulary."""
+"""Adapters of PEFT in every front end: exact gradients, and no logits of T x vocabulary.
+
+Those that move a pack's tokens are refused.
+"""
 
 from __future__ import annotations
 
 import pytest
 import tiny_run
+from accelerate import Accelerator
 from front_ends import FIRST_STEP
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.with_accelerate import AcceleratePacks
 
 peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
@@ -18,3 +24,25 @@ def test_adapters_get_the_gradient_of_the_samples_one_by_one(front_end, tmp_path
     assert ours.keys() == gold.keys() and all("lora_" in name for name in gold)
     assert tiny_run.distance(ours, gold) < 2e-6
     assert model(**tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 1)[0])).logits is None
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+@pytest.mark.parametrize("front_end", FIRST_STEP)
+def test_adapters_of_virtual_tokens_are_refused(front_end, kind, tmp_path):
+    """PEFT's forward puts them before a pack, where its boundaries do not count them."""
+    with pytest.raises(ValueError, match=rf"^{kind} puts virtual tokens before a pack.*use LoRA"):
+        FIRST_STEP[front_end](_virtual(tiny_run.model(), kind), tiny_run.dataset(), tmp_path)
+
+
+def test_adapters_of_virtual_tokens_around_an_attached_loss_are_refused():
+    accelerator, model = Accelerator(cpu=True), tiny_run.model()
+    attach_loss(model)
+    accelerator.prepare(_virtual(model, "PrefixTuningConfig"))
+    with pytest.raises(ValueError, match="^PrefixTuningConfig puts virtual tokens"):
+        next(iter(AcceleratePacks(accelerator, tiny_run.dataset())))
+
+
+def _virtual(model, kind: str):
+    model.set_attn_implementation("sdpa")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(model, config)
