@@ -38,7 +38,7 @@ def test_adapters_of_virtual_tokens_around_an_attached_loss_are_refused():
     accelerator, model = Accelerator(cpu=True), tiny_run.model()
     attach_loss(model)
     accelerator.prepare(_virtual(model, "PrefixTuningConfig"))
-    with pytest.raises(ValueError, match="^PrefixTuningConfig puts virtual tokens"):
+    with pytest.raises(ValueError, match=r"^PrefixTuningConfig puts virtual tokens"):
         next(iter(AcceleratePacks(accelerator, tiny_run.dataset())))
 
 
