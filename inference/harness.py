@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from copy import deepcopy
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from .all_ranks import AllRanks
 from .borrow import random_states, unwrap
 from .engine import Engine
 from .params import SamplingParams
-from .task_settings import check_defaults, settle
+from .task_settings import settle
 
 log = logging.getLogger(__name__)
 
@@ -240,12 +242,13 @@ class Harness:
         limit: documents of each task, or a share of them.
         chat: put prompts into the tokenizer's chat template.
         system_instruction: what stands before every prompt, or speaks as the system in a chat.
-        gen_kwargs: settings of generation that take the place of the tasks' own.
+        gen_kwargs: settings of generation that take the place of the tasks' own; of most tasks a
+            temperature is heard with do_sample=True only.
         include_path: folder with task files of your own.
         task_manager: what knows the tasks already, as `find_tasks` gives it.
         settings: of `EngineLM` and the engine.
         """
-        _check(tasks, limit, num_fewshot)
+        _check(tasks, limit, num_fewshot, gen_kwargs)
         if chat and getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("chat is on, but the tokenizer has no chat template")
         manager = task_manager or find_tasks(tasks, include_path)
@@ -253,14 +256,24 @@ class Harness:
         self._limit, self._chat, self._system = limit, chat, system_instruction
         self._device = next(self.lm.model.parameters()).device
         with random_states(self._device):
-            self._tasks = manager.load(list(tasks))
-        for task in self._tasks["tasks"].values():
+            # lm_eval writes into dicts that it is given.
+            given = [deepcopy(task) if isinstance(task, dict) else task for task in tasks]
+            self._tasks = manager.load(given)
+        for name, task in self._tasks["tasks"].items():
             own = task.get_config("num_fewshot")
             if own is None or (num_fewshot is not None and own != 0):
-                task.set_config(key="num_fewshot", value=num_fewshot or 0)
+                task.set_config(key="num_fewshot", value=int(num_fewshot or 0))
             if task.get_config("output_type") == "generate_until":
-                task.set_config("generation_kwargs", dict(gen_kwargs or {}), update=True)
-                check_defaults(getattr(self.lm.model, "generation_config", None))
+                self._settle(name, task, gen_kwargs or {})
+
+    def _settle(self, name: str, task: Any, gen_kwargs: Mapping[str, Any]) -> None:
+        """Set how a task generates, seen to be what the engine does."""
+        settings = {**task.get_config("generation_kwargs"), **gen_kwargs}
+        try:
+            self.lm._generation("", settings)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from None
+        task.set_config("generation_kwargs", settings)
 
     @property
     def engine(self) -> Engine:
@@ -321,19 +334,22 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
     return manager
 
 
-def _check(tasks: Any, limit: Any, num_fewshot: Any) -> None:
-    """Refuse what is no choice of tasks or documents."""
+def _check(tasks: Any, limit: Any, num_fewshot: Any, gen_kwargs: Any) -> None:
+    """Refuse what is no choice of tasks, documents or settings."""
     if isinstance(tasks, str) or len(tasks) == 0:
         raise ValueError(f"tasks is {tasks!r}; name them in a list, at least one: ['arc_easy']")
     whole_or_share = _is_number(limit) and (0 < limit < 1 or (limit >= 1 and limit % 1 == 0))
     if limit is not None and not whole_or_share:
         raise ValueError(f"limit is {limit!r}; give documents from 1, or a share of them below 1")
-    if num_fewshot is not None and not (isinstance(num_fewshot, int) and num_fewshot >= 0):
+    counted = isinstance(num_fewshot, Integral) and int(num_fewshot) >= 0
+    if num_fewshot is not None and not counted:
         raise ValueError(f"num_fewshot is {num_fewshot!r}; give examples from 0")
+    if gen_kwargs is not None and not isinstance(gen_kwargs, Mapping):
+        raise ValueError(f"gen_kwargs is {gen_kwargs!r}; give a dict: {{'max_gen_toks': 64}}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @contextmanager
