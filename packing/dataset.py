@@ -161,7 +161,7 @@ class PackedDataset(IterableDataset):
 
         Where lengths are known this is the plan of an epoch, by default the one that the present
         pass began with. For a stream it is what this process has given out, or, where workers did,
-        the states its stepped packs carried.
+        the states its stepped packs carried; shares of weights that change are over all passes.
         """
         if isinstance(self.packs, PlannedPacks):
             epoch = self._begin.position.epoch if epoch is None else epoch
@@ -231,7 +231,8 @@ class PackedDataset(IterableDataset):
         if info is None:
             progress = self._done or self._given
             over = self._over and progress.last == self._given.last  # what is read may be ahead
-            return self._state(progress.reached(self._share()), progress.shards(), over)
+            shards = progress.shards(*self._ranks())
+            return self._state(progress.reached(self._share()), shards, over)
         at = self._begin.position
         _, epoch, start = self._given.last or (0, at.epoch, at.start)
         worker = {"id": info.id, "of": info.num_workers, "taken": self._given.taken}

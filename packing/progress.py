@@ -23,8 +23,8 @@ class Progress:
         """Count a pack as done."""
         self.taken += 1
         if "shard" in cursor:
-            names = ("made", "state", "ended")
-            self.cursors[cursor["shard"]] = {name: cursor[name] for name in names}
+            place = {name: value for name, value in cursor.items() if name != "shard"}
+            self.cursors[cursor["shard"]] = place
             self.last = (index, self.position.epoch, self.position.start)
         else:
             self.last = (index, cursor["epoch"], cursor["start"])
@@ -54,9 +54,15 @@ class Progress:
         following = share.round_end(index, self.position.index)
         return Position(epoch, start, following, self.position.until)
 
-    def shards(self) -> dict[str, dict]:
-        """Give the cursors as JSON wants them."""
-        return {str(shard): self.cursors[shard] for shard in sorted(self.cursors)}
+    def shards(self, rank: int = 0, world: int = 1) -> dict[str, dict]:
+        """Give the cursors as JSON wants them, but those of other ranks' shards: they have moved.
+
+        >>> at = {"made": 3, "state": "", "ended": False}
+        >>> list(Progress(Position(0, 0, 8, 1), {0: at, 1: at, 2: at}).shards(rank=0, world=2))
+        ['0', '2']
+        """
+        own = (shard for shard in sorted(self.cursors) if shard % world == rank)
+        return {str(shard): self.cursors[shard] for shard in own}
 
 
 def done(pack: Pack | dict) -> tuple[int, dict]:

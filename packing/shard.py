@@ -23,7 +23,7 @@ import numpy as np
 from .compact import from_text, to_text
 from .encoded_rows import encoded
 from .encoder import Encoder
-from .mixture import Mixture, Stop, Weight
+from .mixture import Mixture, Stop, Weight, changing
 from .overflow import limit
 from .pack import Pack
 from .packer import Packer
@@ -88,6 +88,8 @@ class ShardPacks:
         self._kept = 0
         self._before = self.mixture.drawn.copy()
         """Tokens drawn from each source when its lap began."""
+        self._given = np.zeros_like(self._before) if changing(settings.weights) else None
+        """Tokens of each source in the packs made, over all passes: what weights go on from."""
 
     def next(self) -> Pack | None:
         """Give the next pack, or None once the shard has ended."""
@@ -130,11 +132,14 @@ class ShardPacks:
             self._error = error
         if self._coming is not None:
             self._count += 1
+            if self._given is not None:
+                np.add.at(self._given, self._coming.sources, self._coming.lengths)
             self._coming.cursor = self._place()
 
     def _place(self) -> dict:
         """Give the place behind the pack that is coming."""
-        return {"shard": self.shard, "made": self._count, "state": self._snapshot, "ended": False}
+        place = {"shard": self.shard, "made": self._count, "state": self._snapshot, "ended": False}
+        return place if self._given is None else {**place, "given": self._given.tolist()}
 
     def _feed(self) -> Iterator[Pack]:
         """Draw what the mixture allows, and pack it; at the end, pack what is left."""
@@ -257,12 +262,15 @@ class ShardPacks:
             "skipped": self.skipped.rows,
             "finished": self.finished,
         }
-        return pack_text(state)
+        return pack_text(state if self._given is None else {**state, "given": self._given.tolist()})
 
     def behind(self, cursor: dict) -> dict:
         """Give the place before the first pack, if a pass that ended at a cursor went before."""
-        self.mixture.drawn[:] = unpack_text(cursor["state"])["mixture"]["drawn"]
-        return {"made": 0, "state": self._take_snapshot(), "ended": False}
+        # Not what was drawn: where feeds begin, and so what waits in the packer, moves by a resume.
+        assert self._given is not None
+        self.mixture.drawn[:] = self._given[:] = cursor["given"]
+        state = self._take_snapshot()
+        return {"made": 0, "state": state, "ended": False, "given": cursor["given"]}
 
     def load(self, cursor: dict) -> None:
         """Continue behind the pack that carried this cursor."""
@@ -286,6 +294,8 @@ class ShardPacks:
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
+        if self._given is not None:
+            self._given[:] = state["given"]
         self._before[:] = -1  # not in the state: the lap under way is not looked at
         places = np.cumsum(from_text(state["places"]))
         order = from_text(state["order"]) if state["order"] else np.zeros(len(places), np.int64)

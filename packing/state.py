@@ -84,7 +84,7 @@ def _check_shards(shards: Any, count: int) -> None:
     for name, at in shards.items():
         if name not in names:
             raise ValueError(f"the state names a shard {str(name)[:20]!r}, there are {count}")
-        if not isinstance(at, dict) or set(at) != {"made", "state", "ended"}:
+        if not isinstance(at, dict) or set(at) - {"given"} != {"made", "state", "ended"}:
             raise ValueError(f"the state of shard {name} must have the fields made, state, ended")
         if not is_count(at["made"]) or not isinstance(at["ended"], bool):
             raise ValueError(f"the state of shard {name} has made={at['made']!r}, not a number")
@@ -135,7 +135,10 @@ def merge_states(states: Iterable[dict]) -> dict:
                     f"the ranks stand at different places: {name} is {value!r} on the first, "
                     f"{state.get(name)!r} on another"
                 )
-    shards = {shard: at for state in states for shard, at in state.get("shards", {}).items()}
+    shards: dict[str, Any] = {}
+    for shard, at in (item for state in states for item in state.get("shards", {}).items()):
+        if shards.setdefault(shard, at) != at:
+            raise ValueError(f"two ranks name different places of shard {shard}: each has its own")
     return (
         {**whole, "shards": dict(sorted(shards.items(), key=lambda item: int(item[0])))}
         if shards

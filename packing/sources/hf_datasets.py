@@ -99,7 +99,8 @@ def _flat(array: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     values = array.values[offsets[0] : offsets[-1]]
     nulls = array.is_null().to_numpy(zero_copy_only=False)
     if values.null_count:
-        before = np.cumsum([0, *values.is_null().to_numpy(zero_copy_only=False)])
+        lacking = values.is_null().to_numpy(zero_copy_only=False)
+        before = np.concatenate([[0], np.cumsum(lacking)])
         nulls |= np.diff(before[offsets - offsets[0]]) > 0
         values = values.fill_null(0)
     return values.to_numpy(), np.diff(offsets), nulls

@@ -308,6 +308,32 @@ def test_states_of_ranks_at_different_places_are_not_merged():
         merge_states(states)
 
 
+def test_places_of_one_shard_that_contradict_each_other_are_not_merged():
+    states = [{"position": {"index": 4}, "shards": {"1": {"made": made}}} for made in (4, 8)]
+    with pytest.raises(ValueError, match="different places of shard 1"):
+        merge_states(states)
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_a_run_of_ranks_that_is_resumed_twice_gives_what_one_leg_would(
+    world, workers, tools, jsonl
+):
+    path = jsonl(tools.documents(200, longest=60))
+
+    def make(**share):
+        options = {"budget": 64, "pool": 8, "shuffle": 16, "ahead": False, "shards": 4}
+        return PackedDataset(path, **options, packs=40, **share)
+
+    found, state = [], None
+    for steps in (4, 5, None):
+        run = tools.Run(make, world, workers)
+        run = run if state is None else run.load(state)
+        count = None if steps is None else steps * world
+        found += [tools.digest(pack) for pack in islice(run.packs(), count)]
+        state = run.saved()
+    assert found == [tools.digest(pack) for pack in tools.Run(make, 1).packs()]
+
+
 def test_importing_packing_does_not_import_torch():
     program = "import sys, nopad.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,5 +1,6 @@
 """Mixtures: shares of tokens follow the weights at every moment, and sources end as asked."""
 
+import json
 from itertools import islice
 
 import numpy as np
@@ -173,6 +174,34 @@ def test_weights_that_drift_go_on_in_the_next_pass(ahead, how):
         sum(int((p.tokens == 2).sum()) for p in packs[:20]) for packs in (first, second)
     )
     assert before < 300 < 500 < after
+
+
+@pytest.mark.parametrize("packs", [8, 16])
+def test_weights_that_drift_go_on_over_passes_that_packs_ends_and_a_resume_changes_none(packs):
+    rows = [[1] * 10] * 400, [[2] * 10] * 400
+    drift = [(rows[0], [(0, 1.0), (8_000, 0.0)]), (rows[1], [(0, 0.0), (8_000, 1.0)])]
+
+    def make(packs):
+        options = {"budget": 100, "pool": 8, "ahead": False, "shards": 2, "shuffle": False}
+        return PackedDataset(drift, **options, packs=packs, rank=0, world=1)
+
+    def share(some):
+        return np.mean([(pack.tokens == 1).mean() for pack in some])
+
+    data, states, first = make(packs), [], []
+    for pack in data:
+        first.append(pack)
+        states.append(json.dumps(data.state_dict()))
+    passes = [first] + [list(data) for _ in range(48 // packs - 1)]
+    whole = list(make(48))
+    for number, some in enumerate(passes):
+        assert abs(share(some) - share(whole[number * packs : (number + 1) * packs])) < 0.05
+    second = [pack.tokens.tolist() for pack in passes[1]]
+    for state in states[:-1:3]:
+        again = make(packs)
+        again.load_state_dict(json.loads(state))
+        list(again)
+        assert [pack.tokens.tolist() for pack in again] == second
 
 
 def test_weights_that_drift_cannot_begin_with_a_later_epoch_of_a_stream():
