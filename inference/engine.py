@@ -45,11 +45,7 @@ class Engine:
     """Generation and scoring on a causal language model of Transformers.
 
     `max_running` and `tokens_per_step` are the dial between throughput and latency, and may be
-    turned while requests run. What they trade, with a model of 1.2 B parameters on an H200:
-
-        running          16     48     96    192    384
-        ms a token      1.2    1.5    1.6    2.4    3.9
-        k tokens/s       13     32     60     80     98
+    turned while requests run: the README of this room has the curve they trace.
 
     Between calls weights may change and adapters be switched: what others computed is forgotten. A
     write of few elements through `.data` may escape it (a sample is compared): write them under
