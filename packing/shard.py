@@ -268,6 +268,8 @@ class ShardPacks:
         """Give the place before the first pack, if a pass that ended at a cursor went before."""
         # Not what was drawn: where feeds begin, and so what waits in the packer, moves by a resume.
         assert self._given is not None
+        if len(cursor.get("given", ())) != len(self._given):
+            raise ValueError(f"the state of shard {self.shard} does not say what its packs held")
         self.mixture.drawn[:] = self._given[:] = cursor["given"]
         state = self._take_snapshot()
         return {"made": 0, "state": state, "ended": False, "given": cursor["given"]}

@@ -88,6 +88,9 @@ def _check_shards(shards: Any, count: int) -> None:
             raise ValueError(f"the state of shard {name} must have the fields made, state, ended")
         if not is_count(at["made"]) or not isinstance(at["ended"], bool):
             raise ValueError(f"the state of shard {name} has made={at['made']!r}, not a number")
+        given = at.get("given", [])
+        if not isinstance(given, list) or not all(map(is_count, given)):
+            raise ValueError(f"the state of shard {name} has given={given!r}, not numbers from 0")
 
 
 def pass_end(state: dict, epochs: int | None) -> int | None:

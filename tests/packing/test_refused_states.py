@@ -180,6 +180,7 @@ BAD_SHARDS = {
     "state no base64": lambda s: {**s, "0": {**s["0"], "state": "!!"}},
     "state not packed": lambda s: {**s, "0": {**s["0"], "state": "YWJj"}},
     "state none": lambda s: {**s, "0": {**s["0"], "state": pack_text({"x": 1})}},
+    "given no numbers": lambda s: {**s, "0": {**s["0"], "given": [-1, "x"]}},
     "a bomb": lambda s: {**s, "0": {**s["0"], "state": BOMB}},
 }
 
@@ -196,6 +197,25 @@ def test_a_malformed_shard_is_refused(name):
     with pytest.raises(ValueError, match="shard"):
         again.load_state_dict(state)
         next(iter(again))
+
+
+@pytest.mark.parametrize("given", [None, [7]])
+def test_a_pass_that_does_not_say_what_its_packs_held_is_not_gone_on_from(given):
+    drift = [(ROWS, [(0, 1.0), (99, 0.5)]), (ROWS, 1)]
+
+    def make():
+        return PackedDataset(drift, **BASE, ahead=False, shards=2)
+
+    data = make()
+    list(data)
+    state = json.loads(json.dumps(data.state_dict()))
+    assert state["over"]
+    for shard in state["shards"].values():
+        shard.pop("given") if given is None else shard.update(given=given)
+    again = make()
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match="does not say what its packs held"):
+        list(again)
 
 
 def test_a_state_of_one_rank_alone_does_not_continue_the_others():
