@@ -6,11 +6,11 @@ import importlib
 import sys
 
 COMMANDS = {
-    "inspect": ("inspection", "what packing does to a data set: lengths, fill, waste, a pack map"),
+    "inspect": ("inspect_data", "what packing does to a data set: lengths, fill, waste, a pack map"),
     "doctor": ("doctor", "does a model keep packed documents apart, and paged ≡ packed?"),
     "generate": ("generate", "complete prompts with any HF checkpoint through the engine"),
     "eval": ("evaluate", "tasks of lm-evaluation-harness on a checkpoint, through the engine"),
-    "lm_eval": ("harness_command", "lm_eval's own command line, with the engine as --model nopad"),
+    "lm_eval": ("lm_eval_command", "lm_eval's own command line, with the engine as --model nopad"),
 }
 
 

@@ -5,14 +5,15 @@ Varlen, Pages ─▶ attend ─▶ backends/ (flash-attn, torch, Triton, SDPA)
 any HF causal LM ──┘  attn_implementation="nopad", registered by importing this package
 """
 
-from .allocator import PageAllocator
 from .attend import attend, attend_written
-from .cache import PagedCache
-from .carried import carry
-from .documents import keep_apart
-from .proof import expect_layers
-from .registration import register
-from .supported import probe_layers, refuse, why_refused
+from .hf.call_log import expect_layers
+from .hf.forward_context import carry
+from .hf.interface import register
+from .hf.mask_patch import keep_apart
+from .hf.model_support import probe_layers, refuse, why_refused
+from .paging.allocator import PageAllocator
+from .paging.cache import PagedCache
+from .reference import visible
 from .varlen import Pages, Varlen
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "probe_layers",
     "refuse",
     "register",
+    "visible",
     "why_refused",
 ]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import opaque
-from .backends import choice
-from .backends.ask import Scores
-from .backends.write import write
+from . import custom_ops
+from .backends import selection
+from .backends.call_spec import Scores
+from .backends.kv_write import write
 from .varlen import Varlen
 
 _MANY = 8192
@@ -46,24 +46,24 @@ def attend(
     rule = (scaling, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
-        chosen = choice.choose(_facts(q, k, v, rule, varlen), backend)
+        chosen = selection.choose(_facts(q, k, v, rule, varlen), backend)
         if chosen == "sdpa" and torch.compiler.is_compiling():
-            return opaque.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
-        return choice.module(chosen).packed(q, k, v, varlen, scores)
+            return custom_ops.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
+        return selection.module(chosen).packed(q, k, v, varlen, scores)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("pages keep no gradients: call the model inside torch.no_grad()")
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
     facts = _facts(q, keys, values, rule, varlen)
-    chosen = choice.choose(facts, backend)
+    chosen = selection.choose(facts, backend)
     if torch.compiler.is_compiling():
-        opaque.write_pages(k, v, keys, values, pages.slots)
+        custom_ops.write_pages(k, v, keys, values, pages.slots)
         where = (varlen.cu_seqlens, pages.table, pages.lengths)
         bounds = (varlen.max_length, pages.max_length)
-        out = opaque.attend_pages(q, keys, values, *where, *bounds, *rule, chosen)
+        out = custom_ops.attend_pages(q, keys, values, *where, *bounds, *rule, chosen)
     else:
         write(k, v, keys, values, pages.slots)
-        out = choice.module(chosen).paged(q, keys, values, varlen, scores)
+        out = selection.module(chosen).paged(q, keys, values, varlen, scores)
     return out.to(v.dtype)
 
 
@@ -73,7 +73,7 @@ def attend_written(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Te
     keys, values = varlen.pages.cache.layer(layer)
     rule = (scale, None, None, None)
     facts = _facts(q, keys, values, rule, varlen)
-    return choice.module(choice.choose(facts)).paged(q, keys, values, varlen, Scores(*rule))
+    return selection.module(selection.choose(facts)).paged(q, keys, values, varlen, Scores(*rule))
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, varlen: Varlen) -> tuple:

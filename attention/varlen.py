@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .cache import PagedCache
+    from .paging.cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,11 +34,10 @@ from pathlib import Path
 import numpy as np
 from nopad.collators import PackedCollator
 from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
-from nopad.packing.cost import Cost
-from nopad.packing.levelling import level
-from nopad.packing.order import Position, Share
-from nopad.packing.planned import PlannedPacks
-from nopad.packing.token_store import Shelf, TokenStore
+from nopad.packing.ordering import Position, Share
+from nopad.packing.planning import Cost, level
+from nopad.packing.readers import PlannedPacks
+from nopad.packing.sources.token_store import Shelf, TokenStore
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import (
     arrow_rows,

@@ -32,12 +32,10 @@ import numpy as np
 import torch
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import IGNORE, PackedDataset
-from nopad.trainer.adamw import ClippedAdamW
-from nopad.trainer.compiling import compile_layers
-from nopad.trainer.flops import ModelFlops
-from nopad.trainer.fusing import fuse_layers
-from nopad.trainer.loader import PackedLoader
+from nopad.trainer.data import PackedLoader
+from nopad.trainer.fused import ClippedAdamW, compile_layers, fuse_layers
 from nopad.trainer.loss import attach_loss
+from nopad.trainer.monitoring import ModelFlops
 from record import head, write
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 

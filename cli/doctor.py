@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .asking import attention, parser
-from .loading import first_line, found, has_weights, quiet_bars
+from .checkpoints import first_line, found, has_weights, quiet_bars
+from .options import attention, parser
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
 MOST_PARAMETERS = 50_000_000
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def _apartness(names: list[str], given: Any, name: str, model: Any) -> int:
     """Print which implementations keep documents apart; 1 where one does not, 2 where none ran."""
-    from .apartness import examine, report
+    from .isolation import examine, report
 
     findings = [examine(model, each, given) for each in names]
     print(report(name, model, findings))
@@ -80,7 +80,7 @@ def _agreement(name: str, model: Any) -> int:
     It is 1 as well where the backend that runs everywhere did not, or none; 2 for a model refused.
     """
     from ..attention import why_refused
-    from .agreement import rows, table
+    from .logprob_parity import rows, table
 
     reason = why_refused(model)
     if reason is not None:
@@ -114,7 +114,7 @@ def _small(config: Any, kind: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from .shrink import scramble, shrink
+    from .tiny_model import scramble, shrink
 
     with torch.device("meta"):
         trial = AutoModelForCausalLM.from_config(shrink(config), **kind)

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .asking import count, model_options, new_file, parser, positive, share
-from .loading import check_template, checkpoint, load_model, load_tokenizer
+from .checkpoints import check_template, checkpoint, load_model, load_tokenizer
+from .options import count, model_options, new_file, parser, positive, share
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
     name = checkpoint(args.model)
     harness, make_table = _lm_eval()
-    from ..trainer.ranks import join_group, leave_group
+    from ..runtime import join_group, leave_group
 
     manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
     tokenizer = load_tokenizer(args.tokenizer or name)

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .asking import count, in_options, model_options, new_file, parser
-from .loading import check_template, checkpoint, load_model, load_tokenizer
+from .checkpoints import check_template, checkpoint, load_model, load_tokenizer
+from .options import count, in_options, model_options, new_file, parser
 from .prompt_file import Asked, read_prompts
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..packing import IGNORE, Pack, Sample
-from .rows import as_sample, lay_rows
+from .row_layout import as_sample, lay_rows
 
 
 class PackedCollator:

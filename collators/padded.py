@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..packing import IGNORE, Sample
-from .rows import as_sample
+from .row_layout import as_sample
 
 
 class PaddedCollator:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..packing import IGNORE, Sample
-from ..packing.ids import checked_ids, checked_sample
-from ..packing.planner import whole
+from ..packing import IGNORE, Sample, checked_ids, checked_sample
+from ..packing.planning import whole
 from .packed import PackedCollator
 
 PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")

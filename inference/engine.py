@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .borrow import unwrap
-from .completion import Completion, Event, Score
-from .garbage import full_collections_later
-from .group import Group, longest_first
-from .intake import Asked, Intake, Params, each_asked, seconds
-from .loop import Loop
-from .machine import Machine
-from .memory import SPARE, Memory
-from .prompts import Prompt, Tongue, identity
-from .request import Request
-from .request_trace import Trace
-from .scoring import Job, pairs, rolling_windows, scored
+from .execution.gc_control import full_collections_later
+from .execution.memory_budget import SPARE, Memory
+from .executor import Machine
+from .live_model.borrow import unwrap
+from .metrics.request_trace import Trace
+from .metrics.stats import Stats
+from .requests.active_requests import Inbox, UnderWay
+from .requests.outputs import Completion, Event, Score
+from .requests.request import Request
+from .requests.request_builder import Asked, Intake, Params, each_asked, seconds
+from .requests.request_group import Group, longest_first
+from .requests.scoring import Job, pairs, rolling_windows, scored
+from .requests.tokenization import Prompt, Tongue, identity
+from .scheduling.loop import Loop
+from .session import Tenancy
 from .settings import checked_dtype, checked_seed, positive, settle
-from .stats import Stats
-from .tenancy import Tenancy
-from .under_way import Inbox, UnderWay
 
 _TWINS = 1 << 16
 """Prompts whose repetitions are counted; an engine that is never idle forgets them in time."""

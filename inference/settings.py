@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .memory import Memory, checked_memory
+from .execution.memory_budget import Memory, checked_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .lengths import pack_lengths
+from .jit import compiled
 from .pack import Pack
-from .packer import Packer
-from .plan import Plan
-from .planner import Planner
+from .planning.lengths import pack_lengths
+from .planning.packer import Packer
+from .planning.plan import Plan
+from .planning.planner import Planner
 from .sample import IGNORE, Sample
+from .token_ids import check_masks, checked_ids, checked_sample
 
 if TYPE_CHECKING:
     from .dataset import PackedDataset
@@ -25,6 +27,10 @@ __all__ = [
     "Plan",
     "Planner",
     "Sample",
+    "check_masks",
+    "checked_ids",
+    "checked_sample",
+    "compiled",
     "pack_lengths",
 ]
 

@@ -20,17 +20,17 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .building import Choices, build, fingerprint_of, open_all, settings_of
-from .encoder import Encoder
-from .mixture import Stop, as_mixture
-from .order import Position, Share
-from .overflow import Overflow
+from .build import Choices, build, fingerprint_of, open_all, settings_of
+from .encoding.encoder import Encoder
+from .encoding.report import Skipped
+from .ordering.mixture import Stop, as_mixture
+from .ordering.permutation import Position, Share
 from .pack import Pack
-from .planned import PlannedPacks
-from .planner import Strategy, whole
-from .progress import Progress, done
-from .report import Skipped
-from .state import VERSION, check_state, is_over, pass_end
+from .planning.overflow import Overflow
+from .planning.planner import Strategy, whole
+from .readers.planned import PlannedPacks
+from .state.progress import Progress, done
+from .state.run_state import VERSION, check_state, is_over, pass_end
 
 
 class PackedDataset(IterableDataset):

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nopad.cli.asking import Help, model_options, positive
-from nopad.cli.loading import check_template, checkpoint, load_model, load_tokenizer
+from nopad.cli.checkpoints import check_template, checkpoint, load_model, load_tokenizer
+from nopad.cli.options import Help, model_options, positive
 
 if TYPE_CHECKING:
-    from nopad.trainer.evaluation_report import Report
+    from nopad.trainer.evaluation import Report
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -94,12 +94,9 @@ def main(argv: list[str] | None = None) -> Report:
     """Evaluate as the options say; print samples, a line for each metric, and JSON last."""
     args = options(argv)
     given = examples(args)
-    from nopad.inference import Engine, SamplingParams
-    from nopad.inference.all_ranks import AllRanks
-    from nopad.trainer.evaluation import GenerationEval
-    from nopad.trainer.evaluation_metrics import exact_match, extracted
-    from nopad.trainer.evaluation_table import lines
-    from nopad.trainer.ranks import join_group
+    from nopad.inference import AllRanks, Engine, SamplingParams
+    from nopad.runtime import join_group
+    from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, lines
 
     join_group()
     name = checkpoint(args.model)
@@ -144,7 +141,7 @@ def run(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    from nopad.trainer.ranks import leave_group
+    from nopad.runtime import leave_group
 
     leave_group()
     return int(report.error is not None or not report.metrics["eval/examples"])

@@ -17,10 +17,10 @@ import math
 import os
 import sys
 
-from loading import data_options, load_data, load_model
-from nopad.cli.asking import Help, count, positive
-from run_folder import RunFolder, run_options
-from settings import Training, parse, run_recipe
+from nopad.cli.options import Help, count, positive
+from nopad.recipes.support.arguments import Training, parse, run_recipe
+from nopad.recipes.support.data_and_model import data_options, load_data, load_model
+from nopad.recipes.support.run_dir import RunFolder, run_options
 
 RATES_EVERY = 10
 """Steps: to read the rates of a stream goes over all of it so far. The first steps, which are slow
@@ -56,7 +56,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 def optimize(args: argparse.Namespace, model, clips: bool):
     """AdamW with decay on matrices only, warm-up and cosine; `clips` on the way."""
     import torch
-    from nopad.trainer.adamw import ClippedAdamW
+    from nopad.trainer.fused import ClippedAdamW
     from transformers import get_cosine_schedule_with_warmup
 
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -118,10 +118,10 @@ class Pretraining:
     """One run: the parts, the loop over optimizer steps, and its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
-        from nopad.trainer.fusing import fuse_layers
+        from nopad.trainer.fused import fuse_layers
+        from nopad.trainer.graceful_stop import StopRequest
         from nopad.trainer.loss import attach_loss
-        from nopad.trainer.meter import Meter
-        from nopad.trainer.stop import StopRequest
+        from nopad.trainer.monitoring import Meter
         from nopad.trainer.with_accelerate import AcceleratePacks
 
         self.args, self.folder, self.accelerator = args, folder, accelerator
@@ -146,9 +146,9 @@ class Pretraining:
 
     def _evaluations(self):
         """Continue beginnings of held-out documents with the live model, on all ranks."""
-        from held_out import continuing
+        from nopad.recipes.support.holdout import continuing
         from nopad.trainer.evaluation import Example
-        from nopad.trainer.with_accelerate_eval import AccelerateEval
+        from nopad.trainer.with_accelerate import AccelerateEval
 
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         examples = [Example(prompt) for prompt in args.prompt or []] or self.examples

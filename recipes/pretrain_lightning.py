@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from held_out import continuing
-from loading import data_options, load_data, load_model
-from nopad.cli.asking import Help, count, positive
-from run_folder import RunFolder, run_options
-from settings import Training, heard_to_the_end, mendable, parse, run_recipe
+from nopad.cli.options import Help, count, positive
+from nopad.recipes.support.arguments import Training, heard_to_the_end, mendable, parse, run_recipe
+from nopad.recipes.support.data_and_model import data_options, load_data, load_model
+from nopad.recipes.support.holdout import continuing
+from nopad.recipes.support.run_dir import RunFolder, run_options
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def module(args: argparse.Namespace, folder: RunFolder, model):
 
 def checkpoint(args: argparse.Namespace) -> Path | None:
     """The file to go on from, if any; damaged ones are refused."""
-    from nopad.trainer.seal import check_archive
+    from nopad.trainer.checkpoint_manifest import check_archive
 
     if args.resume is None:
         return None
@@ -82,9 +82,12 @@ def main(argv: list[str] | None = None) -> None:
     folder = RunFolder.of("pretrain_lightning", args)
     import lightning.pytorch as pl
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-    from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
-    from nopad.trainer.with_lightning_eval import EvalCallback
-    from nopad.trainer.with_lightning_stop import StopCallback
+    from nopad.trainer.with_lightning import (
+        EvalCallback,
+        PackedCallback,
+        PackedDataModule,
+        StopCallback,
+    )
 
     with heard_to_the_end(), mendable(MisconfigurationException):
         stop = StopCallback(args.output / "last.ckpt")

@@ -12,12 +12,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_training import hf_options, hf_train
-from loading import check_vocabulary, naming, open_data, packed, shared_options
-from nopad.cli.asking import Help, count, positive
-from nopad.cli.loading import checkpoint, load_tokenizer
-from run_folder import RunFolder
-from settings import parse, run_recipe
+from nopad.cli.checkpoints import checkpoint, load_tokenizer
+from nopad.cli.options import Help, count, positive
+from nopad.recipes.support.arguments import parse, run_recipe
+from nopad.recipes.support.data_and_model import (
+    check_vocabulary,
+    naming,
+    open_data,
+    packed,
+    shared_options,
+)
+from nopad.recipes.support.hf_runner import hf_options, hf_train
+from nopad.recipes.support.run_dir import RunFolder
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,7 +54,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def load_data(args: argparse.Namespace):
     """The tokenizer, packs of conversations, and some that are held out."""
-    from held_out import split
+    from nopad.recipes.support.holdout import split
 
     tokenizer = load_tokenizer(args.tokenizer or checkpoint(args.model))
     if args.chat_template:
@@ -61,7 +67,7 @@ def load_data(args: argparse.Namespace):
 
 def load_model(args: argparse.Namespace, tokenizer):
     """The model with its weights, and adapters if asked for."""
-    import nopad.attention  # noqa: F401  registers the attention implementation
+    import nopad.attention  # noqa: F401
     from transformers import AutoModelForCausalLM
 
     with naming(args.model):

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_training import hf_options, hf_train
-from loading import data_options, load_data, load_model
-from nopad.cli.asking import Help
-from run_folder import RunFolder
-from settings import parse, run_recipe
+from nopad.cli.options import Help
+from nopad.recipes.support.arguments import parse, run_recipe
+from nopad.recipes.support.data_and_model import data_options, load_data, load_model
+from nopad.recipes.support.hf_runner import hf_options, hf_train
+from nopad.recipes.support.run_dir import RunFolder
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -34,7 +34,7 @@ ONLY_IN = {
     ("packing", "pyarrow"): "packing/sources/",
     ("packing", "datasets"): "packing/sources/",
     ("packing", "torch"): "packing/dataset.py",
-    ("attention", "transformers"): "attention/registration.py",
+    ("attention", "transformers"): "attention/hf/interface.py",
     ("attention", "flash_attn"): "attention/backends/",
     ("attention", "flash_attn_interface"): "attention/backends/",
     ("attention", "kernels"): "attention/backends/",

@@ -17,7 +17,7 @@ import pytest
 TESTS = Path(__file__).parent
 FAULTS = {
     "a place in a shard is one pack behind": (
-        "packing/test_source_raises.py", "nopad.packing.shard",
+        "packing/sources/test_source_raises.py", "nopad.packing.readers.shard",
         "place = ShardPacks._place\n"
         "ShardPacks._place = lambda self: {**place(self), 'made': max(0, self._count - 1)}",
     ),
@@ -29,21 +29,21 @@ FAULTS = {
         "PackedDataset.end_pass = PackedDataset.state_dict",
     ),
     "a limited validation counts the whole set": (
-        "trainer/test_lightning_validation.py", "nopad.trainer.loader",
+        "trainer/with_lightning/test_validation.py", "nopad.trainer.data.loader",
         "begin = EvaluationLoader.__init__\n"
         "EvaluationLoader.__init__ = lambda self, data, how=None, limit=None: "
         "begin(self, data, how)",
     ),
     "nobody watches the workers": (
-        "trainer/test_data_workers.py::test_whoever_dies_it_is_told_and_nothing_is_left",
-        "nopad.trainer.data_workers", "WorkerWatch._raise_if_dead = lambda self, within=0: None",
+        "trainer/data/test_worker_watch.py::test_whoever_dies_it_is_told_and_nothing_is_left",
+        "nopad.trainer.data.worker_watch", "WorkerWatch._raise_if_dead = lambda self, within=0: None",
     ),
     "a round ends with its first pack": (
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
-        "nopad.packing.order", "Share.round_end = lambda self, index, base: index + 1",
+        "nopad.packing.ordering.permutation", "Share.round_end = lambda self, index, base: index + 1",
     ),
     "a signal is heard and forgotten": (
-        "trainer/test_stop.py", "nopad.trainer.stop",
+        "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
         "StopRequest.agreed = lambda self: False",
     ),
     "something is kept of every pack": (
@@ -56,7 +56,7 @@ FAULTS = {
     "ids of a prompt are not checked": (
         "inference/test_engine.py::"
         "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
-        "nopad.inference.prompts",
+        "nopad.inference.requests.tokenization",
         "Tongue._checked = lambda self, ids: np.asarray(ids, dtype=np.int64)",
     ),
     "requests that failed are left out": (
@@ -67,24 +67,24 @@ FAULTS = {
         "Engine.generate = lambda *a, **k: [c for c in whole(*a, **k) if c.error is None]",
     ),
     "an update of the weights is overlooked": (
-        "inference/test_no_trace.py::test_cycles_of_update_and_evaluation_equal_a_fresh_engine",
-        "nopad.inference.weights",
+        "inference/live_model/test_no_trace.py::test_cycles_of_update_and_evaluation_equal_a_fresh_engine",
+        "nopad.inference.live_model.weights_version",
         "look = WeightsVersion.refresh\n"
         "WeightsVersion.refresh = lambda self: bool(not self._seen and look(self))",
     ),
     "a context loses its first token": (
-        "inference/test_harness.py::test_scores_equal_those_of_lm_evals_own_model",
-        "nopad.inference.harness",
+        "inference/harness/test_tasks.py::test_scores_equal_those_of_lm_evals_own_model",
+        "nopad.inference.harness.tasks",
         "EngineLM._cut = lambda self, before, after: (tuple(before[1:] or before), tuple(after))",
     ),
     "answers of several ranks come back in another order": (
-        "trainer/test_evaluation_ranks.py::test_uneven_ranks_never_hang",
-        "nopad.inference.all_ranks",
+        "trainer/evaluation/test_ranks.py::test_uneven_ranks_never_hang",
+        "nopad.inference.data_parallel",
         "right = together\n"
         "together = lambda work, hands: right(work, hands)[:: -1 if len(hands) > 1 else 1]",
     ),
     "lines have no limit": (
-        "packing/test_hostile_names.py::"
+        "packing/sources/test_hostile_names.py::"
         "test_a_decompression_bomb_is_bounded_by_the_limit_of_a_line",
         "nopad.packing.sources.jsonl",
         "_bounded_line = lambda file: ((line := file.readline(1 << 40)), len(line))",

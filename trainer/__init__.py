@@ -10,13 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adamw import ClippedAdamW
-    from .compiling import compile_layers
-    from .cross_entropy import linear_cross_entropy
-    from .evaluation import Example, GenerationEval
-    from .fusing import fuse_layers
-    from .loader import EvaluationLoader, PackedLoader
-    from .loss import attach_loss
+    from .data.loader import EvaluationLoader, PackedLoader
+    from .evaluation.generation_eval import Example, GenerationEval
+    from .fused import ClippedAdamW, compile_layers
+    from .fused.fuse_layers import fuse_layers
+    from .loss.attached_loss import attach_loss
+    from .loss.cross_entropy import linear_cross_entropy
 
 __all__ = [
     "ClippedAdamW",
@@ -31,15 +30,15 @@ __all__ = [
 ]
 
 FILES = {
-    "ClippedAdamW": "adamw",
-    "EvaluationLoader": "loader",
+    "ClippedAdamW": "fused",
+    "EvaluationLoader": "data",
     "Example": "evaluation",
     "GenerationEval": "evaluation",
-    "PackedLoader": "loader",
+    "PackedLoader": "data",
     "attach_loss": "loss",
-    "compile_layers": "compiling",
-    "fuse_layers": "fusing",
-    "linear_cross_entropy": "cross_entropy",
+    "compile_layers": "fused",
+    "fuse_layers": "fused",
+    "linear_cross_entropy": "loss",
 }
 """Where each name is at home."""
 

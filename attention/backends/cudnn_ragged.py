@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..varlen import Varlen
 from . import cudnn_graph
-from .ask import Ask, Scores
+from .call_spec import Ask, Scores
 from .cudnn_graph import Ragged, Shape
 
 _FEWEST, _SHORTEST, _TOKENS = 16, 512, 1024

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..varlen import Varlen
 from . import flash_library
-from .ask import Ask, Scores
+from .call_spec import Ask, Scores
 
 _flash: Any = None
 

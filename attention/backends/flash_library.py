@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .ask import Ask, Scores
+from .call_spec import Ask, Scores
 
 
 @cache

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..reference import visible
 from ..varlen import Varlen
-from .ask import Ask, NotInAGraph, Scores
-from .sdpa_plan import Batch, Family, Layout, blind, plan
+from .call_spec import Ask, NotInAGraph, Scores
+from .sdpa_batching import Batch, Family, Layout, blind, plan
 
 sharing = True
 """Whether pages that several sequences begin with are read once for all of them."""

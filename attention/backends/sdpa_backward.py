@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..reference import visible
 from ..varlen import Varlen
-from .ask import Scores
+from .call_spec import Scores
 
 
 def packed_backward(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..varlen import Varlen
-from .ask import Ask, Scores
+from .call_spec import Ask, Scores
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..varlen import Varlen
-from .ask import Ask, Scores
+from .call_spec import Ask, Scores
 
 try:
     import triton
 
-    from .triton_decode import LEAST_SHARE, DecodeTiles, decode, padded, programs_at_once
-    from .triton_prefill import PrefillTiles, prefill
+    from ...kernels.paged_decode import LEAST_SHARE, DecodeTiles, decode, padded, programs_at_once
+    from ...kernels.paged_prefill import PrefillTiles, prefill
 except ImportError:  # `why_not` says so
     triton = None
 

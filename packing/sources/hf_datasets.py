@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..fingerprint import Fingerprint
-from ..ids import check_masks
-from ..state import is_count
-from ..token_store import Shelf
+from ..state.fingerprint import Fingerprint
+from ..state.run_state import is_count
+from ..token_ids import check_masks
 from .in_memory import row_at
 from .paths import contained
 from .source import Indexed, Row, RowSource
+from .token_store import Shelf
 
 FIRST = 1024
 """Rows looked at for padding."""

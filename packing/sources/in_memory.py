@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ..fingerprint import Fingerprint
+from ..state.fingerprint import Fingerprint
 from .source import Indexed, Row, RowSource
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .decompress import KINDS, unpacked
 from .paths import files_fingerprint, name_of
 from .source import Row, RowSource
-from .unpacking import KINDS, unpacked
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from ..fingerprint import Fingerprint
+from ..state.fingerprint import Fingerprint
 
 NAME_LIMIT = 255
 

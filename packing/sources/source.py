@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..order import shuffled
-from ..state import is_count
+from ..ordering.permutation import shuffled
+from ..state.run_state import is_count
 
 Cursor = Any
 """Small JSON; None is the beginning."""

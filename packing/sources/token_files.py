@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..compiled import compiled
-from ..token_store import Shelf
+from ..jit import compiled
+from .token_store import Shelf
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory) -> Path:
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    from test_harness import random_model, small_tokenizer
+    from small_checkpoint import random_model, small_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = small_tokenizer()

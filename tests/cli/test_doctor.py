@@ -5,9 +5,10 @@ import logging
 import warnings
 
 import pytest
+from nopad.cli import logprob_parity
+from nopad.cli.checkpoints import load_model
 from nopad.cli.doctor import main
-from nopad.cli.loading import load_model
-from nopad.cli.shrink import shrink
+from nopad.cli.tiny_model import shrink
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -121,10 +122,9 @@ def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
 
 
 def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
-    from nopad.cli import agreement
 
-    monkeypatch.setattr(agreement, "LENGTHS", (1, 5, 33))  # Triton may be interpreted
-    monkeypatch.setattr(agreement, "NEW", 4)
+    monkeypatch.setattr(logprob_parity, "LENGTHS", (1, 5, 33))  # Triton may be interpreted
+    monkeypatch.setattr(logprob_parity, "NEW", 4)
     assert main(["llama", "--agreement"]) == 0
     text = capsys.readouterr().out
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
@@ -135,26 +135,26 @@ def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsy
 
 
 def test_disagreement_is_status_one(capsys, monkeypatch):
-    from nopad.cli import agreement
+    from nopad.cli import logprob_parity
 
     def apart(*args, **named):
-        return agreement.Agreement(144, 0.5, 2.0, "float32", "cpu")
+        return logprob_parity.Agreement(144, 0.5, 2.0, "float32", "cpu")
 
-    monkeypatch.setattr(agreement, "agreement", apart)
+    monkeypatch.setattr(logprob_parity, "agreement", apart)
     assert main(["llama", "--agreement"]) == 1
     assert "TOO FAR" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fails", [("sdpa",), ("sdpa", "flash2", "triton")])
 def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkeypatch, fails):
-    from nopad.cli import agreement
+    from nopad.cli import logprob_parity
 
     def sometimes(*args, attention, **named):
         if attention in fails:
             raise RuntimeError("no kernel image")
-        return agreement.Agreement(144, 0.0, 0.0, "float32", "cpu")
+        return logprob_parity.Agreement(144, 0.0, 0.0, "float32", "cpu")
 
-    monkeypatch.setattr(agreement, "agreement", sometimes)
+    monkeypatch.setattr(logprob_parity, "agreement", sometimes)
     assert main(["llama", "--agreement"]) == 1
     assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
 

@@ -82,7 +82,7 @@ def test_a_limit_is_a_number_of_documents_or_a_share(text, limit):
 def test_chat_without_a_template_is_told_before_the_model_is_loaded(made, tmp_path, monkeypatch):
     from nopad.cli import evaluate
     from nopad.inference import harness
-    from test_harness import small_tokenizer
+    from small_checkpoint import small_tokenizer
 
     tokenizer = small_tokenizer()
     tokenizer.chat_template = None
@@ -112,7 +112,7 @@ def test_task_files_may_lie_at_home(monkeypatch):
 )
 def test_in_python_a_setting_that_cannot_be_is_named_too(wrong, word):
     from nopad.inference.harness import Harness
-    from test_harness import random_model, small_tokenizer
+    from small_checkpoint import random_model, small_tokenizer
 
     tokenizer = small_tokenizer()
     tokenizer.chat_template = None
@@ -122,15 +122,15 @@ def test_in_python_a_setting_that_cannot_be_is_named_too(wrong, word):
 
 def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):
     from lm_tasks import write_tasks
-    from nopad.inference import harness
+    from nopad.inference.harness import tasks
 
     write_tasks(tmp_path, 4)
-    few = harness.TaskManager
+    few = tasks.TaskManager
     monkeypatch.setattr(  # lm_eval's own thousands take seconds to look through
-        harness, "TaskManager", lambda include_path, **_: few(
+        tasks, "TaskManager", lambda include_path, **_: few(
             include_path=include_path, include_defaults=False
         )
     )  # fmt: skip
     with pytest.raises(ValueError, match="no task 'tiny_chioce': did you mean tiny_choice"):
-        harness.find_tasks(["tiny_chioce"], str(tmp_path))
-    assert harness.find_tasks(["tiny_choice"], str(tmp_path)).load(["tiny_choice"])["tasks"]
+        tasks.find_tasks(["tiny_chioce"], str(tmp_path))
+    assert tasks.find_tasks(["tiny_choice"], str(tmp_path)).load(["tiny_choice"])["tasks"]

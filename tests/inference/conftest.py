@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from nopad.attention import PageAllocator
-from nopad.inference.batch import Step
-from nopad.inference.canary import Canary
-from nopad.inference.draws import scramble
-from nopad.inference.loop import Loop, Results
-from nopad.inference.request import Request
-from nopad.inference.scheduler import Scheduler
-from nopad.inference.slots import Slots
-from nopad.inference.stats import Stats
+from nopad.inference.metrics.stats import Stats
+from nopad.inference.requests.request import Request
+from nopad.inference.requests.rng import scramble
+from nopad.inference.scheduling.cache_checker import Canary
+from nopad.inference.scheduling.loop import Loop, Results
+from nopad.inference.scheduling.scheduler import Scheduler
+from nopad.inference.scheduling.slot_params import Slots
+from nopad.inference.scheduling.step import Step
 
 VOCABULARY = 50
 PLACES = scramble(np.arange(1, 1025, dtype=np.uint64))
@@ -149,7 +149,7 @@ class World:
 
 def alone(request: Request) -> list[int]:
     """The tokens the request would get if nothing else existed."""
-    from nopad.inference.draws import uniforms
+    from nopad.inference.requests.rng import uniforms
 
     tokens = request.prompt.tolist()
     made: list[int] = []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.stopping import Detokenizer, find_stop
+from nopad.inference.requests.detokenizer import Detokenizer, find_stop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -265,7 +265,7 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("fault", CORRUPTIONS)
 def test_the_canary_sees_every_corruption(tiny, fault, monkeypatch):
     """B8: ten deliberate corruptions of a step's arrays; without them it never complains."""
-    from nopad.inference import loop
+    from nopad.inference.scheduling import loop
 
     memory = 8 * 16 * 2 * 2 * 2 * 8 * 4
     prompts = [list(range(3, 23)), list(range(40, 62))]

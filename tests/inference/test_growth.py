@@ -10,10 +10,10 @@ import nopad.inference
 import numpy as np
 import pytest
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.request import Request
-from nopad.inference.request_trace import Trace
-from nopad.inference.stats import Stats
-from nopad.inference.window import Window
+from nopad.inference.metrics.request_trace import Trace
+from nopad.inference.metrics.ring_buffer import Window
+from nopad.inference.metrics.stats import Stats
+from nopad.inference.requests.request import Request
 
 
 def bytes_per_evaluation(engine: Engine, rounds: int) -> float:

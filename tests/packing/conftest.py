@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 from nopad.packing import Pack, PackedDataset
-from nopad.packing.order import Share
+from nopad.packing.ordering import Share
 from nopad.packing.state import merge_states
 
 

@@ -8,9 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Packer, Sample
-from nopad.packing.order import Position, Share
-from nopad.packing.planned import PlannedPacks
-from nopad.packing.token_store import Shelf, TokenStore
+from nopad.packing.ordering import Position, Share
+from nopad.packing.readers import PlannedPacks
+from nopad.packing.sources.token_store import Shelf, TokenStore
 
 
 def test_one_document_of_ten_million_tokens_takes_at_most_four_times_its_bytes():

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from nopad.packing import PackedDataset, Sample
+from nopad.packing.sources.token_store import Shelf, TokenStore
 from nopad.packing.state import merge_states
-from nopad.packing.token_store import Shelf, TokenStore
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -14,8 +14,7 @@ import time
 
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.state import merge_states
-from nopad.packing.state_file import read_state, write_state
+from nopad.packing.state import merge_states, read_state, write_state
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,8 +9,8 @@ import random
 
 import pytest
 from nopad.packing import PackedDataset, Sample
-from nopad.packing.state_file import read_state, write_state
-from nopad.packing.token_store import Shelf, TokenStore
+from nopad.packing.sources.token_store import Shelf, TokenStore
+from nopad.packing.state import read_state, write_state
 
 TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (1, 2, 4)]
 
@@ -130,9 +130,7 @@ def test_a_state_at_every_batch_of_ten_thousand_documents_loses_none(tools, json
         make = lambda: PackedDataset(rows, budget=512, pool=256)  # noqa: E731
     else:
         path = jsonl(rows)
-        make = lambda: PackedDataset(  # noqa: E731
-            path, budget=512, pool=64, shards=2, shuffle=64, ahead=False
-        )
+        make = lambda: PackedDataset(path, budget=512, pool=64, shards=2, shuffle=64, ahead=False)  # noqa: E731
     states, digests = states_and_digests(tools, make())
     reader, wrong = make(), 0
     for cut, state in enumerate(states[:-1]):

@@ -8,26 +8,16 @@ import json
 
 import numpy as np
 import pytest
-from nopad.packing import (
-    PackedDataset,
-    Sample,
-    order,
-    packer,
-    planned,
-    progress,
-    rows_in_order,
-    shard,
-    sharded,
-    state_file,
-    token_store,
-)
-from nopad.packing import state as state_module
-from nopad.packing.encoder import Encoder
-from nopad.packing.ids import checked_ids, checked_sample
-from nopad.packing.mixture import Mixture
+from nopad.packing import PackedDataset, Sample, checked_ids, checked_sample
+from nopad.packing.encoding import Encoder
+from nopad.packing.ordering import Mixture, permutation
+from nopad.packing.planning import packer
+from nopad.packing.readers import planned, row_reader, shard, sharded
 from nopad.packing.sources import jsonl as jsonl_module
-from nopad.packing.sources import paths
+from nopad.packing.sources import paths, token_store
 from nopad.packing.sources.source import Indexed
+from nopad.packing.state import atomic_file, progress
+from nopad.packing.state import run_state as state_module
 
 BUDGET = 64
 
@@ -98,15 +88,15 @@ def check_states(make, tmp_path):
         with pytest.raises(ValueError):
             make().load_state_dict({**state, **change})
     path = tmp_path / "state.json"
-    state_file.write_state(path, {"old": 1})
-    state_file.write_state(path, state)
+    atomic_file.write_state(path, {"old": 1})
+    atomic_file.write_state(path, state)
     text = path.read_text()
     path.write_text(text.replace('"index":1', '"index":2'))
-    assert state_file.read_state(path) == {"old": 1}
+    assert atomic_file.read_state(path) == {"old": 1}
     path.write_text(text[:-5])
-    state_file.write_state(path, state)
+    atomic_file.write_state(path, state)
     path.write_text(text[:-5])
-    assert state_file.read_state(path) == {"old": 1}
+    assert atomic_file.read_state(path) == {"old": 1}
 
 
 def check_rows(tmp_path):
@@ -151,7 +141,7 @@ def check_packer():
 def check_laps(path):
     """Each pass over a stream has its own order."""
     source = jsonl_module.JsonLines([path])
-    reader = rows_in_order.RowsInOrder(source, window=8)
+    reader = row_reader.RowsInOrder(source, window=8)
     laps = []
     for _ in range(2):
         laps.append([])
@@ -204,22 +194,22 @@ token_store_copy = token_store._copy
 
 FAULTS = {
     "a worker's share starts one pack late": (
-        order.Share, "first", lambda self, base: base + (self.rank - base) % self.world
+        permutation.Share, "first", lambda self, base: base + (self.rank - base) % self.world
         + self.worker * self.world + 1),
     "workers of a rank repeat each other": (
-        order.Share, "first", lambda self, base: base + (self.rank - base) % self.world),
-    "the stride forgets the workers": (order.Share, "stride", property(lambda self: self.world)),
+        permutation.Share, "first", lambda self, base: base + (self.rank - base) % self.world),
+    "the stride forgets the workers": (permutation.Share, "stride", property(lambda self: self.world)),
     "a round ends with its first pack": (
-        order.Share, "round_end", lambda self, index, base: index + 1),
+        permutation.Share, "round_end", lambda self, index, base: index + 1),
     "a round is counted from 0, not from the base": (
-        order.Share, "round_start", lambda self, index, base: index - index % self.world + 1),
+        permutation.Share, "round_start", lambda self, index, base: index - index % self.world + 1),
     "ranks are dealt from the base": (
-        order.Share, "first", lambda self, base: base + self.rank + self.worker * self.world + 0 * 1
+        permutation.Share, "first", lambda self, base: base + self.rank + self.worker * self.world + 0 * 1
         if base % 3 else base + self.rank + self.worker * self.world + self.world),
     "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
                                     token_store_order(n, seed, 0, shuffle)),
     "a block's key forgets the lap": (
-        rows_in_order.RowsInOrder, "_key", lambda self, *parts: order.key(self.seed, self.shard)),
+        row_reader.RowsInOrder, "_key", lambda self, *parts: permutation.key(self.seed, self.shard)),
     "the last document of a window is lost": (
         planned, "epoch_order", lambda *a: (w[:-1] for w in token_store_order(*a))),
     "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
@@ -244,10 +234,10 @@ FAULTS = {
     "rows read ahead count as drawn": (
         shard.ShardPacks, "_position", lambda self, source: self.rows[source].given),
     "a resumed reader starts its block again": (
-        rows_in_order.RowsInOrder, "restore", lambda self, marks, position, numbers:
+        row_reader.RowsInOrder, "restore", lambda self, marks, position, numbers:
             restore(self, marks, marks[-1][0], numbers)),
     "the marks of held rows are forgotten": (
-        rows_in_order.RowsInOrder, "forget", lambda self, needed: self.marks.__delitem__(
+        row_reader.RowsInOrder, "forget", lambda self, needed: self.marks.__delitem__(
             slice(0, len(self.marks) - 1))),
     "a shard of another rank is read": (
         sharded.ShardedPacks, "_open", lambda self, position, share, following, cursors: opened(
@@ -261,10 +251,10 @@ FAULTS = {
     "positions are not checked": (state_module, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
     "the version is not compared": (state_module, "VERSION", 3),
-    "the checksum is not compared": (state_file, "_sealed", lambda state: json.dumps(
+    "the checksum is not compared": (atomic_file, "_sealed", lambda state: json.dumps(
         {"state": state}).encode()),
-    "the state before is not kept": (state_file, "_keep", no_check),
-    "a torn state pushes out the good one": (state_file, "_whole", lambda path: path.exists()),
+    "the state before is not kept": (atomic_file, "_keep", no_check),
+    "a torn state pushes out the good one": (atomic_file, "_whole", lambda path: path.exists()),
     "ids are rounded": (checked_ids.__globals__, "checked_ids", lambda ids, what="": np.asarray(
         ids, np.float64).astype(np.int64)),
     "ids beyond the vocabulary pass": (checked_ids.__globals__, "_within", no_check),
@@ -291,7 +281,7 @@ def from_the_window(columns):
 
 hold = packer.Packer._hold
 place = shard.ShardPacks._place
-restore = rows_in_order.RowsInOrder.restore
+restore = row_reader.RowsInOrder.restore
 opened = sharded.ShardedPacks._open
 add = progress.Progress.add
 draw = Mixture.draw

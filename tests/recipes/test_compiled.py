@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
 import small_inputs
 import torch
-from nopad.trainer import compiling
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,7 +25,9 @@ def trained(recipe: str, arguments: list[str], folder: Path) -> dict[str, torch.
     common = ["--tokenizer", folder / "tokenizer", "--budget", "64", "--steps", "3"]
     output = folder / "-".join([recipe, *arguments[:1]])
     rest = ["--learning-rate", "1e-2", "--warmup", "0", "--output", output]
-    importlib.import_module(recipe).main([*map(str, [*arguments, *common, *rest])])
+    importlib.import_module(f"nopad.recipes.{recipe}").main(
+        [*map(str, [*arguments, *common, *rest])]
+    )
     return load_file(next(output.glob("*model.safetensors")))
 
 
@@ -62,7 +64,7 @@ def inputs(recipe: str, folder: Path) -> list[str]:
 def test_a_compiled_run_leaves_the_weights_of_one_that_is_not(recipe, more, tmp_path, monkeypatch):
     """Its graphs are run as they are: to make kernels of them takes many times as long."""
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(compiling, "frugal", counter)
+    monkeypatch.setattr(sys.modules["nopad.trainer.fused.compile_layers"], "frugal", counter)
     check_compiled(recipe, more, tmp_path, monkeypatch)
     assert counter.frame_count >= 1
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path[:0] = [str(RECIPES), str(Path(__file__).parents[1] / "inference")]
 pytest.importorskip("lm_eval", reason="the harness is the extra `eval`")
 
-import evaluate_checkpoint  # noqa: E402
+from nopad.recipes import evaluate_checkpoint  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from test_harness import random_model, small_tokenizer
+    from small_checkpoint import random_model, small_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = small_tokenizer()

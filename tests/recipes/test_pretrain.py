@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "pretrain.py")
-sys.path.insert(0, str(ROOT / "recipes"))  # where a recipe finds its neighbours
 SMALL = ["--budget", "128", "--save-every", "2", "--eval-every", "100"]
 
 
@@ -55,7 +54,7 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
     """The recipe's own tokenizer, saved where --tokenizer finds it."""
-    import stdlib_corpus
+    from nopad.recipes.support import stdlib_corpus
 
     folder = tmp_path_factory.mktemp("tokenizer")
     stdlib_corpus.tokenizer(stdlib_corpus.documents()).save_pretrained(folder)
@@ -190,8 +189,8 @@ def used(tmp_path_factory, model) -> Path:
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch, capsys):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
-    import pretrain
-    from settings import exit_status
+    from nopad.recipes import pretrain
+    from nopad.recipes.support.arguments import exit_status
 
     extra, word = BAD[what]
     before = snapshot(used)
@@ -204,8 +203,8 @@ def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch
 
 def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, arguments, capfd):
     """What the message tells to do can be done, under the same name."""
-    import pretrain
-    from settings import exit_status
+    from nopad.recipes import pretrain
+    from nopad.recipes.support.arguments import exit_status
 
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -221,7 +220,7 @@ def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, argument
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_error_in_the_middle_of_training_keeps_its_traceback(begun, capsys):
-    from settings import Training, exit_status
+    from nopad.recipes.support.arguments import Training, exit_status
 
     def main(_):
         Training.begun = begun
@@ -248,10 +247,10 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_a_pack_trains_like_its_samples_one_by_one():
     """The recipe's own model: loss and gradients of a pack against each sample run alone."""
     import numpy as np
-    import pretrain
     import torch
     from nopad.collators import PackedCollator
     from nopad.packing import Pack, Sample
+    from nopad.recipes import pretrain
 
     class Tokenizer:
         bos_token_id = eos_token_id = 0
@@ -306,7 +305,7 @@ class Launched:
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
 def test_who_clips_by_settings_of_its_own_is_refused(kind, monkeypatch):
     import accelerate
-    import pretrain
+    from nopad.recipes import pretrain
 
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: Launched(kind))
     with pytest.raises(ValueError, match=rf"{kind} clips by its own settings.*train_hf\.py"):
@@ -323,8 +322,8 @@ def test_who_clips_by_settings_of_its_own_is_refused(kind, monkeypatch):
     ],
 )
 def test_under_fsdp1_accelerate_clips_before_the_step(kind, is_fsdp2, clipped):
-    import pretrain
     import torch
+    from nopad.recipes import pretrain
 
     run = pretrain.Pretraining.__new__(pretrain.Pretraining)
     run.accelerator = Launched(kind, is_fsdp2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import small_inputs
 import torch
-from nopad.trainer.stop import SIGNALS
+from nopad.trainer.graceful_stop import SIGNALS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -73,7 +73,7 @@ def test_a_run_is_neither_written_over_nor_resumed_as_another(
 
 @pytest.mark.parametrize(
     ("recipe", "broken"),
-    [("train_hf", "nopad.trainer.fusing.fuse_layers"),
+    [("train_hf", "nopad.trainer.fused.fuse_layers.fuse_layers"),
      ("pretrain_lightning", "pretrain_lightning.load_data")],
 )  # fmt: skip
 def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monke
     inputs = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
     inputs += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64", "--steps", "1"]
     before = [signal.getsignal(number) for number in SIGNALS]
-    importlib.import_module(recipe)
+    importlib.import_module(f"nopad.recipes.{recipe}")
     monkeypatch.setattr(broken, lambda *_: 1 / 0)
     try:
         with pytest.raises(ZeroDivisionError):
@@ -94,7 +94,7 @@ def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monke
 
 
 def test_a_signal_in_the_last_save_is_not_answered_with_another_step(capfd):
-    from settings import heard_to_the_end
+    from nopad.recipes.support.arguments import heard_to_the_end
 
     before = signal.getsignal(signal.SIGUSR1)
     with heard_to_the_end():
@@ -105,7 +105,7 @@ def test_a_signal_in_the_last_save_is_not_answered_with_another_step(capfd):
 
 def in_process(recipe: str, arguments: list) -> None:
     """The recipe's main, here: it must raise before it trains."""
-    importlib.import_module(recipe).main([*map(str, arguments)])
+    importlib.import_module(f"nopad.recipes.{recipe}").main([*map(str, arguments)])
 
 
 @pytest.mark.parametrize("recipe", ["pretrain", "train_hf", "pretrain_lightning"])
@@ -172,8 +172,8 @@ def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
 
 
 def test_the_command_line_overrides_the_yaml(tmp_path):
-    from hf_training import hf_arguments
-    from train_hf import options
+    from nopad.recipes.support.hf_runner import hf_arguments
+    from nopad.recipes.train_hf import options
 
     lines = "learning-rate: 1e-4\naccumulation: 4\ncheckpointing: true\nsteps: null\n"
     (tmp_path / "run.yaml").write_text(lines)
@@ -186,15 +186,15 @@ def test_the_command_line_overrides_the_yaml(tmp_path):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_every_precision_is_taken_without_a_gpu(precision, tmp_path):
-    from hf_training import hf_arguments
-    from train_hf import options
+    from nopad.recipes.support.hf_runner import hf_arguments
+    from nopad.recipes.train_hf import options
 
     args = hf_arguments(options(["--precision", precision, "--output", str(tmp_path)]))
     assert args.device.type == "cpu"
 
 
 def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
-    from pretrain import options
+    from nopad.recipes.pretrain import options
 
     (tmp_path / "run.yaml").write_text("prompt: [Once, There]\nbudget: 64\n")
     config = ["--config", str(tmp_path / "run.yaml")]
@@ -212,8 +212,8 @@ def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
     ],
 )
 def test_a_resume_does_not_pass_over_what_the_yaml_takes_back(tmp_path, monkeypatch, line, told):
-    from run_folder import RunFolder
-    from train_hf import options
+    from nopad.recipes.support.run_dir import RunFolder
+    from nopad.recipes.train_hf import options
 
     monkeypatch.chdir(tmp_path)
     RunFolder.of("train_hf", options(["--compile", "--eos", "none", "--steps", "40"])).start()
@@ -226,8 +226,8 @@ def test_a_resume_does_not_pass_over_what_the_yaml_takes_back(tmp_path, monkeypa
 
 
 def test_a_run_goes_on_with_the_yaml_it_was_started_with(tmp_path, monkeypatch):
-    from run_folder import RunFolder
-    from train_hf import options
+    from nopad.recipes.support.run_dir import RunFolder
+    from nopad.recipes.train_hf import options
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("steps: null\ncompile: false\nbudget: 64\n")
@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_the_yaml_it_was_started_with(tmp_path, monkeypatch):
 
 
 def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_path):
-    from pretrain import options
+    from nopad.recipes.pretrain import options
 
     (tmp_path / "run.yaml").write_text("steps: null\nresume: false\nprompt: ~\n")
     config = ["--config", str(tmp_path / "run.yaml")]
@@ -249,7 +249,7 @@ def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_pa
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
-    from train_hf import options
+    from nopad.recipes.train_hf import options
 
     (tmp_path / "run.yaml").write_text("steps: 1e3\nwarmup: 2.0\nbudget: 4096\n")
     args = options(["--config", str(tmp_path / "run.yaml")])
@@ -293,8 +293,8 @@ def test_an_attention_that_nobody_knows_ends_before_any_work(recipe, capsys):
 def test_epochs_that_cannot_be_are_told_in_words_of_the_command_line(
     epochs, tmp_path, monkeypatch, capsys
 ):
-    from settings import exit_status
-    from train_hf import main
+    from nopad.recipes.support.arguments import exit_status
+    from nopad.recipes.train_hf import main
 
     monkeypatch.chdir(tmp_path)
     inputs = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
@@ -342,7 +342,7 @@ def test_what_is_not_to_be_had_here_is_one_line(recipe, wrong, told, tmp_path, m
 
 
 def test_a_name_that_nopad_itself_lacks_keeps_its_traceback():
-    from settings import exit_status
+    from nopad.recipes.support.arguments import exit_status
 
     def main(argv):
         from nopad.trainer.with_lightning import no_such_name  # noqa: F401
@@ -360,9 +360,9 @@ def test_options_are_read_without_the_libraries_of_training():
 
 
 def status_of(recipe: str, arguments: list) -> int:
-    from settings import exit_status
+    from nopad.recipes.support.arguments import exit_status
 
-    main = importlib.import_module(recipe).main
+    main = importlib.import_module(f"nopad.recipes.{recipe}").main
     return exit_status(recipe, main, [*map(str, arguments)])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TRIALS = Path(__file__).parent / "trials.py"
+TRIALS = Path(__file__).parent / "support" / "trials.py"
 QUICK = ["signals:pretrain:2", "signals:pretrain_lightning:1:2", "crashes:train_hf:1:3",
          "changed:train_hf:1"]  # fmt: skip
 LONG = [

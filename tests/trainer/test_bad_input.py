@@ -52,8 +52,8 @@ def test_bad_input_is_named_before_the_first_step(what, front, tmp_path):
 
 
 def test_a_sequence_over_the_positions_is_refused_later_in_a_stream_too():
-    from nopad.trainer.loader import PackedLoader
-    from nopad.trainer.start import guard
+    from nopad.trainer.data import PackedLoader
+    from nopad.trainer.monitoring.preflight import guard
 
     loader = PackedLoader(stream(*[[1] * 60] * 4, [1] * 70))
     guard(loader, tiny_run.model())

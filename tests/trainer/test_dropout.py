@@ -109,7 +109,7 @@ def test_evaluations_by_loss_leave_the_dropout_of_the_training_alone(tmp_path):
 
 
 def test_other_ranks_than_those_that_saved_draw_their_own_numbers():
-    from nopad.trainer.random_state import gathered_random, load_random
+    from nopad.runtime import gathered_random, load_random
 
     host = torch.device("cpu")
     saved, drawn = gathered_random(host), torch.rand(3)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import tiny_run
 from front_ends import FIRST_STEP
-from nopad.cli.shrink import scramble, shrink
+from nopad.cli.tiny_model import scramble, shrink
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
-from nopad.trainer.start import leak
+from nopad.trainer.monitoring.preflight import leak
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -9,9 +9,9 @@ import torch
 from front_ends import gradient, hf
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
+from nopad.runtime import gathered_random, load_random
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.random_state import gathered_random, load_random
-from nopad.trainer.start import leak
+from nopad.trainer.monitoring.preflight import leak
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.gpu

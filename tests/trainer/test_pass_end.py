@@ -12,7 +12,7 @@ import tiny_run
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from nopad.packing import PackedDataset
-from nopad.trainer.loader import PackedLoader
+from nopad.trainer.data import PackedLoader
 from nopad.trainer.with_accelerate import AcceleratePacks
 from nopad.trainer.with_hf import PackedTrainer
 from transformers import TrainingArguments

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TRIALS = Path(__file__).parent / "rank_trials.py"
+TRIALS = Path(__file__).parent / "support" / "rank_trials.py"
 
 
 def take(what: str, count: int, folder: Path, first: int = 0) -> None:

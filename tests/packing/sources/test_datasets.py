@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.planned import PlannedPacks
+from nopad.packing.readers import PlannedPacks
 from nopad.packing.sources import open_source
 from torch.utils.data import DataLoader
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.order import key
+from nopad.packing.ordering import key
 from nopad.packing.sources import jsonl, open_source
 from nopad.packing.sources.jsonl import JsonLines
 from nopad.packing.sources.token_files import flat_shelf, megatron_shelf

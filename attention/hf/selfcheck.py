@@ -1,0 +1,242 @@
+"""Does packing change a model? Ask it: the same documents packed, alone, and over pages.
+
+    leak     a document's logits move when the one before it in the row is changed
+    wrong    packed logits, loss or gradients differ from those of the documents run one by one
+    paged    the same tokens fed in chunks through the cache give other logits than the packed row
+
+Used by `nopad doctor`, by the zoo test and by anyone before a long run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..paging.allocator import PageAllocator
+from ..paging.cache import PagedCache
+from ..varlen import Pages, Varlen
+from .forward_context import carry
+from .mask_patch import keep_apart
+from .model_support import probe_layers
+
+LENGTHS = (9, 1, 14, 6, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Largest differences between a pack and its documents one by one."""
+
+    leak: float
+    """Of later logits, when the first document is exchanged; 0 where documents are apart."""
+    logits: float
+    loss: float
+    gradients: float
+    """Relative to the largest gradient."""
+
+    def right(self, tolerance: float = 1e-3) -> bool:
+        return worst([self.leak, self.logits, self.loss, self.gradients]) <= tolerance
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest of them, or NaN where one is NaN: Python's `max` may lose it.
+
+    >>> worst([0.5, float("nan"), 2.0])
+    nan
+    """
+    return torch.tensor([0.0, *differences], dtype=torch.float64).max().item()
+
+
+def draw_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
+    """Random documents [1, n] from the model's vocabulary."""
+    make = torch.Generator().manual_seed(seed)
+    top = min(vocabulary(model), 30_000)
+    device = next(model.parameters()).device
+    return [torch.randint(3, top, (1, n), generator=make).to(device) for n in lengths]
+
+
+def vocabulary(model: Any) -> int:
+    """How many tokens a model both reads and predicts."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(table.weight.shape[0] for table in tables if table is not None)
+
+
+def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:
+    """The batch a collator makes of these documents, laid end to end."""
+    device = documents[0].device
+    lengths = [d.shape[1] for d in documents]
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    return {
+        "input_ids": torch.cat(list(documents), 1),
+        "position_ids": positions,
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "use_cache": False,
+    }
+
+
+def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False) -> Packed:
+    """Compare a pack with its documents one by one, as the oracle (or the model itself) runs those.
+
+    oracle: a model of the same weights whose attention is trusted, such as `eager`.
+    repair: run the pack inside `keep_apart`.
+    """
+    documents = draw_documents(model)
+    logits, loss, gradients = _packed(model, documents, repair)
+    other = draw_documents(model, seed=1)
+    with torch.no_grad():
+        changed = _forward(model, [other[0], *documents[1:]], repair)
+    first = LENGTHS[0]
+    want, want_loss, want_gradients = _one_by_one(oracle or model, documents)
+    scale = max((g.abs().max().item() for g in want_gradients), default=1.0) or 1.0
+    pairs = zip(gradients, want_gradients, strict=True)
+    return Packed(
+        leak=_largest(changed[:, first:] - logits[:, first:]),
+        logits=_largest(logits - want),
+        loss=abs(loss - want_loss),
+        gradients=worst(_largest(a - b) for a, b in pairs) / scale,
+    )
+
+
+def check_default_cache(model: Any) -> float:
+    """The leak of a pack whose batch does not say use_cache=False.
+
+    Transformers then makes a cache, and with one at hand its stock masks look for no documents.
+    """
+    documents, other = draw_documents(model), draw_documents(model, seed=1)
+    logits = []
+    for first in (documents[0], other[0]):
+        batch = batch_of([first, *documents[1:]])
+        del batch["use_cache"]
+        with torch.no_grad():
+            logits.append(model(**batch).logits[:, LENGTHS[0] :])
+    return _largest(logits[0] - logits[1])
+
+
+def check_paged(model: Any, page_size: int = 16) -> float:
+    """Largest difference of logits between a packed row and the same tokens fed through pages.
+
+    The documents arrive in uneven chunks, so that steps mix prefills, continued ones and decodes.
+    """
+    documents = draw_documents(model, lengths=(9, 1, 35, 6, 18))
+    with torch.no_grad():
+        want = _forward(model, documents, repair=False)[0].split([d.shape[1] for d in documents])
+        found = []
+        for spans, logits in _paged_steps(model, documents, page_size):
+            for index, (start, end) in enumerate(spans):
+                got, logits = logits[: end - start], logits[end - start :]
+                found.append(_largest(got - want[index][start:end]))
+    return worst(found)
+
+
+def _packed(model: Any, documents: list[Tensor], repair: bool):
+    logits = _forward(model, documents, repair)
+    losses = [
+        _loss(row, ids) for row, ids in zip(_split(logits, documents), documents, strict=True)
+    ]
+    return logits.detach(), *_differentiate(model, losses)
+
+
+def _one_by_one(model: Any, documents: list[Tensor]):
+    logits = [model(input_ids=ids, use_cache=False).logits for ids in documents]
+    losses = [_loss(row, ids) for row, ids in zip(logits, documents, strict=True)]
+    return torch.cat(logits, 1).detach(), *_differentiate(model, losses)
+
+
+def _forward(model: Any, documents: Sequence[Tensor], repair: bool) -> Tensor:
+    batch = batch_of(documents)
+    tokens = batch["input_ids"].shape[1]
+    with keep_apart(batch["cu_seq_lens_q"], tokens) if repair else nullcontext():
+        return model(**batch).logits
+
+
+def _split(logits: Tensor, documents: list[Tensor]) -> list[Tensor]:
+    return list(logits.split([d.shape[1] for d in documents], 1))
+
+
+def _loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+
+
+def _differentiate(model: Any, losses: list[Tensor]) -> tuple[float, list[Tensor]]:
+    loss = torch.stack(losses).sum()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    made = [
+        torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)
+    ]
+    return float(loss.detach()), made
+
+
+def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
+    """Feed the documents in uneven chunks; yield each step's spans and logits."""
+    lengths = [d.shape[1] for d in documents]
+    allocator = PageAllocator(2 * sum(-(-n // page_size) for n in lengths), page_size)
+    reference = next(model.parameters())
+    shapes = probe_layers(model)
+    cache = PagedCache(allocator.num_pages, page_size, shapes, reference.dtype, reference.device)
+    done = [0] * len(documents)
+    step = 0
+    while done != lengths:
+        ends = [
+            min(n, at + _chunk(step, i))
+            for i, (n, at) in enumerate(zip(lengths, done, strict=True))
+        ]
+        spans = list(zip(done, ends, strict=True))
+        for index, end in enumerate(ends):
+            held = len(allocator.pages(index)) if index in allocator.owners else 0
+            allocator.allocate(index, -(-end // page_size) - held)
+        yield spans, _paged_forward(model, documents, spans, allocator, cache)
+        done, step = ends, step + 1
+
+
+def _chunk(step: int, index: int) -> int:
+    """Sizes that put decodes, fresh and continued prefills side by side."""
+    return (1, 5, 17, 2)[(step + index) % 4]
+
+
+def _paged_forward(
+    model: Any,
+    documents: list[Tensor],
+    spans: list[tuple[int, int]],
+    allocator: PageAllocator,
+    cache: PagedCache,
+) -> Tensor:
+    device, size = documents[0].device, cache.page_size
+    tables = [allocator.pages(i) for i in range(len(spans))]
+    width = max(map(len, tables))
+    places = [(i, p) for i, (start, end) in enumerate(spans) for p in range(start, end)]
+
+    def ints(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    ends = [0]
+    for start, end in spans:
+        ends.append(ends[-1] + end - start)
+    pages = Pages(
+        cache,
+        ints([t + [0] * (width - len(t)) for t in tables]),
+        ints([end for _, end in spans]),
+        ints([tables[i][p // size] * size + p % size for i, p in places], torch.int64),
+        max(end for _, end in spans),
+    )
+    varlen = Varlen(ints(ends), max(b - a for a, b in pairwise(ends)), pages)
+    tokens = torch.cat([documents[i][0, a:b] for i, (a, b) in enumerate(spans)])[None]
+    positions = ints([p for _, p in places], torch.int64)[None]
+    with carry(varlen):
+        return model(
+            input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen
+        ).logits[0]
+
+
+def _largest(difference: Tensor) -> float:
+    return difference.abs().max().item() if difference.numel() else 0.0

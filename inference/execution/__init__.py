@@ -1,0 +1,1 @@
+"""Running one step: the model, CUDA graphs, the sampler, transfers and the memory budget."""

@@ -1,0 +1,149 @@
+"""The engine's working parts, built for one model within `memory`, and given back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..attention import PageAllocator, PagedCache, probe_layers, refuse
+from .execution.cuda_graphs import graph_bytes
+from .execution.memory_budget import allowance, note_taken
+from .execution.model_runner import DeviceRunner
+from .fused.fused_ops import Fused, provable_parts
+from .fused.qkv_weights import stacked_bytes
+from .live_model.cast_weights import Shadow, multiplies
+from .live_model.lockstep import gathers
+from .metrics.request_trace import Trace
+from .metrics.stats import Stats
+from .requests.request import Request
+from .scheduling.cache_checker import Canary
+from .scheduling.loop import Loop
+from .scheduling.scheduler import Scheduler
+from .scheduling.slot_params import Slots
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a machine is built for; it serves no other."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of keys and values."""
+    narrow: torch.dtype | None
+    """The dtype computed in where the weights are wider."""
+    modules: Sequence[nn.Module]
+    """On these the fused kernels were proven; adapters, for instance, come and go."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.device}, {len(self.modules)} modules"
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """Cache, scheduler, runner and loop around one model."""
+
+    loop: Loop
+    runner: DeviceRunner
+    shadow: Shadow | None
+    fused: Fused
+    """Fused kernels that fit the model."""
+    kind: Kind
+
+
+def kind_of(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> Kind:
+    """Of what kind a model is now; `narrow` is the dtype of autocast, if the weights are wider.
+
+    Keys arrive in the dtype of the first matrix a layer multiplies with.
+    """
+    weight, gathered = None, None
+    for module in modules:
+        if isinstance(module, FSDPModule):  # a shard has another dtype than what is computed with
+            gathered = module._get_fsdp_state()._mp_policy.param_dtype
+        if (weight := _matrix(module)) is not None:
+            break
+    if weight is None:
+        weight = next(modules[0].parameters())
+    return Kind(weight.device, narrow or gathered or weight.dtype, narrow, modules)
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    weight = module._parameters.get("weight") if multiplies(module) else None
+    return weight if weight is not None and weight.is_floating_point() else None
+
+
+def assemble(
+    model: Any,
+    settings: Settings,
+    stats: Stats,
+    trace: Trace,
+    ends: Any,
+    kind: Kind,
+) -> Machine:
+    """Build everything for a model that is of this kind now."""
+    refuse(model)
+    device, dtype = _only_device(model), kind.dtype
+    shapes = probe_layers(model)
+    shadow = None if kind.narrow is None else Shadow(kind.modules, kind.narrow)
+    page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
+    most = settings.max_running * -(-settings.max_length // settings.page_size)
+    budget = allowance(settings.memory, device) - (shadow.bytes if shadow else 0)
+    graphs = 0
+    if device.type == "cuda":
+        budget -= stacked_bytes(model, dtype.itemsize)
+        if settings.graphs and not gathers(model):
+            graphs = _room_for_graphs(model, settings, dtype, budget)
+        budget -= graphs
+    count = min(budget // page, most)
+    if count < 1:
+        raise ValueError(
+            f"memory={settings.memory!r} leaves {budget} bytes, one page of {settings.page_size} "
+            f"tokens takes {page}: give more memory"
+        )
+    cache = PagedCache(count, settings.page_size, shapes, dtype, device)
+    note_taken(count * page, device)
+    columns = Slots(settings.max_running)
+
+    def admit(request: Request) -> None:
+        columns.admit(request)
+        stats.note_admitted(request, perf_counter())
+
+    scheduler = Scheduler(
+        PageAllocator(count, settings.page_size),
+        max_running=settings.max_running,
+        tokens_per_step=settings.tokens_per_step,
+        max_length=settings.max_length,
+        # On a GPU a step with a prompt in it is no graph and takes long: take in several at a time.
+        admit_at_once=32 if device.type == "cuda" else 1,
+        admit=admit,
+        trace=trace,
+    )
+    runner = DeviceRunner(model, cache, columns, stats, device, graphs)
+    canary = Canary(count, settings.page_size) if settings.debug else None
+    loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
+    most = settings.max_running if graphs else 0
+    fused = provable_parts(model, cache, most) if device.type == "cuda" else []
+    return Machine(loop, runner, shadow, Fused(fused), kind)
+
+
+def _only_device(model: Any) -> torch.device:
+    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}: the engine runs it on one "
+            "device; load it without device_map, or move it with model.to(device)"
+        )
+    return devices.pop()
+
+
+def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
+    """What graphs of every batch size keep, but no more than a quarter of the memory."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return max(1, min(graph_bytes(settings.max_running, vocabulary, dtype.itemsize), budget // 4))

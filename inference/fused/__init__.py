@@ -1,0 +1,1 @@
+"""Fused kernels for generation, verified against the model's own layers."""

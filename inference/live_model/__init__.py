@@ -1,0 +1,1 @@
+"""Borrowing a model that is being trained, and noticing when its weights change."""

@@ -1,0 +1,1 @@
+"""What the engine measures: counters, latencies, traces of requests, the occupancy plot."""

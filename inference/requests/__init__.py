@@ -1,0 +1,1 @@
+"""From a prompt to a request and from tokens to a completion: no model, no scheduling."""

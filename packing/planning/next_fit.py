@@ -1,0 +1,58 @@
+"""Packs that keep the order of arrival.
+
+budget 6, lengths 4 3 5 2       sequential   [4 .. ] [3 ...] [5 .] [2 ....]   next-fit
+                                concat       [4 | 2→] [→1 | 5] [2 ....]       cut at the budget
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..jit import compiled
+
+
+@compiled
+def next_fit(places, budget, final):
+    """Close a pack when the next segment does not fit.
+
+    Gives the offsets of the closed packs; the segments behind the last offset stay open.
+    """
+    offsets = np.zeros(len(places) + 1, np.int64)
+    packs = 0
+    used = 0
+    for s in range(len(places)):
+        if used + places[s] > budget:
+            packs += 1
+            offsets[packs] = s
+            used = 0
+        used += places[s]
+        if used == budget:
+            packs += 1
+            offsets[packs] = s + 1
+            used = 0
+    if final and used > 0:
+        packs += 1
+        offsets[packs] = len(places)
+    return offsets[: packs + 1]
+
+
+@compiled
+def cut_stream(items, starts, lengths, budget, align):
+    """Cut the stream of segments wherever a pack is full; give the finer segments."""
+    places = -(-lengths // align) * align
+    room = len(items) + places.sum() // budget + 1
+    out = np.empty((3, room), np.int64)
+    n = 0
+    used = 0
+    for s in range(len(items)):
+        start = starts[s]
+        end = starts[s] + lengths[s]
+        while start < end:
+            take = min(budget - used, end - start)
+            out[0, n] = items[s]
+            out[1, n] = start
+            out[2, n] = take
+            n += 1
+            start += take
+            used = (used + -(-take // align) * align) % budget
+    return out[:, :n]

@@ -1,0 +1,9 @@
+"""Packs of a data set, in order and resumable: planned from known lengths, or streamed over shards."""
+
+from .planned import PlannedPacks
+from .sharded import ShardedPacks
+
+__all__ = [
+    "PlannedPacks",
+    "ShardedPacks",
+]

@@ -1,0 +1,1 @@
+"""Scripts a user runs; `python -m nopad.recipes.pretrain` starts one too."""

@@ -1,0 +1,1 @@
+"""What the recipes share: arguments, data and model, the run directory."""

@@ -1,0 +1,129 @@
+"""The zoo: a tiny random model of every causal-LM type that Transformers offers.
+
+Each must give, packed, what its documents give one by one under eager attention (logits, loss and
+gradients), and over pages, in uneven chunks, what it gives packed. `EXCEPTIONS` names every type
+that is not held to that; the run is compared with it, so the list can only shrink.
+"""
+
+import copy
+
+import pytest
+import torch
+from nopad.attention import expect_layers, why_refused
+from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
+from nopad.cli.tiny_model import scramble, shrink
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LARGEST = 3_000_000
+REFUSED, TOO_BIG = "refused", "not built small"
+# `why_refused` gives each one's reason: state beside attention, no attention interface, sparse
+# choice of keys, positions that cannot restart.
+_REFUSED = """
+axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
+camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon
+falcon_mamba git glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
+inkling_text jamba kimi_linear mamba marian mbart megatron-bert minimax
+moss_transcribe_diarize mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5
+qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rembert roberta
+roberta-prelayernorm roformer rwkv trocr whisper xglm xlm xlm-roberta xlm-roberta-xl
+xlstm
+"""
+# With sizes that hang together in ways `shrink` does not know.
+_TOO_BIG = """
+bamba blt cohere_compass_text cpmant dbrx falcon_h1 gemma3n gemma4_assistant
+gemma4_unified_assistant got_ocr2 gpt_neo lfm2_moe mamba2 musicgen musicgen_melody
+phi4_multimodal prophetnet qwen4_exp qwen4_exp_text reformer roc_bert xlnet xmod zamba
+zamba2 zaya
+"""
+EXCEPTIONS = dict.fromkeys(_REFUSED.split(), REFUSED) | dict.fromkeys(_TOO_BIG.split(), TOO_BIG)
+
+
+class NotBuiltSmall(Exception):
+    """The type's default config does not shrink to a toy."""
+
+
+def build(kind):
+    """The config and a tiny model of it under eager attention."""
+    try:
+        config = shrink(CONFIG_MAPPING[kind]())
+        with torch.device("meta"):  # some types ignore every size we ask for
+            trial = eager(config)
+        size = sum(p.numel() for p in trial.parameters())
+        if size > LARGEST:
+            raise NotBuiltSmall(f"{size:,} parameters")
+        oracle = eager(config).eval()
+        oracle(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
+    except Exception as error:
+        raise NotBuiltSmall(f"{type(error).__name__}: {error}") from error
+    scramble(oracle)
+    return config, oracle
+
+
+def eager(config):
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+
+
+def with_nopad(config, oracle):
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="nopad")
+    model.load_state_dict(oracle.state_dict())
+    return model.eval()
+
+
+def examine(kind):
+    """'right', 'wrong', REFUSED or TOO_BIG, with the details."""
+    try:
+        config, oracle = build(kind)
+    except NotBuiltSmall as error:
+        return TOO_BIG, str(error)
+    reason = why_refused(oracle)
+    if reason is not None:
+        return REFUSED, reason
+    model = with_nopad(config, oracle)
+    packed, paged = check_packed(model, oracle), check_paged(model)
+    if not (packed.right() and paged <= 1e-3):
+        return "wrong", f"{packed}, paged {paged}"
+    for name, change in unused_rules(model).items():
+        if not change >= 1e-3:
+            return (
+                "wrong",
+                f"{name} changes the logits by {change}: the test proves nothing about it",
+            )
+    return "right", ""
+
+
+def unused_rules(model):
+    """How far the logits move when a rule the model asks for (window, softcap, ...) is left out."""
+    batch = batch_of(draw_documents(model))
+    asked, attend = set(), interface.attend
+
+    def spy(q, k, v, varlen, **rule):
+        rule["scale"] = None if rule["scale"] == q.shape[-1] ** -0.5 else rule["scale"]
+        asked.update(n for n in ("window", "softcap", "sinks", "scale") if rule[n] is not None)
+        return attend(q, k, v, varlen, **{n: x for n, x in rule.items() if n not in dropped})
+
+    changes, dropped = {}, set()
+    interface.attend = spy
+    try:
+        with torch.no_grad():
+            with expect_layers(model, positions_suffice=True):
+                whole = model(**batch).logits
+            for name in sorted(asked):
+                dropped = {name}
+                changes[name] = (model(**batch).logits - whole).abs().max().item()
+    finally:
+        interface.attend = attend
+    return changes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_packed_is_one_by_one_is_paged_except_where_listed(kind):
+    outcome, details = examine(kind)
+    assert outcome == EXCEPTIONS.get(kind, "right"), f"{kind}: {outcome}: {details}"
+
+
+def test_at_least_eighty_types_are_held_to_it():
+    assert set(EXCEPTIONS) <= set(TYPES)
+    assert len(TYPES) - len(EXCEPTIONS) >= 80

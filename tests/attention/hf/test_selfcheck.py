@@ -1,0 +1,73 @@
+"""The self-check fails on what is not a number, wherever it stands: max() and > would lose it."""
+
+import pytest
+import torch
+from nopad.attention.hf import Packed, check_packed, check_paged, interface
+from nopad.attention.hf.selfcheck import worst
+from nopad.cli import isolation
+from nopad.cli.tiny_model import scramble, shrink
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    config = shrink(CONFIG_MAPPING["llama"]())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    scramble(model)
+    return model.eval()
+
+
+class Poison(torch.autograd.Function):
+    """Pass on, and turn every gradient into NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * NAN
+
+
+def spoil(monkeypatch, fault):
+    """Let attention give NaN: over pages, in the gradient of q, or for the first document."""
+    attend = interface.attend
+
+    def broken(q, k, v, varlen, **rule):
+        if fault == "gradient":
+            return attend(Poison.apply(q), k, v, varlen, **rule)
+        out = attend(q, k, v, varlen, **rule)
+        if fault == "pages" and varlen.pages is not None:
+            return out * NAN
+        if fault == "first" and len(varlen.cu_seqlens) > 2:
+            return torch.cat([out[:9] * NAN, out[9:]])
+        return out
+
+    monkeypatch.setattr(interface, "attend", broken)
+
+
+@pytest.mark.parametrize("fault", ["pages", "gradient", "first"])
+def test_nan_is_wrong(oracle, monkeypatch, fault):
+    model = isolation.with_attention(oracle, "nopad")
+    assert check_packed(model, oracle).right() and check_paged(model) < 1e-3
+    spoil(monkeypatch, fault)
+    packed = check_packed(model, oracle)
+    assert packed.right() is (fault == "pages"), packed
+    if fault == "pages":
+        assert torch.tensor(check_paged(model)).isnan()
+    assert isolation.examine(oracle, "nopad").verdict == "WRONG"
+
+
+def test_the_worst_of_numbers_is_the_one_that_is_none():
+    assert worst([0.5, NAN, 1.0]) != worst([0.5, NAN, 1.0])
+    assert worst([0.5, 2.0]) == 2.0 and worst([]) == 0.0
+
+
+def test_every_difference_of_a_pack_counts():
+    for place in range(4):
+        numbers = [0.0] * 4
+        numbers[place] = NAN
+        assert not Packed(*numbers).right()

@@ -1,0 +1,60 @@
+"""What a user names is found: at home, and on the device of that number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nopad.cli import checkpoints
+
+
+def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
+    monkeypatch.setenv("HOME", str(made.parent))
+    assert len(checkpoints.load_tokenizer(f"~/{made.name}"))
+    with pytest.raises(ValueError, match="~: has no tokenizer that can be read"):
+        checkpoints.load_tokenizer("~")
+
+
+def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monkeypatch):
+    def unreachable(place):
+        raise OSError("couldn't find it in the cached files.\nCheck your connection.")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    told = r"^owner/name: couldn't find it in the cached files; --tokenizer takes a folder, too$"
+    with pytest.raises(ValueError, match=told):
+        checkpoints.load_tokenizer("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("config.json", "file"), ("./made", "folder"), ("a/b/c", "folder")]
+)
+def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^there is no {kind} {name}$"):
+        checkpoints.found(name)
+    assert checkpoints.found("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("No such thing:\n\n  field 'a' is 3\nmore"), "No such thing: field 'a' is 3"),
+        (OSError("gone\nfor good"), "gone"),
+        (TypeError("'NoneType' is no list"), "TypeError: 'NoneType' is no list"),
+        (MemoryError(), "MemoryError"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_error_is_told_in_one_line_that_says_something(error, line):
+    assert checkpoints.first_line(error) == line
+
+
+@pytest.mark.parametrize(("name", "rank", "index"), [("cuda:1", "0", 1), (None, "2", 2)])
+def test_the_device_of_a_model_is_the_current_one(monkeypatch, name, rank, index):
+    """Kernels launched without a device run on the current one."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert checkpoints._device(name) == torch.device("cuda", index)
+    assert current == [torch.device("cuda", index)]

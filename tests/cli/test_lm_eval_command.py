@@ -1,0 +1,61 @@
+"""The engine under lm_eval's own name for models, from its command line and from Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+
+
+def test_lm_eval_takes_the_engine_by_name_and_scores_as_its_own_model(made, tmp_path):
+    import nopad.cli.lm_eval_command  # noqa: F401
+    from lm_eval.tasks import TaskManager
+    from lm_tasks import write_tasks
+
+    names = write_tasks(tmp_path, 6)
+
+    def scores(model: str, **args):
+        return lm_eval.simple_evaluate(
+            model=model,
+            model_args={"pretrained": str(made), "dtype": "float32", **args},
+            tasks=names,
+            limit=4,
+            device="cpu",
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            bootstrap_iters=0,
+        )["results"]
+
+    ours, theirs = scores("nopad", max_running=8), scores("hf")
+    assert set(ours) == set(names)
+    for name in names:
+        numbers = {k: v for k, v in theirs[name].items() if isinstance(v, float)}
+        assert numbers and {k: ours[name][k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+def test_where_several_processes_run_the_other_command_is_named(monkeypatch):
+    from nopad.cli.lm_eval_command import main
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="nopad eval"):
+        main(["--help"])
+
+
+@pytest.mark.slow
+def test_lm_evals_own_command_line_runs_it(made, tmp_path):
+    from lm_tasks import write_tasks
+
+    names = write_tasks(tmp_path, 6)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "nopad", "lm_eval", "--model", "nopad",
+            "--model_args", f"pretrained={made}", "--tasks", ",".join(names),
+            "--include_path", str(tmp_path), "--limit", "4",
+        ],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|tiny_choice|" in done.stdout.replace(" ", "")

@@ -1,0 +1,132 @@
+"""What does not fit the memory: a graph costs itself, a step its size; no GPU needed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nopad.inference import Engine, SamplingParams
+from nopad.inference.execution import capture
+from nopad.inference.execution.cuda_graphs import DecodeGraphs, _recording
+
+FULL = [
+    torch.OutOfMemoryError("seeded"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def made(monkeypatch) -> DecodeGraphs:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    nothing: Any = None
+    return DecodeGraphs(nothing, torch.zeros(65, dtype=torch.int64), room=1)
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
+def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
+    tiny, made, monkeypatch, caplog, full
+):
+    tried = []
+
+    def capture(arrays, forward):
+        tried.append(1)
+        raise full
+
+    engine = Engine(tiny("llama"), page_size=16)
+    want = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    assert engine._machine is not None
+    monkeypatch.setattr(made, "_capture", capture)
+    engine._machine.runner._graphs = made
+    before = engine.tokens_per_step, engine.max_running
+    got = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    assert got == want and (engine.tokens_per_step, engine.max_running) == before
+    assert len(tried) == 1 and "without" in caplog.text
+    assert engine.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
+def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
+    engine = Engine(tiny("llama"), page_size=16)
+    want = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    assert engine._machine is not None
+    runner = engine._machine.runner
+    real = runner._launch
+
+    def launch(step):
+        if len(step.requests) > 1:
+            raise full
+        return real(step)
+
+    monkeypatch.setattr(runner, "_launch", launch)
+    assert [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)] == want
+
+
+def test_an_error_that_is_not_about_memory_is_told(tiny, made, monkeypatch):
+    def capture(arrays, forward):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = Engine(tiny("llama"), page_size=16)
+    engine.generate([[5, 6]], GREEDY)
+    assert engine._machine is not None
+    monkeypatch.setattr(made, "_capture", capture)
+    engine._machine.runner._graphs = made
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.generate([[5, 6]], GREEDY)
+
+
+class Stream:
+    """A stream that knows whom it waited for; one that waits may be told to fail."""
+
+    def __init__(self, broken: bool = False):
+        self.waited, self._broken = [], broken
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+        if self._broken:
+            raise RuntimeError("the capture is invalid")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_branch_that_does_not_fit_leaves_no_fork_open(monkeypatch, failing, broken):
+    main, sides = Stream(broken), [Stream(), Stream()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(capture, "streams", lambda device: [None, *sides])
+
+    def branch(place):
+        def run(x):
+            if place == failing:
+                raise torch.OutOfMemoryError("seeded")
+
+        return run
+
+    x: Any = SimpleNamespace(is_cuda=True, device=None)
+    with pytest.raises(torch.OutOfMemoryError, match="seeded"), capture.for_capture():
+        capture.side_by_side(x, *map(branch, range(3)))
+    forked = [side for side in sides if side.waited]
+    assert main.waited == (forked[:1] if broken else forked)
+    assert len(forked) == (failing or 2)
+
+
+class BrokenGraph:
+    """A graph whose capture cannot be ended, as after a branch that was never joined."""
+
+    def capture_begin(self, pool, capture_error_mode):
+        pass
+
+    def capture_end(self):
+        raise RuntimeError("unjoined work")
+
+
+def test_a_capture_broken_off_tells_what_broke_it():
+    graph: Any = BrokenGraph()
+    with pytest.raises(torch.OutOfMemoryError, match="seeded"), _recording(graph, (0, 0)):
+        raise torch.OutOfMemoryError("seeded")
+    with pytest.raises(RuntimeError, match="unjoined"), _recording(graph, (0, 0)):
+        pass

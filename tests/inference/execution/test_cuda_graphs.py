@@ -1,0 +1,91 @@
+"""Which graph serves a step, and what follows when a backend cannot be captured; no GPU needed."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nopad.attention.backends import NotInAGraph, reading_pages_by
+from nopad.inference import Engine, SamplingParams, session
+from nopad.inference.execution.cuda_graphs import DecodeGraphs
+from nopad.inference.execution.model_runner import DeviceRunner
+from nopad.inference.metrics.stats import Stats
+from nopad.inference.scheduling.slot_params import Slots
+
+
+def step(rows: int = 3, pages: int = 2) -> Any:
+    return SimpleNamespace(
+        requests=[None] * rows, yielding=[None] * rows, rows=[None] * rows, max_tokens=1,
+        table=np.zeros((rows, pages), np.int32),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> DecodeGraphs:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    nothing: Any = None
+    return DecodeGraphs(nothing, torch.zeros(5, dtype=torch.int64), room=1)
+
+
+def test_a_backend_asked_for_by_name_has_graphs_of_its_own(graphs, monkeypatch):
+    plain = graphs._key(step())
+    with reading_pages_by("flash2"):
+        named = graphs._key(step())
+    monkeypatch.setenv("NOPAD_ATTENTION", "flash2")
+    assert plain != named == graphs._key(step())
+
+
+def test_without_room_no_backend_replays_the_graph_of_another(graphs):
+    graphs._captured = {graphs._key(step(rows=8)): None}
+    graphs._taken = graphs._room
+    assert graphs._key(step()) == (None, 8, 4)
+    with reading_pages_by("flash2"):
+        assert graphs._key(step()) is None and not graphs.serves(step())
+
+
+def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
+    tried = []
+
+    class Graphs(list):
+        def serves(self, step):
+            return True
+
+        def run(self, step, forward):
+            tried.append(1)
+            raise NotInAGraph("it reads lengths on the host")
+
+    nothing: Any = None
+    cpu = torch.device("cpu")
+    runner = DeviceRunner(nothing, nothing, Slots(4), Stats(), cpu, room_for_graphs=0)
+    runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
+    with caplog.at_level(logging.INFO, "nopad.inference"), reading_pages_by("sdpa"):
+        for _ in range(3):
+            assert runner._replay(step()) is None
+    assert len(tried) == len(caplog.records) == 1 and "lengths" in caplog.text
+    runner._replay(step())
+    assert len(tried) == 2
+
+
+def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch):
+    class Graphs(list):
+        def serves(self, step):
+            return True
+
+        def run(self, step, forward):
+            return "replayed"
+
+    engine = Engine(tiny("llama"))
+    captures = []
+    for gathering in (False, True, False):
+        monkeypatch.setattr(session, "gathers", lambda model, now=gathering: now)
+        engine.generate([[5, 6]], SamplingParams(max_tokens=1))
+        assert engine._machine is not None
+        runner = engine._machine.runner
+        runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
+        captures.append(runner._replay(step()))
+        runner._graphs = None
+    assert captures == ["replayed", None, "replayed"]

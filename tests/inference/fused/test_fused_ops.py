@@ -1,0 +1,89 @@
+"""The fused kernels, interpreted on a CPU, against the modules they stand in for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+CHILD = Path(__file__).parents[1] / "support" / "fused_child.py"
+
+
+def test_fused_kernels_compute_what_the_modules_compute():
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(CHILD)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path.home(),
+    )
+    assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("family", ["smollm3", "granite", "gemma2", "llama", "mistral"])
+def test_only_layers_known_to_be_plain_go_the_short_way(family):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.inference.fused.fused_decoder import assert_plain
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    layer = AutoModelForCausalLM.from_config(config).model.layers[0]
+    if family == "llama":
+        assert_plain(layer)
+        layer.self_attn.o_proj = torch.nn.Sequential(layer.self_attn.o_proj)  # an adapter's wrap
+    if family == "mistral":
+        config.sliding_window = None
+        assert_plain(layer)
+        config.sliding_window = 7
+    with pytest.raises(AssertionError):
+        assert_plain(layer)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "cuda", "fits"),
+    [
+        ([torch.bfloat16] * 3, True, True),
+        ([torch.bfloat16, torch.bfloat16, torch.float32], True, False),
+        ([torch.float32] * 3, True, False),
+        ([torch.float32] * 3, False, True),
+    ],
+)
+def test_on_a_gpu_every_weight_must_be_of_one_narrow_dtype(dtypes, cuda, fits):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.inference.fused.fused_decoder import _one_dtype
+
+    body: Any = SimpleNamespace(
+        parameters=lambda: [SimpleNamespace(dtype=kind, is_cuda=cuda) for kind in dtypes]
+    )
+    assert _one_dtype(body) == fits
+
+
+def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monkeypatch):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.attention.backends import Ask
+    from nopad.inference.fused import fused_decoder
+
+    asked = []
+    monkeypatch.setattr(fused_decoder.selection, "choose", lambda facts: asked.append(Ask(*facts)))
+    keys: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(9, 256, 4, 64))
+    assert not fused_decoder._by_own_kernels(keys, 12)
+    (ask,) = asked
+    assert (ask.device, ask.dtype, ask.page_size) == ("cuda", torch.bfloat16, 256)
+    assert (ask.heads, ask.kv_heads, ask.key_dim, ask.decode, ask.grad) == (12, 4, 64, True, False)

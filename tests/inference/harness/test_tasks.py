@@ -1,0 +1,349 @@
+"""lm_eval's tasks by the engine give what its own `hf` model gives, and leave no trace (C3)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+
+import lm_tasks  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+from nopad.inference.execution.sampler import likelihoods  # noqa: E402
+from nopad.inference.harness import EngineLM, Harness  # noqa: E402
+from small_checkpoint import (  # noqa: E402
+    CHAT,
+    random_model,
+    small_tokenizer,
+)
+
+LAST = """task: tiny_last
+output_type: loglikelihood
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+target_delimiter: ""
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def small():
+    tokenizer = small_tokenizer()
+    return random_model(tokenizer), tokenizer
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = shared / "models" / "stories260k"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    return folder, lm_tasks.write_tasks(folder, 200)
+
+
+def both(pair, folder: Path, names: list[str], limit: int, chat: bool = False, **settings):
+    """The same tasks by our engine and by lm_eval's own model: sample by sample, and in sum."""
+    torch.set_num_threads(1)
+    model, tokenizer = pair
+    harness = Harness(
+        model, tokenizer, names, limit=limit, chat=chat, include_path=str(folder), **settings
+    )
+    ours = harness.results(samples=True)
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16, device="cpu"),
+        tasks=names,
+        limit=limit,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        bootstrap_iters=1000,
+    )
+    return ours, theirs
+
+
+def assert_equal(ours: dict, theirs: dict) -> int:
+    """Equal predictions, flags and metrics; log-likelihoods to 1e-4; the number of answers."""
+    answers = 0
+    for name, samples in theirs["samples"].items():
+        mine = sorted(ours["samples"][name], key=lambda s: s["doc_id"])
+        for a, b in zip(mine, sorted(samples, key=lambda s: s["doc_id"]), strict=True):
+            assert a["arguments"] == b["arguments"]
+            for (x,), (y,) in zip(a["resps"], b["resps"], strict=True):
+                answers += 1
+                if isinstance(y, str):
+                    assert x == y
+                elif isinstance(y, tuple):
+                    assert abs(x[0] - y[0]) < 1e-4 and x[1] == y[1]
+                else:  # a sum over a whole text
+                    assert abs(x - y) < 1e-4 + 1e-6 * abs(y)
+        for metric, value in theirs["results"][name].items():
+            if isinstance(value, float):
+                assert ours["results"][name][metric] == pytest.approx(value, rel=1e-5), metric
+    return answers
+
+
+def test_scores_equal_those_of_lm_evals_own_model(small, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(small, folder, names, 12)) == 6 * 12
+
+
+def test_scores_of_a_real_model_are_equal(stories, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(stories, folder, names, 12)) == 6 * 12
+
+
+@pytest.mark.slow
+def test_scores_of_a_real_model_are_equal_on_200_documents(stories, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(stories, folder, names, 200)) == 6 * 200
+
+
+def test_over_a_wide_vocabulary_the_rounding_is_that_of_lm_evals_softmax():
+    """torch's log_softmax of a float32 row loses about 1e-5 a token over 50,000 words on a CPU.
+
+    Sums of a dozen tokens then differ by more than 1e-4: held against double precision, ours do
+    not, and neither do lm_eval's with a softmax in double.
+    """
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(12, 49152)
+    tokens = torch.arange(12)
+    exact = logits.double().log_softmax(-1)[tokens, tokens].sum().item()
+    ours = likelihoods(logits, tokens, 0).logprob.double().sum().item()
+    assert abs(ours - exact) < 2e-5
+
+
+def test_chat_templates_are_applied_alike(small, tasks):
+    folder, names = tasks
+    assert assert_equal(*both(small, folder, names[:2], 6, chat=True)) == 5 * 6
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def test_a_system_message_the_template_refuses_is_left_out_and_said_once(tasks, tmp_path, caplog):
+    tokenizer = small_tokenizer()
+    pair = random_model(tokenizer), tokenizer
+    tokenizer.chat_template = NO_SYSTEM + CHAT
+    data = lm_tasks.DATA.format(path=tasks[0] / "data.jsonl")
+    (tmp_path / "w.yaml").write_text(lm_tasks.WRITE + "description: Say what they saw.\n" + data)
+    assert assert_equal(*both(pair, tmp_path, ["tiny_write"], 3, chat=True)) == 3
+    said = [r.getMessage() for r in caplog.records if r.name == "nopad.inference.harness.tasks"]
+    assert said == ["the chat template takes no system message, left out: no system"]
+    tokenizer.chat_template = "{{ raise_exception('nothing works') }}"
+    with pytest.raises(Exception, match="nothing works"):
+        EngineLM(*pair).apply_chat_template([{"role": "user", "content": "a"}])
+
+
+@pytest.fixture
+def defaults(small):
+    """The model's generation_config, put back afterwards."""
+    model, before = small[0], small[0].generation_config
+    model.generation_config = copy.deepcopy(before)
+    yield model.generation_config
+    model.generation_config = before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("repetition_penalty", 1.3), ("max_new_tokens", 5), ("max_new_tokens", 40)]
+)
+def test_settings_of_the_model_change_answers_alike(small, defaults, tasks, name, value):
+    setattr(defaults, name, value)
+    assert assert_equal(*both(small, tasks[0], ["tiny_write"], 4)) == 4
+
+
+def test_settings_of_the_model_that_the_engine_does_not_do_are_refused(small, defaults, tasks):
+    defaults.no_repeat_ngram_size = 2
+    with pytest.raises(ValueError, match="sets no_repeat_ngram_size to 2, which the engine"):
+        Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]))
+    assert Harness(*small, ["tiny_roll"], limit=2, include_path=str(tasks[0]))(), "nothing drawn"
+
+
+def test_grade_school_questions_with_examples_are_answered_alike(stories, shared, tmp_path):
+    data = shared / "data" / "gsm8k"
+    (tmp_path / "gsm.yaml").write_text(
+        f"""task: gsm_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{train: {data}/train.jsonl, test: {data}/test.jsonl}}}}
+output_type: generate_until
+test_split: test
+fewshot_split: train
+num_fewshot: 2
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["Question:", "</s>"], max_gen_toks: 40, do_sample: false}}
+filter_list:
+  - name: strict
+    filter:
+      - {{function: regex, regex_pattern: "#### (-?[0-9.,]+)"}}
+      - {{function: take_first}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+    )
+    # Contexts are longer than the model's 512 positions: both cut them from the left.
+    assert assert_equal(*both(stories, tmp_path, ["gsm_local"], 6)) == 6
+
+
+def test_an_evaluation_sets_no_seed_writes_no_cache_and_leaves_the_model(small, tasks):
+    from lm_eval.caching import cache
+
+    folder, names = tasks
+    model, tokenizer = small
+    model.train()
+    harness = Harness(model, tokenizer, names, limit=3, include_path=str(folder))
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    cached = sorted(Path(cache.PATH).glob("*")) if Path(cache.PATH).exists() else []
+
+    def states():
+        flags = [m.training for m in model.modules()]
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), flags
+
+    before = states()
+    first, second = harness(), harness()
+    after = states()
+    model.eval()
+    assert before[:2] == after[:2] and before[3] == after[3] and torch.equal(before[2], after[2])
+    assert first == second and set(first) >= {"tiny_choice/acc", "tiny_roll/bits_per_byte"}
+    assert (sorted(Path(cache.PATH).glob("*")) if Path(cache.PATH).exists() else []) == cached
+
+
+def test_standard_errors_are_drawn_in_this_process_and_told_to_nobody(
+    small, tmp_path, monkeypatch, capsys
+):
+    """Forked, a trainer's threads, its device and its ears for signals would come along."""
+    lm_tasks.write_tasks(tmp_path, 6)
+    (tmp_path / "last.yaml").write_text(LAST + lm_tasks.DATA.format(path=tmp_path / "data.jsonl"))
+    ours, theirs = both(small, tmp_path, ["tiny_last"], 6)
+    assert theirs["results"]["tiny_last"]["perplexity_stderr,none"] > 0
+    assert assert_equal(ours, theirs) == 6
+
+    monkeypatch.setattr("multiprocessing.Pool", lambda *_: pytest.fail("processes were forked"))
+    monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
+    harness = Harness(*small, ["tiny_last"], limit=6, include_path=str(tmp_path))
+    capsys.readouterr()
+    found = harness()
+    assert found["tiny_last/perplexity_stderr"] > 0 and found["tiny_last/acc_stderr"] >= 0
+    assert capsys.readouterr().out == "" and "DISABLE_MULTIPROC" not in os.environ
+
+
+def test_lm_evals_own_entry_takes_the_engine_and_none_for_seeds(small, tasks):
+    folder, names = tasks
+    state = torch.get_rng_state()
+    found = lm_eval.simple_evaluate(
+        model=EngineLM(*small),
+        tasks=names[:1],
+        limit=4,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        random_seed=None,
+        numpy_random_seed=None,
+        torch_random_seed=None,
+        bootstrap_iters=0,
+    )
+    assert found["results"]["tiny_choice"]["sample_len"] == 4
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Asked:
+    """A request as lm_eval makes them."""
+
+    def __init__(self, *args):
+        self.args = args
+
+
+def test_a_special_token_among_the_stop_strings_ends_the_text(small):
+    lm = EngineLM(*small)
+    ids, params, _ = lm._generation("Lily", {"until": ["<end>", "."], "max_gen_toks": 4})
+    checked = lm.engine._tongue.check_params(params)
+    assert checked.stop == (".",) and set(checked.stop_token_ids) == {1, 2}
+    assert params.greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
+
+
+def test_a_setting_we_do_not_have_is_refused_by_name(small):
+    lm = EngineLM(*small)
+    with pytest.raises(ValueError, match="num_beams is 4: there is no beam search"):
+        lm.generate_until([Asked("Lily", {"num_beams": 4})])
+    with pytest.raises(ValueError, match="'length_penalty': there are"):
+        lm.generate_until([Asked("Lily", {"length_penalty": 2})])
+    plain = {"max_gen_toks": 4}
+    one, none = (lm.generate_until([Asked("Lily", s)]) for s in ({**plain, "num_beams": 1}, plain))
+    assert one == none
+
+
+@pytest.mark.parametrize(("bos", "works"), [("<s>", True), (None, False)])
+def test_a_tokenizer_needs_a_token_to_begin_with(small, bos, works):
+    model, tokenizer = small[0], small_tokenizer()
+    tokenizer.eos_token, tokenizer.bos_token = None, bos
+    if not works:
+        with pytest.raises(ValueError, match="neither a bos nor an eos token"):
+            EngineLM(model, tokenizer)
+        return
+    lm = EngineLM(model, tokenizer)
+    assert len(lm.generate_until([Asked("Lily", {"max_gen_toks": 4})])) == 1
+    assert len(lm.loglikelihood([Asked("", " a cat")], disable_tqdm=True)) == 1
+
+
+def test_equal_requests_are_computed_once_and_answered_each(small):
+    lm = EngineLM(*small)
+    asked = [Asked("Lily saw", " a cat"), Asked("Lily saw", " a dog"), Asked("Tom", " a cat")]
+    once = lm.loglikelihood(asked, disable_tqdm=True)
+    ran = lm.engine.stats.tokens_run
+    again = lm.loglikelihood(asked * 5, disable_tqdm=True)
+    assert [round(x, 5) for x, _ in again] == [round(x, 5) for x, _ in once] * 5
+    assert lm.engine.stats.tokens_run - ran <= ran
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"tasks": "tiny_choice"}, "tasks is 'tiny_choice'; name them in a list"),
+        ({"tasks": []}, "tasks is .*at least one"),
+        ({"limit": "5"}, "limit is '5'"),
+        ({"limit": 1.5}, "a share of them below 1"),
+        ({"num_fewshot": -1}, "num_fewshot is -1"),
+    ],
+)
+def test_what_is_no_choice_of_tasks_or_documents_is_refused(small, tasks, wrong, word):
+    with pytest.raises(ValueError, match=word):
+        Harness(*small, **{"tasks": ["tiny_choice"], "include_path": str(tasks[0]), **wrong})
+
+
+def test_a_system_instruction_and_settings_of_ones_own_reach_the_prompts(small, tasks):
+    asked = {"system_instruction": "Look.", "gen_kwargs": {"max_gen_toks": 2}}
+    harness = Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]), **asked)
+    for sample in harness.results(samples=True)["samples"]["tiny_write"]:
+        prompt, settings = sample["arguments"][0]
+        assert prompt.startswith("Look.") and settings["max_gen_toks"] == 2
+        assert settings["until"] == [".", "\n\n"], "the others stay"
+
+
+def test_too_little_time_raises_instead_of_scoring_a_part(small, tasks):
+    folder, names = tasks
+    harness = Harness(*small, names[:1], limit=4, include_path=str(folder))
+    with pytest.raises(TimeoutError, match="lower the limit"):
+        harness(deadline=0)
+    assert harness()["tiny_choice/acc"] >= 0, "the next one has its time"
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_ranks(tmp_path):
+    from tiny_run import launch
+
+    child = Path(__file__).parents[1] / "support" / "harness_child.py"
+    (alone,) = launch(child, tmp_path, world=1, timeout=300)
+    for found in launch(child, tmp_path, world=2, timeout=300):
+        assert found == alone

@@ -1,0 +1,58 @@
+"""What stands in for a model's own operations goes and comes without a trace."""
+
+from __future__ import annotations
+
+from nopad.inference.fused.fused_ops import Fused
+from nopad.inference.live_model.patches import StandIns
+from torch import nn
+
+
+def double(x):
+    return 2 * x
+
+
+def test_stand_ins_go_and_come_back():
+    module, places, told = nn.Identity(), StandIns(), []
+    places.put(module, "forward", lambda x: x + 1)
+    places.put(module, "forward", lambda x: x + 2)
+    places.after(lambda: told.append(1))
+    assert module(1) == 3
+    places.out()
+    assert module(1) == 1 and "forward" not in vars(module) and told == [1]
+    assert places.back() and module(1) == 3
+    places.out()
+    assert module(1) == 1 and told == [1, 1]
+
+
+def test_what_someone_put_in_meanwhile_stays():
+    module, other, places = nn.Identity(), nn.Identity(), StandIns()
+    places.put(other, "forward", lambda x: x + 1)
+    places.put(module, "forward", lambda x: x + 1)
+    places.out()
+    module.forward = double
+    assert not places.back()
+    assert module(3) == 6 and other(3) == 3
+
+
+def test_parts_are_put_in_anew_only_for_other_weights_or_a_changed_model():
+    module, calls = nn.Identity(), []
+
+    def part(modules, places, stale):
+        calls.append(stale)
+        for one in modules:
+            places.put(one, "forward", lambda x: x + 1)
+
+    fused = Fused([part])
+    for stale in (True, False, False):
+        with fused.active([module], stale):
+            assert module(1) == 2
+        assert module(1) == 1
+    assert calls == [True]
+    module.forward = double
+    with fused.active([module], False):
+        assert module(3) == 6
+    assert calls == [True, False] and module(3) == 6
+    del module.forward
+    with fused.active([module], True):
+        assert module(1) == 2
+    assert calls == [True, False, True]

@@ -1,0 +1,55 @@
+"""What a trace tells of each request, in order, and as spans."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from nopad.inference import Engine
+from nopad.inference.metrics.request_trace import Trace
+from nopad.inference.requests.request import Request
+from nopad.inference.requests.sampling_params import SamplingParams
+
+LIFE = ["queued", "admitted", "prefilled", "finished"]
+
+
+def lives(trace: Trace) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for _, request, what, _ in trace.events:
+        found.setdefault(request, []).append(what)
+    return found
+
+
+def test_a_request_is_prefilled_once_between_admission_and_its_end(tiny, tmp_path):
+    engine = Engine(tiny("llama"), tokens_per_step=4)
+    params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    engine.generate([list(range(3, 40)), [3, 4]], params)
+    assert list(lives(engine.trace).values()) == [LIFE] * 2
+    engine.trace.write_chrome(tmp_path / "trace.json")
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows: dict[int, list[str]] = {}
+    for span in spans:
+        rows.setdefault(span["tid"], []).append(span["name"])
+    assert list(rows.values()) == [["waiting", "prefill", "decode", "finished: length"]] * 2
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_computed_anew_is_prefilled_anew(world, depth):
+    trace = Trace()
+    w = world(num_pages=4, page_size=4, max_running=3, depth=depth, trace=trace)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for number in range(3):
+        w.scheduler.add(Request(number, np.arange(4 + number), 15, params))
+    w.drain(200)
+    sent_back = 0
+    for life in lives(trace).values():
+        assert life[:2] == LIFE[:2] and life[-1] == "finished"
+        running = [what for what in life if what != "queued"]
+        for before, after in pairwise(running):
+            if after == "prefilled":
+                assert before in ("admitted", "resumed")
+            sent_back += after == "preempted"
+        assert life.count("prefilled") >= 1
+    assert sent_back > 0, "the cache was to be too small for all"

@@ -1,0 +1,116 @@
+"""Where texts end: only at the stop string that ended them, and text in a bounded time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from nopad.inference import Engine, SamplingParams
+from nopad.inference.requests.detokenizer import Detokenizer
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return "".join(chr(32 + t) for t in tokens)
+
+
+class Special(Letters):
+    """One whose token 90 is special; what it does not know is token 0."""
+
+    def __init__(self):
+        self.names = {90: "<|end|>", 0: "<unk>"}
+
+    def decode(self, tokens, skip_special_tokens=True):
+        shown = [t for t in tokens if not skip_special_tokens or t not in self.names]
+        return super().decode(shown)
+
+    def convert_tokens_to_ids(self, name):
+        return next((t for t, known in self.names.items() if known == name), 0)
+
+    def convert_ids_to_tokens(self, token):
+        return self.names.get(token, chr(32 + token))
+
+
+@pytest.fixture
+def engine(tiny):
+    return Engine(tiny("llama"), Letters(), page_size=16)
+
+
+def said(engine, **more) -> tuple:
+    """The completion of a prompt, and its text as it was streamed."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **more)
+    (done,) = engine.generate(["hello"], params)
+    events = list(engine.stream(["hello"], params))
+    assert events[-1].completion == done
+    return done, "".join(event.text for event in events)
+
+
+def test_a_stop_string_passed_over_is_text_like_any_other(engine):
+    whole = said(engine)[0].text
+    done, streamed = said(engine, min_tokens=20, stop=[whole[1], whole[3:5]])
+    assert done.text == streamed == whole and done.finish_reason == "length"
+
+
+def test_a_text_is_cut_at_the_stop_string_that_ended_it(engine):
+    whole = said(engine)[0].text
+    late = next(i for i in range(9, 20) if whole[i] not in whole[6:i])
+    done, streamed = said(engine, min_tokens=6, stop=[whole[late], whole[1:3]])
+    assert done.finish_reason == "stop" and len(done.tokens) == late + 1
+    assert done.text == streamed == whole[:late]
+
+
+def test_a_stop_token_is_told_alike_with_and_without_stop_strings(engine):
+    first, _ = said(engine)
+    ends = first.tokens[5]
+    place = first.tokens.index(ends)
+    for stop in ((), "never there"):
+        done, streamed = said(engine, stop_token_ids=[ends], stop=stop)
+        assert done.text == streamed == first.text[: place + 1]
+    done, streamed = said(engine, stop_token_ids=[ends], stop=first.text[place])
+    assert done.text == streamed == first.text[:place]
+
+
+def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny):
+    engine = Engine(tiny("llama"), Special(), page_size=16)
+    whole, _ = said(engine)
+    always = {"logit_bias": {90: 1000.0}}
+    for stop in (["<|end|>"], ["never there", "<|end|>"]):
+        done, streamed = said(engine, stop=stop, **always)
+        assert (done.tokens, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
+    assert said(engine, stop=["<|other|>"], **always)[0].finish_reason == "length"
+    assert said(engine, stop=["<|other|>"])[0].tokens == whole.tokens, "what is unknown is no stop"
+
+
+def test_text_is_the_same_however_its_bytes_come():
+    rng = random.Random(0)
+    for _ in range(1500):
+        pieces = [rng.choice("aé✓😀 ").encode(), rng.randbytes(9), b"xyz", b"\xff" * 20]
+        data = b"".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        text, at = Detokenizer(lambda tokens: bytes(tokens).decode(errors="replace")), 0
+        while at < len(data):
+            step = rng.choice((1, 1, 1, 2, 3))
+            text.push(data[at : at + step])
+            at += step
+        text.flush()
+        assert text.text == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0xE2, 0x00])
+def test_bytes_that_are_no_text_are_not_decoded_again_and_again(byte):
+    longest = 0
+
+    def decode(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return bytes(t for t in tokens if t).decode(errors="replace")
+
+    text = Detokenizer(decode, [65])
+    told = sum(bool(text.push([byte])) for _ in range(500))
+    text.flush()
+    assert longest < 40 and text.text == bytes([byte] * 500).strip(b"\0").decode(errors="replace")
+    assert told > 30 or not byte

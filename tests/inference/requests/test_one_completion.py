@@ -1,0 +1,204 @@
+"""One completion for every request: after faults, interrupts, releases and bad arguments."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from nopad.inference import AllRanks, Engine
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def engine(tiny):
+    return Engine(tiny("llama"), page_size=16)
+
+
+@pytest.fixture
+def want(tiny):
+    return Engine(tiny("llama"), page_size=16).generate([PROMPT], GREEDY)[0]
+
+
+@contextmanager
+def failing(engine, error):
+    def fail(*_):
+        raise error
+
+    hook = engine._model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(type(error)):
+            yield
+    finally:
+        hook.remove()
+
+
+def finished(engine) -> dict:
+    """Step until nothing is under way; the completions."""
+    done = {}
+    for _ in range(60):
+        for event in engine.step():
+            if event.completion is not None:
+                assert event.request not in done, "two completions of one request"
+                done[event.request] = event.completion
+    return done
+
+
+FAULTS = [RuntimeError("boom"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=["fault", "interrupt"])
+def test_a_step_that_fails_ends_what_is_under_way_and_the_next_one_says_so(engine, want, error):
+    refused = engine.submit(PROMPT, {"max_tokens": 0})
+    waiting, several = engine.submit(PROMPT, GREEDY), engine.submit([8, 9], GREEDY | {"n": 2})
+    with failing(engine, error):
+        engine.step()
+    assert not engine._under_way
+    done = finished(engine)
+    assert list(done) == [refused, waiting, several]
+    assert "max_tokens is 0" in done[refused].error
+    for number in (waiting, several):
+        assert done[number].finish_reason == "error" and type(error).__name__ in done[number].error
+    assert engine.stats.finished == {"error": 3} and engine.stats._queued_at == {}
+    assert engine.generate([PROMPT], GREEDY) == [want]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=["fault", "interrupt"])
+def test_a_blocking_call_that_fails_leaves_streams_and_submitted_ones_an_answer(engine, error):
+    number = engine.submit(PROMPT, GREEDY)
+    events = engine.stream([PROMPT, [8, 9]], GREEDY)
+    begun = next(events)
+    with failing(engine, error):
+        engine.generate([[3, 4]], GREEDY)
+    done = finished(engine)
+    assert list(done) == [number] and "stopped on an error" in done[number].error
+    ended = {e.request: e.completion for e in events if e.completion}
+    assert begun.completion is None and sorted(ended) == [0, 1]
+    assert all("stopped on an error" in c.error for c in ended.values())
+
+
+def test_a_release_answers_what_is_under_way(engine, want):
+    number = engine.submit(PROMPT, GREEDY)
+    events = engine.stream([PROMPT], GREEDY)
+    next(events)
+    engine.release()
+    (ended,) = events
+    assert "released" in ended.completion.error and ended.request == 0
+    done = finished(engine)
+    assert list(done) == [number] and "released" in done[number].error
+    assert engine.generate([PROMPT], GREEDY) == [want]
+
+
+def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
+    number = engine.submit(PROMPT, GREEDY)
+    engine.step()
+    for call in (
+        engine.generate,
+        AllRanks(engine).generate,
+        lambda *a, **k: list(engine.stream(*a, **k)),
+    ):
+        with pytest.raises(ValueError, match=r"^deadline is 'x'; give seconds or None"):
+            call([PROMPT], GREEDY, deadline="x")
+        with pytest.raises(ValueError, match="2 deadline for 1 prompts"):
+            call([PROMPT], GREEDY, deadline=[1.0, 2.0])
+    for bad in ("x", float("nan")):
+        with pytest.raises(ValueError, match=r"^deadline is .*; give seconds or None"):
+            engine.score([PROMPT], [[8]], deadline=bad)
+    bad = [engine.submit(PROMPT, GREEDY, deadline=d) for d in ("x", float("nan"))]
+    done = finished(engine)
+    assert done.pop(number) == want
+    assert [done[n].error for n in bad] == [
+        "deadline is 'x'; give seconds or None",
+        "deadline is nan; give seconds or None",
+    ]
+
+
+def test_every_request_may_have_a_deadline_of_its_own(engine, want):
+    each = [None, 0, 1e9, -1.0, "x"]
+    for generate in (engine.generate, AllRanks(engine).generate):
+        done = generate([PROMPT] * 5, GREEDY, deadline=each)
+        assert done[0] == done[2] == want
+        assert [c.finish_reason for c in done[1::2]] == ["deadline", "deadline"]
+        assert "deadline is 'x'" in done[4].error
+    ended = {e.request: e for e in engine.stream([PROMPT] * 2, GREEDY, deadline=[0, None])}
+    assert [ended[i].completion.finish_reason for i in (0, 1)] == ["deadline", "length"]
+
+
+def test_another_autocast_is_told_and_harms_nobody(engine, want):
+    number = engine.submit(PROMPT, GREEDY)
+    events = engine.stream([PROMPT], GREEDY)
+    next(events)
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (
+            engine.step,
+            lambda: engine.generate([PROMPT]),
+            lambda: next(engine.stream([PROMPT])),
+        ):
+            with pytest.raises(ValueError, match="autocast"):
+                call()
+    assert [e.completion for e in events][-1] == want
+    assert finished(engine) == {number: want}
+
+
+def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, want):
+    engine.generate([PROMPT], GREEDY)
+    engine._loop._depth = 1  # as on a GPU: an end is noticed while the next step runs
+    (done,) = engine.generate([PROMPT], GREEDY | {"stop_token_ids": want.tokens[1:2]})
+    assert done.finish_reason == "stop" and engine._loop.busy
+    with torch.autocast("cpu", torch.bfloat16):
+        assert engine.generate([PROMPT], GREEDY)[0].error is None
+
+
+def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
+    engine = Engine(tiny("llama"), page_size=16, max_running=1, max_waiting=3)
+    drawn = GREEDY | {"temperature": 1.0}
+    fits, full = (engine.submit(PROMPT, drawn | {"n": n}) for n in (2, 2))
+    never = engine.submit(PROMPT, drawn | {"n": 5})
+    assert engine._loop.scheduler.waiting == 2
+    done = finished(engine)
+    assert done[fits].error is None and len(done[fits].siblings) == 1
+    assert done[full].error == "the queue is full (2 waiting, at most 3): step() first"
+    assert "n is 5, and max_waiting is 3" in done[never].error
+
+
+def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
+    def drawn(full: bool) -> list[int]:
+        engine = Engine(tiny("llama"), page_size=16, max_running=1, max_waiting=1)
+        engine.submit([1, 2], {**GREEDY, "max_tokens": 30})
+        engine.step()
+        if full:
+            other = engine.submit([3, 4], GREEDY)
+            refused = engine.submit([7, 8], {"max_tokens": 6})
+            engine.cancel(other)
+            answers = {event.request: event.completion for event in engine.step()}
+            assert "queue is full" in answers[refused].error
+        number = engine.submit([7, 8], {"max_tokens": 6})
+        return finished(engine)[number].tokens
+
+    assert drawn(True) == drawn(False) != []
+
+
+def test_the_dial_goes_back_up_and_outlives_what_it_turned(tiny):
+    for engine in (Engine(tiny("llama"), max_running=16, keep=keep) for keep in (True, False)):
+        for calls in range(2):
+            engine.max_running, engine.tokens_per_step = 4, 32
+            engine.max_running = 16
+            assert (engine.max_running, engine.tokens_per_step) == (16, 32)
+            engine.max_running = 2
+            engine.generate([PROMPT] * 3, GREEDY)
+            assert engine.stats.steps_log[:, 1].max() == 2, f"in call {calls}"
+            engine.release()
+            assert (engine.max_running, engine.tokens_per_step) == (2, 32)
+
+
+@pytest.mark.parametrize("bad", [0, 17, 2.5, "a", None, True])
+def test_a_dial_is_turned_to_whole_numbers_within_its_range(tiny, bad):
+    engine = Engine(tiny("llama"), max_running=16)
+    with pytest.raises(ValueError, match=f"^max_running is {bad!r}; "):
+        engine.max_running = bad
+    if bad != 17:
+        with pytest.raises(ValueError, match=f"^tokens_per_step is {bad!r}; "):
+            engine.tokens_per_step = bad
+    assert engine.max_running == 16

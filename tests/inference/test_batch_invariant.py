@@ -1,0 +1,114 @@
+"""In batch-invariant mode a request's tokens and their log-probabilities are bitwise its own.
+
+Whatever the schedule: who else runs, in which order they come, how prompts are cut into chunks, how
+pages are sized, and who is preempted for lack of them (B4).
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from nopad.inference import Engine, SamplingParams, invariant
+from nopad.inference.batch_invariant import _attend_in_blocks
+from nopad.inference.fused.qkv_weights import stacked_bytes
+
+LONGEST = 64
+FEW, ALL = 6, pytest.param(200, marks=pytest.mark.slow)
+
+
+def asked(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Requests that share beginnings, greedy and sampled."""
+    stems = [[rng.randrange(3, 90) for _ in range(20)] for _ in range(2)]
+    made = []
+    for number in range(6):
+        prompt = rng.choice(stems)[: rng.randint(0, 20)]
+        prompt = prompt + [rng.randrange(3, 90) for _ in range(rng.randint(1, 12))]
+        heat = rng.choice([0.0, 0.8])
+        new = rng.randint(4, 24)
+        made.append(
+            (prompt, SamplingParams(temperature=heat, max_tokens=new, seed=number, logprobs=2,
+                                    ignore_eos=True))
+        )  # fmt: skip
+    return made
+
+
+def answers(engine: Engine, requests: list) -> list:
+    out = engine.generate([p for p, _ in requests], [q for _, q in requests])
+    assert all(c.error is None for c in out)
+    return [(c.tokens, [(t.logprob, t.top) for t in c.logprobs or ()]) for c in out]
+
+
+def check_schedules(model, count: int) -> None:
+    rng, preempted = random.Random(0), 0
+    whole = Engine(model, max_length=LONGEST, page_size=16)
+    answers(whole, [([5], SamplingParams(max_tokens=1))])
+    page = whole._machine.runner.cache.page_bytes
+    # On a GPU an engine sets memory aside for copies of weights, wanted here or not.
+    aside = stacked_bytes(model, model.dtype.itemsize) if model.device.type == "cuda" else 0
+    with invariant(LONGEST):
+        requests = asked(rng)
+        alone = [answers(Engine(model, max_length=LONGEST), [r])[0] for r in requests]
+        for number in range(count):
+            engine = Engine(
+                model,
+                max_length=LONGEST,
+                memory=aside + page * rng.choice([5, 100]),
+                graphs=False,
+                page_size=rng.choice([16, 32]),
+                max_running=rng.randint(1, 6),
+                tokens_per_step=rng.choice([1, 3, 7, 20, 200]),
+            )
+            order = rng.sample(range(len(requests)), len(requests))
+            got = answers(engine, [requests[i] for i in order])
+            assert got == [alone[i] for i in order], f"schedule {number}"
+            preempted += engine.stats.preemptions
+    assert preempted, "no schedule was short of pages"
+
+
+@pytest.mark.parametrize("count", [FEW, ALL])
+def test_every_schedule_gives_the_same_bits_in_fp32(tiny, count):
+    check_schedules(tiny("llama"), count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [FEW, ALL])
+def test_every_schedule_gives_the_same_bits_in_bf16_on_a_gpu(tiny, count):
+    check_schedules(tiny("llama").to("cuda", torch.bfloat16), count)
+
+
+def test_without_the_mode_company_shows_in_the_last_bits(tiny):
+    """Else the tests above would prove nothing."""
+    model, requests = tiny("llama"), asked(random.Random(0))
+    alone = [answers(Engine(model), [r])[0] for r in requests]
+    assert answers(Engine(model), requests) != alone
+
+
+def test_a_page_may_be_longer_than_the_longest_sequence(tiny):
+    """As pages are on a GPU, where every engine in this mode was once refused for it."""
+    model, requests = tiny("llama"), asked(random.Random(0))
+    with invariant(LONGEST):
+        want, got = (
+            answers(Engine(model, max_length=LONGEST, page_size=size), requests)
+            for size in (16, 256)
+        )
+    assert got == want
+
+
+def test_what_a_gpu_computes_in_blocks_is_what_it_stands_in_for():
+    torch.manual_seed(0)
+    for queries in (1, 5, 70):
+        q, k, v = (torch.randn(3, 4, n, 8) for n in (queries, 11, 11))
+        bias = torch.randn(3, 1, 1, 11)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.3)
+        torch.testing.assert_close(_attend_in_blocks(q, k, v, bias, 0.3), want)
+
+
+def test_the_mode_leaves_nothing_behind():
+    before = dict(vars(torch.Tensor))
+    with invariant(LONGEST):
+        assert dict(vars(torch.Tensor)) != before
+        x = torch.randn(3, 5)
+        assert x.mean(-1, keepdim=True).shape == (3, 1) and x.mean().ndim == 0
+    assert dict(vars(torch.Tensor)) == before

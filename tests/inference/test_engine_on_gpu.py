@@ -1,0 +1,211 @@
+"""What only a GPU shows: graphs, fused kernels, memory given back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from nopad.inference import Engine, SamplingParams
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def llama(dtype=torch.bfloat16, family="llama"):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+    )
+    return AutoModelForCausalLM.from_config(config).cuda().to(dtype)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(7 * i + j) % 512 for j in range(3 + 11 * i % 90)] for i in range(count)]
+
+
+def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
+    model = llama(torch.float32)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    wanted = []
+    for p in prompts(9):
+        ids = torch.tensor([p], device="cuda")
+        wanted.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(p) :].tolist())
+    for graphs in (True, False):
+        engine = Engine(model, memory=1 << 28, graphs=graphs, max_running=8)
+        got = [c.tokens for c in engine.generate(prompts(9), GREEDY)]
+        assert got == wanted
+        assert (engine.stats.graph_steps > 0) == graphs
+
+
+def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_weights():
+    model = llama()
+    engine = Engine(model, memory=1 << 28, max_running=8)
+    engine.generate(prompts(6), GREEDY)
+    before = engine.stats.graphs_captured
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        loss = sum(p.float().square().mean() for p in model.parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    got = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+    fresh = [
+        c.tokens for c in Engine(model, memory=1 << 28, max_running=8).generate(prompts(6), GREEDY)
+    ]
+    assert engine.stats.graphs_captured == before > 0
+    assert got == fresh
+
+
+def test_keep_false_gives_all_memory_back():
+    model = llama()
+    # The first graph ever makes libraries keep workspaces for its streams; those stay.
+    Engine(model, memory=1 << 26, keep=False).generate(prompts(6), GREEDY)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        Engine(model, memory=1 << 28, keep=False).generate(prompts(6), GREEDY)
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_wide_weights_under_autocast_compute_in_the_narrow_dtype():
+    model = llama(torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        engine = Engine(model, memory=1 << 28, max_running=8)
+        got = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(len(tokens) == 24 for tokens in got)
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_samples_do_not_depend_on_the_batch(heat):
+    model = llama(torch.float32)
+    params = SamplingParams(temperature=heat, top_p=0.95, max_tokens=16, ignore_eos=True, seed=5)
+    engine = Engine(model, memory=1 << 28, max_running=16)
+    together = [c.tokens for c in engine.generate(prompts(7), params)]
+    alone = [engine.generate([p], params)[0].tokens for p in prompts(7)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
+    from nopad.attention import PagedCache, probe_layers
+    from nopad.inference.execution.capture import for_capture
+    from nopad.inference.fused.fused_ops import _step, fused, provable_parts
+    from nopad.inference.live_model.borrow import borrowed
+
+    model = llama(family=family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
+    shapes = probe_layers(model)
+    parts = provable_parts(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), most=256)
+    assert len(parts) == 6
+    for rows in (1, 16, 30, 64, 100, 200):
+        cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
+        lengths = [1 + 37 * row % 200 for row in range(rows)]
+        after = [range(n, n + 1) for n in lengths]
+        with borrowed(model), for_capture():
+            _step(model, cache, [range(n) for n in lengths])
+            want = _step(model, cache, after).float()
+            with fused(list(model.modules()), parts):
+                assert parts[-1]._fits
+                got = _step(model, cache, after).float()
+        assert (got - want).norm() / want.norm() < 3e-2, rows
+
+
+def test_graphs_stay_within_the_memory_set_aside_for_them():
+    from nopad.inference.execution.cuda_graphs import graph_bytes
+
+    model = llama()
+    engine = Engine(model, memory=1 << 28, max_running=16)
+    for count in (16, 3):
+        engine.generate(prompts(count), GREEDY)
+    graphs = engine._machine.runner._graphs
+    assert len(graphs) > 1 and graphs._room == graph_bytes(16, 512, 2)
+    before = len(graphs)
+    graphs._taken = graphs._room
+    done = engine.generate(prompts(11), GREEDY)
+    assert all(len(c.tokens) == 24 for c in done) and len(graphs) == before
+
+
+def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
+    engine = Engine(llama(torch.float32), memory=1 << 28, max_running=8)
+    want = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+    runner = engine._machine.runner
+    runner.forget_graphs()
+    forward, broken = runner.forward, []
+
+    def full(*args):
+        logits = forward(*args)
+        if torch.cuda.is_current_stream_capturing():
+            broken.append(1)
+            raise torch.OutOfMemoryError("seeded")
+        return logits
+
+    monkeypatch.setattr(runner, "forward", full)
+    before = engine.tokens_per_step, engine.max_running
+    assert [c.tokens for c in engine.generate(prompts(4), GREEDY)] == want and len(broken) == 1
+    assert (engine.tokens_per_step, engine.max_running) == before
+
+
+def test_graphs_follow_adapters_that_are_switched():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    lora = peft.get_peft_model(llama(torch.float32), settings).eval()
+
+    def tokens(engine):
+        return [c.tokens for c in engine.generate(prompts(5), GREEDY)]
+
+    eager = Engine(lora, memory=1 << 28, max_running=8, graphs=False)
+    engine = Engine(lora, memory=1 << 28, max_running=8)
+    on = tokens(engine)
+    with lora.disable_adapter():
+        off = tokens(engine)
+        assert off == tokens(eager) != on
+    assert tokens(engine) == on == tokens(eager)
+    captured = len(engine._machine.runner._graphs)
+    assert tokens(engine) == on and len(engine._machine.runner._graphs) == captured > 0
+
+
+def test_calls_inside_inference_mode_and_outside_it_are_alike():
+    model = llama(torch.float32)
+    engine = Engine(model, memory=1 << 28, max_running=8)
+    with torch.inference_mode():
+        inside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+    outside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+    penalised = SamplingParams(temperature=0.8, repetition_penalty=1.2, max_tokens=8, seed=1)
+    with torch.inference_mode():
+        drawn = [c.tokens for c in engine.generate(prompts(6), penalised)]
+    assert inside == outside and engine.stats.graph_steps > 0
+    assert drawn == [c.tokens for c in engine.generate(prompts(6), penalised)]
+
+
+def test_copies_of_wide_weights_follow_an_optimizer_under_the_same_graphs():
+    model = llama(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.autocast("cuda", torch.bfloat16):
+        engine = Engine(model, memory=1 << 28, max_running=8)
+        before = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        captured = engine.stats.graphs_captured
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * 0.1
+        optimizer.step()
+        after = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        fresh = Engine(model, memory=1 << 28, max_running=8)
+        assert after == [c.tokens for c in fresh.generate(prompts(4), GREEDY)] != before
+    assert engine.stats.graphs_captured == captured > 0

@@ -1,0 +1,131 @@
+"""Names and cursors from outside never open a file outside; bombs are refused naming the limit."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from nopad.packing import PackedDataset
+from nopad.packing.readers import shard
+from nopad.packing.readers.shard import pack_text, unpack_text
+from nopad.packing.sources import jsonl, parquet
+from nopad.packing.sources.jsonl import JsonLines
+from nopad.packing.sources.paths import contained, files_of
+
+NAMES = [
+    "../secret", "..", "a/../../secret", "a/..", "./../x", "..\\secret", "a\\..\\..\\x",
+    "/etc/passwd",
+    "//server/share", "\\\\server\\share", "C:\\windows", "C:x", "c:/x", "D:", "~/x", "~root/x",
+    "a\x00b", "\x00", "a\nb", "a\rb", "a\tb", "\x1b[31m", "a\x7f", "",
+    "x" * 256, "a/" + "y" * 300, "é" * 200, "../" * 40 + "etc/passwd", "a/b/../../../c",
+    "..//x", "/", "\\", "\\x", "/..", "a/./../../b", "link/secret", "link", "deep/link/secret",
+    "..\x00", "./..", "loop/x",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with links that lead out of it, beside a secret."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
+    inside = tmp_path / "inside"
+    (inside / "deep").mkdir(parents=True)
+    (inside / "link").symlink_to(tmp_path / "outside")
+    (inside / "deep" / "link").symlink_to(tmp_path / "outside")
+    (inside / "loop").symlink_to(tmp_path)
+    return inside
+
+
+def test_forty_hostile_names_are_refused_before_anything_is_opened(folder, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *a, **k: pytest.fail("something was opened"))
+    accepted = []
+    for name in NAMES:
+        try:
+            accepted.append(contained(folder, name))
+        except ValueError:
+            continue
+    print(f"{len(accepted)} of {len(NAMES)} hostile names accepted")
+    assert not accepted and len(NAMES) >= 40
+
+
+def test_good_names_are_accepted(folder):
+    for name in ("a.jsonl", "deep/b.jsonl", "..hidden", "a..b", "naïve 日本.txt"):
+        assert contained(folder, name) == folder / name
+
+
+def test_a_folder_does_not_lead_through_its_links(folder):
+    (folder / "a.txt").write_text("hello")
+    (folder / "b.txt").symlink_to(folder.parent / "outside" / "secret")
+    with pytest.raises(ValueError, match="leads out of its folder through a link"):
+        files_of(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_cannot_name_a_file(tmp_path, name):
+    """Cursors are numbers: a name in their place is refused before a file is opened by it."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [i]}) + "\n" for i in range(40)))
+    data = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, ahead=False)
+    packs = iter(data)
+    for _ in range(4):
+        next(packs)
+    state = data.state_dict()
+    inner = unpack_text(state["shards"]["0"]["state"])
+    for cursor in (name, [name, 0], [0, name], {"file": name}):
+        inner["readers"][0]["marks"][0][3] = cursor
+        state["shards"]["0"]["state"] = pack_text(inner)
+        again = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, ahead=False)
+        again.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"cursor|malformed"):
+            next(iter(again))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_over_the_limit_is_passed_over_without_being_kept(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(jsonl, "LINE_LIMIT", 1 << 20)
+    path = tmp_path / ("rows.jsonl.zst" if packed else "rows.jsonl")
+    data = b'{"input_ids": [1]}\n{"text": "' + b"x" * (3 << 20) + b'"}\n{"input_ids": [2]}\n'
+    path.write_bytes(pa.compress(data, codec="zstd", asbytes=True) if packed else data)
+    rows = list(JsonLines([path]).read(0, 1))
+    assert [row.value for row in rows[::2]] == [{"input_ids": [1]}, {"input_ids": [2]}]
+    assert "the limit is 1048576" in str(rows[1].value)
+
+
+def test_a_line_of_ten_megabytes_is_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 10_000_000 + b'"}\n')
+    assert len(next(JsonLines([path]).read(0, 1)).value["text"]) == 10_000_000
+    assert jsonl.LINE_LIMIT == 64 << 20
+
+
+def test_a_decompression_bomb_is_bounded_by_the_limit_of_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "LINE_LIMIT", 1 << 20)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(pa.compress(b"0" * (64 << 20), codec="gzip", asbytes=True))
+    assert path.stat().st_size < 1 << 17
+    (row,) = JsonLines([path]).read(0, 1)
+    assert "the limit is 1048576" in str(row.value)
+
+
+def test_nesting_beyond_the_limit_is_refused_naming_it(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("[" * 64 + "]" * 64 + "\n" + "[" * 65 + "]" * 65 + "\n")
+    rows = list(JsonLines([path]).read(0, 1))
+    assert isinstance(rows[0].value, list) and "deeper than 64" in str(rows[1].value)
+
+
+def test_a_row_group_over_the_limit_is_refused_naming_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "GROUP_LIMIT", 1000)
+    path = tmp_path / "rows.parquet"
+    parquet.pq.write_table(pa.table({"input_ids": [np.arange(5000)]}), path)
+    (row,) = parquet.Parquet([path]).read(0, 1)
+    assert "the limit is 1000" in str(row.value)
+
+
+def test_a_state_that_unfolds_beyond_the_limit_is_neither_written_nor_read(monkeypatch):
+    large = pack_text({"packer": "0" * (2 << 20)})
+    monkeypatch.setattr(shard, "STATE_LIMIT", 1 << 20)
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        unpack_text(large)
+    with pytest.raises(ValueError, match=r"a shard's state has 2097165 bytes, .* join fewer"):
+        pack_text({"packer": "0" * (2 << 20)})

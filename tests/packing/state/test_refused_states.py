@@ -1,0 +1,240 @@
+"""A state of other data, other settings or another version is refused, and the field is named."""
+
+import copy
+import json
+import zlib
+from base64 import b64encode
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from nopad.packing import PackedDataset
+from nopad.packing.readers.shard import pack_text, unpack_text
+from nopad.packing.state import merge_states
+
+ROWS = [np.arange(3 + i % 7) + i for i in range(60)]
+
+
+def letters(text):
+    return [ord(letter) % 128 for letter in text]
+
+
+def shifted(text):
+    return [(ord(letter) + 1) % 128 for letter in text]
+
+
+BASE = {"budget": 32, "pool": 8, "seed": 1, "tokenizer": letters, "eos": 127}
+CHANGES = {
+    "budget": {"budget": 64},
+    "pool": {"pool": 16},
+    "seed": {"seed": 2},
+    "strategy": {"strategy": "sequential"},
+    "overflow": {"overflow": "truncate"},
+    "align": {"align": 2},
+    "shuffle": {"shuffle": False},
+    "level": {"level": True},
+    "continue_positions": {"continue_positions": True},
+    "on_error": {"on_error": "skip"},
+    "tokenizer": {"tokenizer": shifted},
+    "eos": {"eos": 126},
+    "column": {"column": "content"},
+    "shards": {"ahead": False, "shards": 4},
+}
+
+
+def state_of(source=ROWS, **options):
+    data = PackedDataset(source, **{**BASE, **options})
+    packs = iter(data)
+    for _ in range(3):
+        next(packs)
+    return json.loads(json.dumps(data.state_dict()))
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_setting_is_refused_by_name(field):
+    with pytest.raises(ValueError, match=rf"made with {field}="):
+        PackedDataset(ROWS, **{**BASE, **CHANGES[field]}).load_state_dict(state_of())
+
+
+@pytest.mark.parametrize("shuffle, shards", [(8, 4), (16, 2)])
+def test_another_window_or_number_of_shards_is_refused_by_name(shuffle, shards):
+    state = state_of(lambda: iter(ROWS), shards=4, shuffle=16)
+    other = PackedDataset(lambda: iter(ROWS), **BASE, shards=shards, shuffle=shuffle)
+    with pytest.raises(ValueError, match=r"made with (shuffle|shards)="):
+        other.load_state_dict(state)
+
+
+def test_another_mixture_is_refused_by_name():
+    state = state_of([(ROWS, 1), (ROWS, 2)])
+    with pytest.raises(ValueError, match="made with weights="):
+        PackedDataset([(ROWS, 1), (ROWS, 3)], **BASE).load_state_dict(state)
+    with pytest.raises(ValueError, match="made with stop="):
+        PackedDataset([(ROWS, 1), (ROWS, 2)], **BASE, stop="all").load_state_dict(state)
+
+
+def change_one(rows):
+    changed = [row.copy() for row in rows]
+    changed[17][1] += 1
+    return changed
+
+
+@pytest.mark.parametrize("rows", [ROWS[:-1], [*ROWS, ROWS[0]], change_one(ROWS), ROWS[::-1]])
+def test_other_data_is_refused(rows):
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(rows, **BASE).load_state_dict(state_of())
+
+
+def long_rows(kind, value=7):
+    """Rows whose text would leave out their middle."""
+    rows = [np.arange(1, 2001) for _ in range(8)]
+    rows[3][1000] = value
+    if kind == "tensors":
+        return [{"input_ids": torch.from_numpy(row)} for row in rows]
+    if kind == "streamed":
+        table = {"input_ids": [row.tolist() for row in rows]}
+        return datasets.Dataset.from_dict(table).to_iterable_dataset()
+    return [{"input_ids": row} for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "tensors", "streamed"])
+def test_another_token_in_the_middle_of_a_row_is_refused(kind):
+    options = {"ahead": False, "shards": 1, "shuffle": False}
+    state = state_of(long_rows(kind), **options)
+    PackedDataset(long_rows(kind), **BASE, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(long_rows(kind, 9), **BASE, **options).load_state_dict(state)
+
+
+def test_a_function_is_known_by_all_of_its_first_row():
+    rows, other = long_rows("arrays")[3:], long_rows("arrays", 9)[3:]
+    state = state_of(lambda: iter(rows))
+    PackedDataset(lambda: iter([*rows, rows[0]]), **BASE).load_state_dict(state)
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(lambda: iter(other), **BASE).load_state_dict(state)
+
+
+def test_a_changed_file_is_refused(jsonl):
+    path = jsonl(ROWS)
+    state = state_of(path, ahead=False, shards=2)
+    path.write_text(path.read_text().replace("3", "4", 1))
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(path, **BASE, ahead=False, shards=2).load_state_dict(state)
+
+
+MALFORMED = {
+    "no dict": lambda s: [1],
+    "no version": lambda s: {k: v for k, v in s.items() if k != "version"},
+    "older version": lambda s: {**s, "version": 1},
+    "newer version": lambda s: {**s, "version": 3},
+    "version as text": lambda s: {**s, "version": "2"},
+    "unknown field": lambda s: {**s, "path": "/etc/passwd"},
+    "no position": lambda s: {k: v for k, v in s.items() if k != "position"},
+    "settings as list": lambda s: {**s, "settings": []},
+    "position short": lambda s: {**s, "position": {"epoch": 0}},
+    "index negative": lambda s: {**s, "position": {**s["position"], "index": -1}},
+    "index text": lambda s: {**s, "position": {**s["position"], "index": "3"}},
+    "index bool": lambda s: {**s, "position": {**s["position"], "index": True}},
+    "epoch float": lambda s: {**s, "position": {**s["position"], "epoch": 0.5}},
+    "epochs text": lambda s: {**s, "epochs": "1"},
+    "epochs none": lambda s: {**s, "epochs": None},
+    "epochs beyond": lambda s: {**s, "epochs": 2},
+    "no epochs": lambda s: {k: v for k, v in s.items() if k != "epochs"},
+    "extra in position": lambda s: {**s, "position": {**s["position"], "file": "x"}},
+}
+
+
+def test_a_stream_with_another_number_of_epochs_is_refused_naming_both():
+    state = state_of(lambda: iter(ROWS), shards=2, epochs=2)
+    other = PackedDataset(lambda: iter(ROWS), **BASE, shards=2, epochs=3)
+    with pytest.raises(ValueError, match=r"made with epochs=2, this stream has epochs=3"):
+        other.load_state_dict(state)
+
+
+def test_a_state_beyond_the_datasets_epochs_is_refused_naming_both():
+    data = PackedDataset(ROWS, **BASE, epochs=3)
+    assert len(list(data)) == sum(map(data.count, range(3)))
+    with pytest.raises(ValueError, match=r"epochs=3 and stands in epoch 2, .* has epochs=2"):
+        PackedDataset(ROWS, **BASE, epochs=2).load_state_dict(data.state_dict())
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_state_is_refused(name):
+    state = MALFORMED[name](copy.deepcopy(state_of()))
+    with pytest.raises(ValueError, match="state"):
+        PackedDataset(ROWS, **BASE).load_state_dict(state)
+
+
+def stream():
+    return PackedDataset(lambda: iter(ROWS), **BASE, shards=2)
+
+
+BOMB = b64encode(zlib.compress(b'{"packer": "' + b"0" * (9 << 20) + b'"}')).decode()
+BAD_SHARDS = {
+    "no dict": lambda s: [],
+    "name no number": lambda s: {"../0": s["0"]},
+    "beyond the shards": lambda s: {**s, "7": s["0"]},
+    "no made": lambda s: {**s, "0": {"state": s["0"]["state"]}},
+    "made negative": lambda s: {**s, "0": {**s["0"], "made": -1}},
+    "state no text": lambda s: {**s, "0": {**s["0"], "state": 5}},
+    "state no base64": lambda s: {**s, "0": {**s["0"], "state": "!!"}},
+    "state not packed": lambda s: {**s, "0": {**s["0"], "state": "YWJj"}},
+    "state none": lambda s: {**s, "0": {**s["0"], "state": pack_text({"x": 1})}},
+    "given no numbers": lambda s: {**s, "0": {**s["0"], "given": [-1, "x"]}},
+    "a bomb": lambda s: {**s, "0": {**s["0"], "state": BOMB}},
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHARDS)
+def test_a_malformed_shard_is_refused(name):
+    data = stream()
+    packs = iter(data)
+    for _ in range(4):
+        next(packs)
+    state = json.loads(json.dumps(data.state_dict()))
+    state["shards"] = BAD_SHARDS[name](state["shards"])
+    again = stream()
+    with pytest.raises(ValueError, match="shard"):
+        again.load_state_dict(state)
+        next(iter(again))
+
+
+@pytest.mark.parametrize("given", [None, [7]])
+def test_a_pass_that_does_not_say_what_its_packs_held_is_not_gone_on_from(given):
+    drift = [(ROWS, [(0, 1.0), (99, 0.5)]), (ROWS, 1)]
+
+    def make():
+        return PackedDataset(drift, **BASE, ahead=False, shards=2)
+
+    data = make()
+    list(data)
+    state = json.loads(json.dumps(data.state_dict()))
+    assert state["over"]
+    for shard in state["shards"].values():
+        shard.pop("given") if given is None else shard.update(given=given)
+    again = make()
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match="does not say what its packs held"):
+        list(again)
+
+
+def test_a_state_of_one_rank_alone_does_not_continue_the_others():
+    def rank(number):
+        return PackedDataset(
+            lambda: iter(ROWS), **BASE, shards=2, epochs=None, rank=number, world=2
+        )
+
+    both = [rank(0), rank(1)]
+    for data in both:
+        packs = iter(data)
+        next(packs), next(packs)
+    again = rank(1)
+    again.load_state_dict(both[0].state_dict())
+    with pytest.raises(ValueError, match="merge_states"):
+        next(iter(again))
+    again.load_state_dict(merge_states([data.state_dict() for data in both]))
+    next(iter(again))
+
+
+def test_a_shards_state_survives_its_short_text():
+    assert unpack_text(pack_text({"packer": [1, 2]})) == {"packer": [1, 2]}

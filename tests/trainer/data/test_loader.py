@@ -1,0 +1,178 @@
+"""The loader: whole windows, exact counts, a state of what was stepped, ends that are told."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from nopad.collators import PackedCollator
+from nopad.packing import PackedDataset
+from nopad.trainer.data import EvaluationLoader, PackedLoader, load_data_state, save_data_state
+
+
+def ids(batch: dict) -> list:
+    return batch["input_ids"].tolist()
+
+
+def test_every_batch_of_a_step_carries_the_tokens_of_the_whole_step():
+    loader, batches = PackedLoader(tiny_run.dataset(), accumulation=4), []
+    for batch in loader:
+        batches.append(batch)
+    assert len(batches) == 16  # 15 packs, filled up by an empty one
+    for start in range(0, 16, 4):
+        window = batches[start : start + 4]
+        counted = sum(int((batch["labels"] != -100).sum()) for batch in window)
+        assert {float(batch["num_items_in_batch"]) for batch in window} == {counted / 4}
+    assert batches[-1]["labels"].tolist() == [[-100]]
+
+
+def test_a_partial_window_is_dropped_if_asked():
+    loader = PackedLoader(tiny_run.dataset(), accumulation=4, last_window="drop")
+    assert len(list(loader)) == 12
+
+
+def test_the_state_is_that_of_whole_steps_whatever_was_read_ahead():
+    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation=2)]
+    for stop in (1, 2, 3, 4, 7):
+        loader = PackedLoader(tiny_run.dataset(), accumulation=2)
+        seen = [ids(batch) for _, batch in zip(range(stop), loader, strict=False)]
+        state = json.loads(json.dumps(loader.state()))
+        again = PackedLoader(tiny_run.dataset(), accumulation=2)
+        again.load_state(state)
+        stepped = stop // 2 * 2
+        assert seen[:stepped] + [ids(batch) for batch in again] == whole, stop
+
+
+def test_an_iteration_left_early_goes_on_behind_the_last_step():
+    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation=2)]
+    loader = PackedLoader(tiny_run.dataset(), accumulation=2)
+    first = [ids(batch) for _, batch in zip(range(4), loader, strict=False)]
+    assert first + [ids(batch) for batch in loader] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_iteration_is_the_next_epoch(workers):
+    loader = PackedLoader(tiny_run.dataset(), num_workers=workers)
+    epochs = [[ids(batch) for batch in loader] for _ in range(2)]
+    both = [ids(batch) for batch in PackedLoader(tiny_run.dataset(epochs=2))]
+    assert epochs[0] + epochs[1] == both
+
+
+def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens():
+    loader = EvaluationLoader(tiny_run.dataset(23))
+    first, second = list(loader), list(loader)
+    next(iter(loader))
+    assert [ids(batch) for batch in first] == [ids(batch) for batch in second]
+    counted = sum(int((batch["labels"] != -100).sum()) for batch in first)
+    assert float(first[0]["num_items_in_batch"]) * len(first) == counted
+    assert len(list(loader)) == len(first)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, None])
+def test_a_second_evaluation_loader_on_the_same_set_gives_the_same_batches(epochs):
+    data = tiny_run.dataset(23, epochs=epochs)
+    first, second, third = ([ids(batch) for batch in EvaluationLoader(data)] for _ in range(3))
+    assert len(first) == data.count() and first == second == third
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_an_evaluation_holds_few_batches_at_a_time(epochs):
+    made = []
+
+    def collator(pack):
+        batch = PackedCollator()(pack)
+        made.append(weakref.ref(batch["input_ids"]))
+        return batch
+
+    data = tiny_run.dataset(epochs=epochs)
+    alive = [sum(ref() is not None for ref in made) for _ in EvaluationLoader(data, collator)]
+    assert len(alive) == data.count() == 15 and max(alive) <= 3
+
+
+def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches(monkeypatch):
+    whole = list(tiny_run.dataset())
+    assert len(whole) % 2  # one rank gets an empty pack
+    counted = float(sum(pack.counted for pack in whole))
+    given = []
+
+    def sum_over_ranks(value):
+        given.append(value)
+        return torch.tensor(counted)
+
+    monkeypatch.setattr("nopad.trainer.data.loader.world", lambda: 2)
+    monkeypatch.setattr("nopad.trainer.data.loader.sum_over_ranks", sum_over_ranks)
+    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world=2))) for r in (0, 1)]
+    assert len(shares[0]) == len(shares[1]) == 8
+    assert len(given) == 2 and sum(given) == counted
+    found = [sum(int((batch["labels"] != -100).sum()) for batch in share) for share in shares]
+    assert sum(found) == counted
+    assert {float(b["num_items_in_batch"]) for share in shares for b in share} == {counted / 16}
+
+
+def test_an_evaluation_of_sample_means_counts_samples():
+    loader = EvaluationLoader(tiny_run.dataset(23), PackedCollator(mean="sample"))
+    batches = list(loader)
+    weight = sum(float(batch["loss_weights"].sum()) for batch in batches)
+    assert float(batches[0]["num_items_in_batch"]) * len(batches) == pytest.approx(weight)
+
+
+def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goes():
+    rows = [[1] * 50, [2] * 9, [3] * 70]
+    planned = PackedLoader(PackedDataset(rows, budget=32, overflow="truncate"))
+    assert planned.became() == {"split": 0, "truncated": 2, "dropped": 0, "skipped": 0}
+    settings = {"budget": 32, "shards": 1, "ahead": False, "shuffle": False}
+    for workers in (0, 1):
+        data = PackedDataset(lambda: iter(rows), **settings)
+        streamed = PackedLoader(data, num_workers=workers)
+        told = [streamed.became()["split"] for _ in streamed]
+        assert told == sorted(told) and told[-1] == 2
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_what_became_is_that_of_the_epoch_the_data_is_in(epochs, monkeypatch):
+    data = tiny_run.dataset(epochs=epochs)
+    loader, asked = PackedLoader(data), []
+    stock = data.packs.report
+
+    def report(epoch, *more):
+        asked.append(epoch)
+        return stock(epoch, *more)
+
+    monkeypatch.setattr(data.packs, "report", report)
+    for _ in range(2 if epochs else 1):
+        for _, _ in zip(range(28), loader, strict=False):
+            loader.became()
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_loader_draws_from_the_random_numbers_of_the_training(workers):
+    def drawn() -> tuple:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = drawn()
+    assert list(PackedLoader(tiny_run.dataset(), num_workers=workers))
+    assert drawn() == before
+    assert list(EvaluationLoader(tiny_run.dataset(9)))
+    assert drawn() == before
+
+
+def test_sample_means_count_samples():
+    loader = PackedLoader(tiny_run.dataset(), PackedCollator(mean="sample"))
+    batch = next(iter(loader))
+    assert float(batch["num_items_in_batch"]) == pytest.approx(len(loader.last.lengths))
+
+
+def test_other_data_is_refused_on_resume(tmp_path):
+    save_data_state(PackedLoader(tiny_run.dataset()), tmp_path)
+    with pytest.raises(ValueError, match="fingerprint"):
+        load_data_state(PackedLoader(tiny_run.dataset(39)), tmp_path)
+    with pytest.raises(ValueError, match=r"seed=3.*seed=4"):
+        load_data_state(PackedLoader(tiny_run.dataset(seed=4)), tmp_path)
+    with pytest.raises(ValueError, match=r"has no nopad_data\.json"):
+        load_data_state(PackedLoader(tiny_run.dataset()), tmp_path / "elsewhere")

@@ -1,0 +1,84 @@
+"""Before the first step: what would train wrongly is refused, what is repaired is right."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_run
+import torch
+from nopad.collators import PackedCollator
+from nopad.packing import PackedDataset
+from nopad.trainer.monitoring import check_run
+from nopad.trainer.monitoring.preflight import check_batches, leak
+
+
+def test_the_banner_says_what_runs_and_what_to_expect():
+    first, second = check_run(tiny_run.model(), tiny_run.dataset())
+    assert first == "llama, attention nopad, boundaries by cu_seq_lens, leak self-test 0.0"
+    assert "packs of 32 an epoch, fill 9" in second and "dropped 0" in second
+
+
+def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch():
+    rows = [[1, 2, 3, 4]] * 40
+    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8, packs=3))
+    assert told.startswith("3 packs of 8 in all, 20 an epoch, fill 100.0%")
+    stream = PackedDataset(rows, budget=8, packs=3, ahead=False)
+    assert check_run(tiny_run.model(), stream)[1].startswith("3 packs of 8, lengths not known")
+
+
+def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):
+    monkeypatch.setattr("nopad.trainer.monitoring.preflight.MOST_LENGTHS", 10)
+    rows = [[1, 2, 3, 4]] * 40
+    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8))
+    assert told.startswith("about 20 packs of 8 an epoch, fill 100.0%")
+    assert "; of the first 10 samples split 0," in told
+    with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
+        check_run(tiny_run.model(), PackedDataset([*rows, [1] * 100], budget=128))
+
+
+def test_a_model_that_cannot_be_packed_is_refused():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    with pytest.raises(ValueError, match="lets packed samples see each other"):
+        check_run(MambaForCausalLM(MambaConfig(**sizes)), tiny_run.dataset())
+
+
+def test_a_sequence_beyond_the_positions_is_refused():
+    data = PackedDataset([[1] * 100], budget=128)
+    with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
+        check_run(tiny_run.model(), data)
+
+
+def test_sample_weights_without_the_loss_that_reads_them_are_refused():
+    with pytest.raises(ValueError, match="needs the exact loss"):
+        check_run(tiny_run.model(), tiny_run.dataset(), PackedCollator(mean="sample"))
+
+
+def test_a_step_without_a_single_counted_label_is_refused():
+    batch = PackedCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
+    with pytest.raises(ValueError, match="no label of the first step counts"):
+        check_batches([batch], vocabulary=61)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "culprit"),
+    [
+        ([7, -5, 60], [-100, -100, 60], "token -5"),
+        ([7, 61, 5], [-100, -100, 5], "token 61"),
+        ([7, 8, 9], [-100, -7, 9], "label -7"),
+        ([7, 8, 9], [-100, 99, 9], "label 99"),
+    ],
+)
+def test_the_id_that_is_outside_the_vocabulary_is_named(ids, labels, culprit):
+    batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+    with pytest.raises(ValueError, match=f"^{culprit} is outside the model's vocabulary of 61"):
+        check_batches([batch], vocabulary=61)
+
+
+def test_the_check_leaves_every_module_in_its_mode():
+    model = tiny_run.model()
+    model.train()
+    model.model.layers[1].eval()
+    before = [module.training for module in model.modules()]
+    leak(model)
+    assert [module.training for module in model.modules()] == before

@@ -1,0 +1,141 @@
+"""One rank of the HF Trainer tests; prints what it saw as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import tiny_run
+import torch
+from nopad.collators import PackedCollator
+from nopad.packing import PackedDataset
+from nopad.runtime import leave_group
+from nopad.trainer.with_hf import PackedTrainer
+from transformers import TrainerCallback, TrainingArguments
+
+
+class Watch(TrainerCallback):
+    """Keeps the first gradient, and the losses."""
+
+    def __init__(self):
+        self.gradient, self.losses = None, []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        if self.gradient is None:
+            named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+            bare = {n.replace("module.", "").replace("_orig_mod.", ""): p for n, p in named}
+            self.gradient = {name: p.grad.clone() for name, p in bare.items()}
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def trainer(
+    folder: Path, data: PackedDataset, accumulation: int, more=None, collator=None, **settings
+):
+    """A trainer and its watch; `more` is the trainer's, the settings are its arguments'."""
+    args = TrainingArguments(
+        str(folder),
+        gradient_accumulation_steps=accumulation,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_grad_norm=0,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        **{"save_strategy": "no", "learning_rate": 1e-2, **settings},
+    )
+    watch = Watch()
+    run = PackedTrainer(tiny_run.model(), args, collator, data, callbacks=[watch], **(more or {}))
+    return run, watch
+
+
+def gradients(folder: Path, world: int) -> dict:
+    found = {}
+    for accumulation in (1, 4):
+        whole = tiny_run.dataset(rank=0, world=1)
+        gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
+        cases = {"plain": {}, "workers": {"dataloader_num_workers": 2}}
+        cases["checkpointing"] = {"gradient_checkpointing": True}
+        if accumulation == 1:
+            cases["compiled"] = {"torch_compile": True, "torch_compile_backend": "eager"}
+        for name, settings in cases.items():
+            run, watch = trainer(folder, tiny_run.dataset(), accumulation, max_steps=1, **settings)
+            run.train()
+            found[f"{accumulation} {name}"] = tiny_run.distance(watch.gradient, gold)
+    return found | means_over_ranks(folder, world)
+
+
+def means_over_ranks(folder: Path, world: int) -> dict:
+    """The same, where the arguments ask for a mean of each rank's."""
+    found = {}
+    for mean in ("token", "sample"):
+        packs = tiny_run.packs(tiny_run.dataset(rank=0, world=1), 2 * world)
+        gold = tiny_run.gold_gradient(tiny_run.model(), packs, mean)
+        apart = {"max_steps": 1, "average_tokens_across_devices": False}
+        collator = PackedCollator(mean=mean)
+        run, watch = trainer(folder, tiny_run.dataset(), 2, collator=collator, **apart)
+        run.train()
+        found[f"{mean} mean"] = tiny_run.distance(watch.gradient, gold)
+    return found
+
+
+def resumed(folder: Path) -> dict:
+    endless = {"epochs": None}
+    whole, seen = trainer(folder / "whole", tiny_run.dataset(**endless), 2, max_steps=6)
+    whole.train()
+    saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    first, before = trainer(folder / "parts", tiny_run.dataset(**endless), 2, **saving)
+    first.add_callback(StopAfterThree())
+    first.train()
+    second, after = trainer(folder / "parts", tiny_run.dataset(**endless), 2, max_steps=6)
+    second.train(resume_from_checkpoint=True)
+    return {
+        "whole": [seen.losses, tiny_run.digest(whole.model)],
+        "parts": [before.losses + after.losses, tiny_run.digest(second.model)],
+    }
+
+
+class StopAfterThree(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 3
+
+
+def evaluated(folder: Path) -> list[float]:
+    """The trainer's eval_loss beside the token mean over the whole set."""
+    run, _ = trainer(folder, tiny_run.dataset(), 1, max_steps=1)
+    losses, count = 0.0, 0
+    for pack in tiny_run.dataset(23, rank=0, world=1):
+        batch = tiny_run.collate(pack)
+        batch = {k: v.to(run.args.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+        with torch.no_grad():
+            losses += float(run.model(**batch, num_items_in_batch=1).loss)
+        count += pack.counted
+    got = run.evaluate(tiny_run.dataset(23))["eval_loss"]
+    return [got, losses / count]
+
+
+def main(folder: Path, world: int) -> None:
+    ended, watch = trainer(folder, tiny_run.dataset(count=19), 2, num_train_epochs=2)
+    ended.train()
+    curve, seen = trainer(folder, tiny_run.dataset(epochs=None), 8 // world, max_steps=4)
+    curve.train()
+    print(
+        json.dumps(
+            {
+                "gradients": gradients(folder, world),
+                "resumed": resumed(folder),
+                "curve": seen.losses,
+                "ends": [ended.state.global_step, len(watch.losses)],
+                "evaluated": evaluated(folder),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))
+    leave_group()

@@ -1,0 +1,136 @@
+"""Stopping when asked: a signal is heard once, agreed, and given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nopad.trainer import graceful_stop
+from nopad.trainer.graceful_stop import RELAYED, SIGNALS, StopRequest
+
+BEGINNING = """
+import ctypes, os, signal, time
+from nopad.trainer import stop
+from nopad.trainer.stop import RELAYED, StopRequest
+request = StopRequest()
+print("listening", flush=True)
+"""
+IMPATIENT = f"""{BEGINNING}
+while not request.agreed():
+    time.sleep(0.01)
+print("asked", flush=True)
+time.sleep(60)
+"""
+PATIENT = IMPATIENT.replace("request =", "stop.RELAYED = 60\nrequest =")
+DEAF = f"""{BEGINNING}
+lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)  # for ever, in C
+"""
+PARENT = f"""{BEGINNING}
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(1)
+for _ in range(2):
+    time.sleep(2 * RELAYED)
+    os.kill(child, signal.SIGUSR1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.asked, flush=True)
+"""
+
+
+@pytest.fixture
+def child():
+    started = []
+
+    def start(code: str) -> subprocess.Popen:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "listening\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_heard_and_the_handlers_are_given_back(number):
+    before, descriptor = signal.getsignal(number), signal.set_wakeup_fd(-1)
+    request = StopRequest()
+    assert not request.agreed()
+    os.kill(os.getpid(), number)
+    assert request.agreed() and request.asked == number
+    request.release()
+    assert signal.getsignal(number) == before
+    assert signal.set_wakeup_fd(descriptor) == -1
+
+
+def test_what_was_asked_is_forgotten_when_the_signals_are_given_back():
+    request = StopRequest()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert request.agreed()
+        request._pending = torch.ones(())  # as on an accelerator
+        request.release()
+        assert not request.agreed() and request._pending is None
+        request.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert request.agreed()
+    finally:
+        request.release()
+
+
+def test_a_signal_is_heard_though_nobody_reads_what_is_said(monkeypatch):
+    def write(descriptor, text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(graceful_stop, "os", SimpleNamespace(**{**vars(os), "write": write}))
+    request = StopRequest()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert request.agreed()
+    finally:
+        request.release()
+
+
+def test_a_second_signal_leaves_at_once(child):
+    process = child(IMPATIENT)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "asked\n"
+    time.sleep(2 * RELAYED)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 10
+
+
+def test_what_a_launcher_passes_on_is_no_second_signal(child):
+    process = child(PATIENT)
+    process.send_signal(signal.SIGINT)  # from the terminal
+    assert process.stdout.readline() == "asked\n"
+    process.send_signal(signal.SIGTERM)  # and from the launcher
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+
+
+def test_a_second_signal_is_heard_inside_a_call_that_never_returns(child):
+    process = child(DEAF)
+    for _ in range(2):
+        time.sleep(2 * RELAYED)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def test_signals_to_a_fork_are_not_the_parents(child):
+    process = child(PARENT)
+    assert process.stdout.readline() == f"{128 + signal.SIGUSR1} None\n"
+    assert process.wait(timeout=30) == 0

@@ -1,0 +1,11 @@
+"""Checks before the first step, and throughput while training runs."""
+
+from .flops import ModelFlops
+from .preflight import check_run
+from .throughput import Meter
+
+__all__ = [
+    "Meter",
+    "ModelFlops",
+    "check_run",
+]
