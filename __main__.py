@@ -6,7 +6,10 @@ import importlib
 import sys
 
 COMMANDS = {
-    "inspect": ("inspect_data", "what packing does to a data set: lengths, fill, waste, a pack map"),
+    "inspect": (
+        "inspect_data",
+        "what packing does to a data set: lengths, fill, waste, a pack map",
+    ),
     "doctor": ("doctor", "does a model keep packed documents apart, and paged ≡ packed?"),
     "generate": ("generate", "complete prompts with any HF checkpoint through the engine"),
     "eval": ("evaluate", "tasks of lm-evaluation-harness on a checkpoint, through the engine"),

@@ -5,12 +5,12 @@ Varlen, Pages ─▶ attend ─▶ backends/ (flash-attn, torch, Triton, SDPA)
 any HF causal LM ──┘  attn_implementation="nopad", registered by importing this package
 """
 
-from .attend import attend, attend_written
-from .hf.call_log import expect_layers
-from .hf.forward_context import carry
+from .attend import attend, attend_cached
+from .hf.call_log import check_every_layer
+from .hf.forward_context import forward_context
 from .hf.interface import register
-from .hf.mask_patch import keep_apart
-from .hf.model_support import probe_layers, refuse, why_refused
+from .hf.mask_patch import document_mask
+from .hf.model_support import check_supported, layer_shapes, unsupported_reason
 from .paging.allocator import PageAllocator
 from .paging.cache import PagedCache
 from .reference import visible
@@ -22,15 +22,15 @@ __all__ = [
     "Pages",
     "Varlen",
     "attend",
-    "attend_written",
-    "carry",
-    "expect_layers",
-    "keep_apart",
-    "probe_layers",
-    "refuse",
+    "attend_cached",
+    "check_every_layer",
+    "check_supported",
+    "document_mask",
+    "forward_context",
+    "layer_shapes",
     "register",
+    "unsupported_reason",
     "visible",
-    "why_refused",
 ]
 
 register()

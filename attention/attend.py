@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import custom_ops
 from .backends import selection
-from .backends.call_spec import Scores
+from .backends.call_spec import ScoreParams
 from .backends.kv_write import write
 from .varlen import Varlen
 
@@ -42,11 +42,11 @@ def attend(
     backend: the name of the one to use; else the best that can.
     """
     scaling: float = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = Scores(scaling, window, softcap, sinks)
+    scores = ScoreParams(scaling, window, softcap, sinks)
     rule = (scaling, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
-        chosen = selection.choose(_facts(q, k, v, rule, varlen), backend)
+        chosen = selection.select(_facts(q, k, v, rule, varlen), backend)
         if chosen == "sdpa" and torch.compiler.is_compiling():
             return custom_ops.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *rule)
         return selection.module(chosen).packed(q, k, v, varlen, scores)
@@ -55,7 +55,7 @@ def attend(
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
     facts = _facts(q, keys, values, rule, varlen)
-    chosen = selection.choose(facts, backend)
+    chosen = selection.select(facts, backend)
     if torch.compiler.is_compiling():
         custom_ops.write_pages(k, v, keys, values, pages.slots)
         where = (varlen.cu_seqlens, pages.table, pages.lengths)
@@ -67,17 +67,19 @@ def attend(
     return out.to(v.dtype)
 
 
-def attend_written(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Tensor:
+def attend_cached(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Tensor:
     """Attend q [T, H, Dk] to pages that hold this step's keys and values already."""
     assert varlen.pages is not None
     keys, values = varlen.pages.cache.layer(layer)
     rule = (scale, None, None, None)
     facts = _facts(q, keys, values, rule, varlen)
-    return selection.module(selection.choose(facts)).paged(q, keys, values, varlen, Scores(*rule))
+    return selection.module(selection.select(facts)).paged(
+        q, keys, values, varlen, ScoreParams(*rule)
+    )
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, rule: tuple, varlen: Varlen) -> tuple:
-    """The fields of an `Ask`, in order."""
+    """The fields of an `CallSpec`, in order."""
     page_size = 0 if varlen.pages is None else k.shape[1]
     _, window, softcap, sinks = rule
     # Any of the three: an adapter on the values alone leaves queries without a gradient.

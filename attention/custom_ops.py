@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backends import sdpa, selection
-from .backends.call_spec import Scores
+from .backends.call_spec import ScoreParams
 from .backends.kv_write import write
 from .backends.sdpa_backward import packed_backward
 from .varlen import Pages, Varlen
@@ -40,7 +40,7 @@ def attend_pages(
 ) -> Tensor:
     pages = Pages(None, table, lengths, lengths, longest_key)  # pyright: ignore[reportArgumentType]
     varlen = Varlen(cu_seqlens, longest_query, pages)
-    scores = Scores(scale, window, softcap, sinks)
+    scores = ScoreParams(scale, window, softcap, sinks)
     return selection.module(backend).paged(q, keys, values, varlen, scores)
 
 
@@ -62,7 +62,7 @@ def sdpa_packed(
     sinks: Tensor | None,
 ) -> Tensor:
     return sdpa.packed(
-        q, k, v, Varlen(cu_seqlens, longest), Scores(scale, window, softcap, sinks)
+        q, k, v, Varlen(cu_seqlens, longest), ScoreParams(scale, window, softcap, sinks)
     ).contiguous()
 
 
@@ -84,7 +84,7 @@ def sdpa_packed_backward(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = Scores(scale, window, softcap, sinks)
+    scores = ScoreParams(scale, window, softcap, sinks)
     return packed_backward(grad, q, k, v, Varlen(cu_seqlens, longest), scores)
 
 

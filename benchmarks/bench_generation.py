@@ -152,11 +152,11 @@ def run_dial(name: str, model, work: Work) -> None:
     engine = Engine(model, memory=60 << 30)
     params = params_of(work)
     engine.generate(work.prompts, params)  # captures the graphs of every size
-    most, wide = engine.max_running, engine.tokens_per_step
+    most, wide = engine.max_num_seqs, engine.max_num_batched_tokens
     turns = [(running, wide) for running in (16, 32, 64, 128, 256, most)]
     turns += [(128, tokens) for tokens in (256, 512, 1024, 2048, 4096)]
     for running, tokens in turns:
-        engine.max_running, engine.tokens_per_step = running, tokens
+        engine.max_num_seqs, engine.max_num_batched_tokens = running, tokens
         engine.forget()
         engine.stats.reset()
         seconds, _ = timed(lambda: engine.generate(work.prompts, params))
@@ -315,7 +315,7 @@ def bench_cpu() -> None:
     if work is None:
         raise SystemExit("the CPU workload needs the Azure trace; set NOPAD_SHARED")
     work = Work([p[:1800] for p in work.prompts], work.new)
-    ours = run_engine("c/8", model, work, 0.0, max_running=64, tokens_per_step=2048)
+    ours = run_engine("c/8", model, work, 0.0, max_num_seqs=64, max_num_batched_tokens=2048)
     static = run_static("c/8", model, work, 16)
     print(f"{static / ours:.2f} times static batches")
     keep({"times_static_batches": round(static / ours, 2)})

@@ -37,7 +37,7 @@ from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.ordering import Position, Share
 from nopad.packing.planning import Cost, level
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources.token_store import Shelf, TokenStore
+from nopad.packing.sources.token_store import TokenArray, TokenStore
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import (
     arrow_rows,
@@ -318,7 +318,7 @@ def bench_memory_of_reading(documents: int) -> dict:
     """Read documents as packs; give how much the resident set grew behind the first ones."""
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
-    shelf = Shelf("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
+    shelf = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
     packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(Position(until=1), Share(), 0)
     seen = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()

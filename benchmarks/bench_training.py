@@ -31,7 +31,7 @@ import nopad.attention  # noqa: F401
 import numpy as np
 import torch
 from nopad.collators import PackedCollator, PaddedCollator
-from nopad.packing import IGNORE, PackedDataset
+from nopad.packing import IGNORE_INDEX, PackedDataset
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.fused import ClippedAdamW, compile_layers, fuse_layers
 from nopad.trainer.loss import attach_loss
@@ -76,7 +76,7 @@ def documents(budget: int, packs: int, vocabulary: int, longest: int) -> list[np
 def answer(ids: np.ndarray) -> np.ndarray:
     """Labels of a document's last part only."""
     asked = len(ids) - round(ANSWER * len(ids))
-    return np.where(np.arange(len(ids)) < asked, IGNORE, ids)
+    return np.where(np.arange(len(ids)) < asked, IGNORE_INDEX, ids)
 
 
 class Watch:
@@ -182,7 +182,7 @@ class Bench:
                 losses.append(self.step(model, optimizer, batch))
                 if number >= warm:
                     tokens.append(int(np.sum(lengths)))
-                    idle = tokens[-1] - int((batch["labels"] != IGNORE).sum())
+                    idle = tokens[-1] - int((batch["labels"] != IGNORE_INDEX).sum())
                     work.append(flops.of(lengths) - head * idle)
             self.sync()
             seconds = time.perf_counter() - marks[warm]

@@ -79,10 +79,10 @@ def _agreement(name: str, model: Any) -> int:
 
     It is 1 as well where the backend that runs everywhere did not, or none; 2 for a model refused.
     """
-    from ..attention import why_refused
+    from ..attention import unsupported_reason
     from .logprob_parity import rows, table
 
-    reason = why_refused(model)
+    reason = unsupported_reason(model)
     if reason is not None:
         print(f"{name}: refused: {reason}")
         return 2

@@ -43,14 +43,14 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
     name = checkpoint(args.model)
     harness, make_table = _lm_eval()
-    from ..runtime import join_group, leave_group
+    from ..runtime import destroy_group, init_group
 
     manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
         check_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
-    join_group()
+    init_group()
     ready = harness.Harness(
         model,
         tokenizer,
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         results["config"] = {**vars(args), "dtype": str(model.dtype)}  # whose scores these are
         _tell(results, make_table, args.output)
-    leave_group()
+    destroy_group()
     return 0
 
 

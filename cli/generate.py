@@ -135,7 +135,7 @@ def _engine(options: argparse.Namespace, prompts: list[Any], stops: bool) -> Eng
         check_template(tokenizer)
     model = load_model(name, options.dtype, options.device)
     more = {} if options.memory is None else {"memory": options.memory}
-    return Engine(model, tokenizer, max_running=options.max_running, seed=options.seed, **more)
+    return Engine(model, tokenizer, max_num_seqs=options.max_num_seqs, seed=options.seed, **more)
 
 
 def _memory(text: str) -> int | float:
@@ -153,15 +153,15 @@ def _is_ids(prompt: Any) -> bool:
 
 def _lines(done: list[Completion], only_text: bool) -> Iterator[str]:
     for index, completion in enumerate(done):
-        for sibling, one in enumerate((completion, *completion.siblings)):
+        for sample_index, one in enumerate((completion, *completion.others)):
             if only_text:
                 yield f"{one.text if one.error is None else f'[{one.error}]'}\n"
             else:
-                yield json.dumps(_record(index, sibling, one), ensure_ascii=False) + "\n"
+                yield json.dumps(_record(index, sample_index, one), ensure_ascii=False) + "\n"
 
 
-def _record(index: int, sibling: int, one: Completion) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": index, "sibling": sibling, "text": one.text}
+def _record(index: int, sample_index: int, one: Completion) -> dict[str, Any]:
+    record: dict[str, Any] = {"index": index, "sibling": sample_index, "text": one.text}
     record |= {"tokens": one.tokens, "finish_reason": one.finish_reason}
     if one.logprobs is not None:
         record["logprobs"] = [entry.logprob for entry in one.logprobs]

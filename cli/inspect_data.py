@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import IGNORE, Pack, pack_lengths
-from ..packing.encoding import BATCH, Skipped, encoded, samples_of
+from ..packing import IGNORE_INDEX, Pack, pack_lengths
+from ..packing.encoding import BATCH, SkippedRows, encoded, samples_of
 from . import pack_map
 from .checkpoints import load_tokenizer
 from .options import count, in_options, new_file, parser, reading_choices, reading_options
@@ -93,7 +93,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return made.parse_args(argv)
 
 
-def measured(data: Any, skipped: Skipped) -> tuple[np.ndarray, int | None]:
+def measured(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
     """The lengths of the first samples, and how many there are; None where nobody knows.
 
     skipped: where rows of a stream are counted that had to be left out.
@@ -173,7 +173,7 @@ def decoded(pack: Pack, tokenizer: Any) -> str:
     """Show a pack's samples, [[what counts]] in brackets."""
     lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.counted} count"]
     for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MOST_SAMPLES):
-        counts = pack.labels[a:b] != IGNORE
+        counts = pack.labels[a:b] != IGNORE_INDEX
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), int(b - a)]
         text = ""
         for start, end in pairwise(edges):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..attention import why_refused
+from ..attention import unsupported_reason
 from ..attention.hf import Packed, check_default_cache, check_packed, check_paged
 from .checkpoints import first_line
 from .tiny_model import ATTENTION_DROPOUTS
@@ -43,7 +43,7 @@ def examine(oracle: Any, name: str, given: Any = None) -> Finding:
 
     given: the config as the user has it, where the oracle was built of a shrunk one.
     """
-    reason = why_refused(oracle) if name == "nopad" else None
+    reason = unsupported_reason(oracle) if name == "nopad" else None
     if reason is not None:
         return Finding(name, "refused", note=reason)
     try:
@@ -102,7 +102,7 @@ def _repair(model: Any, oracle: Any, limit: float) -> str:
         mended = check_packed(model, oracle, repair=True).right(limit)
     except Exception as error:
         return f"repair failed: {_short(error)}"
-    return "mended by nopad.attention.keep_apart" if mended else "keep_apart does not mend it"
+    return "mended by nopad.attention.document_mask" if mended else "document_mask does not mend it"
 
 
 def report(name: str, model: Any, findings: list[Finding]) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from ..attention.backends import PAGED
 from ..attention.hf import draw_documents
-from ..inference import Agreement, Engine, agreement, invariant
+from ..inference import Engine, LogprobParity, agreement, invariant
 
 LENGTHS = (1, 5, 16, 33, 60, 90)
 NEW = 24
@@ -33,7 +33,7 @@ class Row:
 
     dtype: str
     backend: str
-    found: Agreement | None
+    found: LogprobParity | None
     seconds: float = 0.0
     note: str = ""
 

@@ -4,4 +4,8 @@ from .packed import PackedCollator
 from .padded import PaddedCollator
 from .preference import PreferenceCollator
 
-__all__ = ["PackedCollator", "PaddedCollator", "PreferenceCollator"]
+__all__ = [
+    "PackedCollator",
+    "PaddedCollator",
+    "PreferenceCollator",
+]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..packing import IGNORE, Pack, Sample
+from ..packing import IGNORE_INDEX, Pack, Sample
 from .row_layout import as_sample, lay_rows
 
 
@@ -153,13 +153,13 @@ def sample_weights(
 
     wholes: how many those are, for sequences that are parts; 0 for whole samples.
 
-    >>> labels, bounds = np.array([IGNORE, 6, 7, IGNORE, 9]), np.array([0, 3, 5])
+    >>> labels, bounds = np.array([IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]), np.array([0, 3, 5])
     >>> sample_weights(labels, bounds).tolist()
     [0.0, 0.5, 0.5, 0.0, 1.0]
     >>> sample_weights(labels, bounds, wholes=np.array([0, 4])).tolist()
     [0.0, 0.5, 0.5, 0.0, 0.25]
     """
-    counted = labels != IGNORE
+    counted = labels != IGNORE_INDEX
     before = np.concatenate([[0], np.cumsum(counted)])
     per_sample = np.where(wholes, wholes, before[bounds[1:]] - before[bounds[:-1]])
     share = 1 / np.maximum(per_sample, 1, dtype=np.float32)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..packing import IGNORE, Sample
+from ..packing import IGNORE_INDEX, Sample
 from .row_layout import as_sample
 
 
@@ -32,7 +32,7 @@ class PaddedCollator:
         width = -(-max(len(sample) for sample in samples) // self.multiple) * self.multiple
         batch = {
             "input_ids": torch.full((len(samples), width), self.pad_token_id),
-            "labels": torch.full((len(samples), width), IGNORE),
+            "labels": torch.full((len(samples), width), IGNORE_INDEX),
             "attention_mask": torch.zeros((len(samples), width), dtype=torch.int64),
         }
         for i, sample in enumerate(samples):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..packing import IGNORE, Sample, checked_ids, checked_sample
+from ..packing import IGNORE_INDEX, Sample, checked_ids, checked_sample
 from ..packing.planning import whole
 from .packed import PackedCollator
 
@@ -62,7 +62,7 @@ class PreferenceCollator:
         if self.max_length is not None:
             answers = [answer[: self.max_length - 1] for answer in answers]
             prompt = prompt[-(self.max_length - max(map(len, answers))) :]
-        mark = np.full(len(prompt), IGNORE)
+        mark = np.full(len(prompt), IGNORE_INDEX)
         return [
             checked_sample(np.concatenate([prompt, answer]), np.concatenate([mark, answer]))
             for answer in answers
@@ -80,7 +80,7 @@ def sequence_log_probs(
     >>> sequence_log_probs(losses, labels, torch.tensor([0, 3, 5])).tolist()
     [-3.0, -4.0]
     """
-    counted = (token_losses * (labels != IGNORE)).flatten()
+    counted = (token_losses * (labels != IGNORE_INDEX)).flatten()
     lengths = cu_seq_lens.diff().long()
     owner = torch.repeat_interleave(
         torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(counted)

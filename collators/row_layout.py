@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import IGNORE, Pack, Sample, check_masks, checked_sample, compiled
+from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, checked_sample, jit
 
 
 def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
@@ -65,7 +65,7 @@ def lay_rows(
     return rows, bounds, longest
 
 
-@compiled
+@jit
 def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
     """Lay one pack; gives the number of its last boundary, and the longest sequence so far."""
     start, end, sequence, longest, pad = place
@@ -77,7 +77,7 @@ def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
         labels[t] = marks[t]
     for n in range(len(first_positions)):
         begin, behind = np.int64(cu_seqlens[n]), np.int64(cu_seqlens[n + 1])
-        labels[begin] = IGNORE
+        labels[begin] = IGNORE_INDEX
         own, first = positions[begin:behind], first_positions[n]
         for t in range(len(own)):
             own[t] = first + t
@@ -86,7 +86,7 @@ def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
         longest = max(longest, behind - begin)
     if start + used < end:
         for t in range(used, end - start):
-            ids[t], labels[t], positions[t] = pad, IGNORE, t - used
+            ids[t], labels[t], positions[t] = pad, IGNORE_INDEX, t - used
         sequence += 1
         bounds[sequence] = end
         longest = max(longest, end - start - used)

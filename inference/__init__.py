@@ -1,20 +1,20 @@
 """Continuous-batching generation and scoring on the model that is being trained."""
 
 from .batch_invariant import invariant
-from .data_parallel import AllRanks
+from .data_parallel import DataParallelEngine
 from .engine import Engine
-from .logprob_parity import Agreement, agreement
-from .requests.outputs import Completion, Event, Score, TokenLogprob
+from .logprob_parity import LogprobParity, agreement
+from .requests.outputs import Completion, Score, StreamEvent, TokenLogprob
 from .requests.sampling_params import SamplingParams
 
 __all__ = [
-    "Agreement",
-    "AllRanks",
     "Completion",
+    "DataParallelEngine",
     "Engine",
-    "Event",
+    "LogprobParity",
     "SamplingParams",
     "Score",
+    "StreamEvent",
     "TokenLogprob",
     "agreement",
     "invariant",

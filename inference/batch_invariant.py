@@ -48,7 +48,7 @@ def invariant(longest: int) -> Iterator[None]:
         _replace(sdpa, "sharing", False, stack)
         # A trial's sequences may be longer than `longest`, and there is no other backend to try.
         _replace(selection, "_trial", lambda name, ask: None, stack)
-        _replace(executor, "provable_parts", lambda *args, **named: [], stack)
+        _replace(executor, "verified_ops", lambda *args, **named: [], stack)
         before = os.environ.get("NOPAD_ATTENTION")
         os.environ["NOPAD_ATTENTION"] = "sdpa"
         try:

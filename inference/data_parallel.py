@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from ..runtime import all_ranks_or_none, rank, world_size
 from .engine import Engine
-from .live_model.lockstep import gathers, in_step
+from .live_model.lockstep import gathers_parameters, lockstep
 from .requests.outputs import Completion, Score
-from .requests.request_builder import Params, each_asked
+from .requests.request_builder import Params, broadcast_params
 from .requests.sampling_params import SamplingParams
 from .requests.scoring import check_pairs
 from .requests.tokenization import Prompt
@@ -27,7 +26,7 @@ Work = Callable[[list[int]], list[Any]]
 """Answers to the requests of these indices."""
 
 
-class AllRanks:
+class DataParallelEngine:
     """An engine's `generate` and `score`, shared out over the processes that train together."""
 
     def __init__(self, engine: Engine):
@@ -41,7 +40,7 @@ class AllRanks:
         deadline: float | Sequence[float | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt, all ranks together; every rank gets all completions."""
-        each = each_asked(prompts, params, deadline=deadline)
+        each = broadcast_params(prompts, params, deadline=deadline)
         costs = [_size(prompt) + _new_tokens(own) for prompt, own, *_ in each]
         names = [repr(prompt) for prompt in prompts]
 
@@ -52,7 +51,7 @@ class AllRanks:
                 [prompt for prompt, *_ in own], [params for _, params, *_ in own], deadline=until
             )
 
-        return together(self._in_step(work), deal(costs, _world(), names))
+        return run_on_all_ranks(self._in_step(work), partition_by_cost(costs, world_size(), names))
 
     def score(
         self,
@@ -70,22 +69,24 @@ class AllRanks:
             return self.engine.score(*asked, deadline=deadline)
 
         names = [repr(context) for context in contexts]
-        return together(self._in_step(work), deal(costs, _world(), names))
+        return run_on_all_ranks(self._in_step(work), partition_by_cost(costs, world_size(), names))
 
     def _in_step(self, work: Work) -> Work:
         """Where parameters are gathered in each forward, let no rank run one alone."""
         model = self.engine._model
-        if _world() == 1 or not gathers(model):
+        if world_size() == 1 or not gathers_parameters(model):
             return work
 
         def stepping(mine: list[int]) -> list[Any]:
-            with in_step(model):
+            with lockstep(model):
                 return work(mine) if mine else []
 
         return stepping
 
 
-def deal(costs: Sequence[float], ranks: int, names: Sequence[Any] | None = None) -> list[list[int]]:
+def partition_by_cost(
+    costs: Sequence[float], ranks: int, names: Sequence[Any] | None = None
+) -> list[list[int]]:
     """Share indices out so that the ranks' costs come out even; equal names stay on one rank.
 
     >>> deal([5, 1, 1, 4, 1], 2)
@@ -105,32 +106,17 @@ def deal(costs: Sequence[float], ranks: int, names: Sequence[Any] | None = None)
     return [sorted(hand) for hand in hands]
 
 
-def together(work: Work, hands: list[list[int]]) -> list[Any]:
-    """Let every rank work on its hand; return all answers in the order of the indices."""
-    if len(hands) == 1:
-        return work(hands[0])
-    mine = hands[dist.get_rank()]
-    answers, trouble = [], None
-    try:
-        answers = work(mine)
-        assert len(answers) == len(mine)
-    except BaseException as error:  # the others must hear of it, else they would wait for ever
-        trouble = error
-    told: list[Any] = [None] * len(hands)
-    dist.all_gather_object(told, (answers, trouble and f"{type(trouble).__name__}: {trouble}"))
-    if trouble is not None:
-        raise trouble
-    for rank, (_, message) in enumerate(told):
-        if message is not None:
-            kind = KeyboardInterrupt if message.startswith("KeyboardInterrupt") else RuntimeError
-            raise kind(f"rank {rank} failed: {message}")
-    pairs = zip(hands, told, strict=True)
-    placed = {i: a for hand, (them, _) in pairs for i, a in zip(hand, them, strict=True)}
-    return [placed[i] for i in range(len(placed))]
+def run_on_all_ranks(work: Work, shards: list[list[int]]) -> list[Any]:
+    """Run each rank's shard of the indices; return all results in the order of the indices."""
 
+    def own() -> list[Any]:
+        results = work(shards[rank()])
+        assert len(results) == len(shards[rank()])
+        return results
 
-def _world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    pairs = zip(shards, all_ranks_or_none(own), strict=True)
+    by_index = {i: result for shard, own in pairs for i, result in zip(shard, own, strict=True)}
+    return [by_index[i] for i in range(len(by_index))]
 
 
 def _size(prompt: Any) -> float:

@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .execution.gc_control import full_collections_later
+from ..runtime import unwrap_model
+from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
-from .executor import Machine
-from .live_model.borrow import unwrap
-from .metrics.request_trace import Trace
+from .executor import Executor
+from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
-from .requests.active_requests import Inbox, UnderWay
-from .requests.outputs import Completion, Event, Score
+from .requests.active_requests import ActiveRequests, Inbox
+from .requests.outputs import Completion, Score, StreamEvent
 from .requests.request import Request
-from .requests.request_builder import Asked, Intake, Params, each_asked, seconds
-from .requests.request_group import Group, longest_first
-from .requests.scoring import Job, pairs, rolling_windows, scored
-from .requests.tokenization import Prompt, Tongue, identity
+from .requests.request_builder import Params, PromptSpec, RequestBuilder, broadcast_params, seconds
+from .requests.request_group import RequestGroup, longest_first
+from .requests.scoring import ScoreJob, pairs, rolling_windows, scored
+from .requests.tokenization import Prompt, TokenizerAdapter, identity
 from .scheduling.loop import Loop
-from .session import Tenancy
+from .session import ModelSession
 from .settings import checked_dtype, checked_seed, positive, settle
 
 _TWINS = 1 << 16
@@ -44,7 +44,7 @@ _TWINS = 1 << 16
 class Engine:
     """Generation and scoring on a causal language model of Transformers.
 
-    `max_running` and `tokens_per_step` are the dial between throughput and latency, and may be
+    `max_num_seqs` and `max_num_batched_tokens` are the dial between throughput and latency, and may be
     turned while requests run: the README of this room has the curve they trace.
 
     Between calls weights may change and adapters be switched: what others computed is forgotten. A
@@ -53,8 +53,8 @@ class Engine:
 
     memory: bytes, a share of free memory, or "spare": what training leaves.
     page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
-    max_running: requests in one step; more raise throughput and the time between tokens.
-    tokens_per_step: tokens in one step; more finish prompts sooner and hold up the rest.
+    max_num_seqs: requests in one step; more raise throughput and the time between tokens.
+    max_num_batched_tokens: tokens in one step; more finish prompts sooner and hold up the rest.
     max_length: longest sequence; by default what the model's positions allow.
     max_waiting: requests that may queue; None: any number.
     keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
@@ -71,8 +71,8 @@ class Engine:
         *,
         memory: Memory = SPARE,
         page_size: int | None = None,
-        max_running: int | None = None,
-        tokens_per_step: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         max_length: int | None = None,
         max_waiting: int | None = None,
         keep: bool = True,
@@ -81,23 +81,23 @@ class Engine:
         graphs: bool = True,
         debug: bool = False,
     ):
-        self._model = unwrap(model)
+        self._model = unwrap_model(model)
         settings = settle(
             self._model,
             memory=memory,
             page_size=page_size,
-            max_running=max_running,
-            tokens_per_step=tokens_per_step,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_length=max_length,
             graphs=graphs,
             debug=debug,
         )
-        self._tongue = Tongue(self._model, tokenizer)
-        self._intake = Intake(self._tongue, checked_seed(seed), settings.max_length)
+        self._tongue = TokenizerAdapter(self._model, tokenizer)
+        self._intake = RequestBuilder(self._tongue, checked_seed(seed), settings.max_length)
         self._max_waiting = None if max_waiting is None else positive("max_waiting", max_waiting)
         self.stats = Stats()
-        self.trace = Trace()
-        self._tenancy = Tenancy(
+        self.trace = RequestTrace()
+        self._tenancy = ModelSession(
             self._model,
             settings,
             self.stats,
@@ -107,7 +107,7 @@ class Engine:
             keep=keep,
             dtype=checked_dtype(dtype),
         )
-        self._under_way = UnderWay()
+        self._under_way = ActiveRequests()
         self._news = Inbox()
         """Of submitted requests, until `step` tells it."""
         self._twins: Counter[int] = Counter()
@@ -132,9 +132,9 @@ class Engine:
         priority: lower runs first; for all, or one for each.
         deadline: seconds after which requests return what they have; for all, or one for each.
         """
-        asked = each_asked(prompts, params, priority, deadline)
+        asked = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(asked), disable=not progress, unit="req")
-        with bar, full_collections_later(), self._session():
+        with bar, defer_full_gc(), self._session():
             self._begin()
             groups = self._take_in(asked)
             done = self._finish_all(groups, bar.update)
@@ -147,13 +147,13 @@ class Engine:
         *,
         priority: int | Sequence[int] = 0,
         deadline: float | Sequence[float | None] | None = None,
-    ) -> Iterator[Event]:
-        """Yield tokens and text as they are made; `Event.request` is the prompt's index.
+    ) -> Iterator[StreamEvent]:
+        """Yield tokens and text as they are made; `StreamEvent.request` is the prompt's index.
 
         The model is borrowed only while a step runs: between two events it is the trainer's. Other
         calls may come in between, other streams too; each gets what is its own.
         """
-        asked = each_asked(prompts, params, priority, deadline)
+        asked = broadcast_params(prompts, params, priority, deadline)
         inbox = Inbox()
         with self._session():
             self._begin()
@@ -205,7 +205,7 @@ class Engine:
                 self._enqueue(request)
         return group.id
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[StreamEvent]:
         """Run one step of the submitted requests; say what is new.
 
         Should it raise, all requests under way end with an error, and the next call says so.
@@ -252,25 +252,25 @@ class Engine:
         return join(self._score(jobs, None))
 
     @property
-    def max_running(self) -> int:
+    def max_num_seqs(self) -> int:
         """Requests in one step; may be lowered and raised again while requests run."""
-        return self._tenancy.dial("max_running")
+        return self._tenancy.dial("max_num_seqs")
 
-    @max_running.setter
-    def max_running(self, value: int) -> None:
-        most = self._tenancy.settings.max_running
-        if (value := positive("max_running", value)) > most:
-            raise ValueError(f"max_running is {value}; this engine was made for 1 to {most}")
-        self._tenancy.turn("max_running", value)
+    @max_num_seqs.setter
+    def max_num_seqs(self, value: int) -> None:
+        most = self._tenancy.settings.max_num_seqs
+        if (value := positive("max_num_seqs", value)) > most:
+            raise ValueError(f"max_num_seqs is {value}; this engine was made for 1 to {most}")
+        self._tenancy.turn("max_num_seqs", value)
 
     @property
-    def tokens_per_step(self) -> int:
+    def max_num_batched_tokens(self) -> int:
         """Tokens in one step; may be changed while requests run."""
-        return self._tenancy.dial("tokens_per_step")
+        return self._tenancy.dial("max_num_batched_tokens")
 
-    @tokens_per_step.setter
-    def tokens_per_step(self, value: int) -> None:
-        self._tenancy.turn("tokens_per_step", positive("tokens_per_step", value))
+    @max_num_batched_tokens.setter
+    def max_num_batched_tokens(self, value: int) -> None:
+        self._tenancy.turn("max_num_batched_tokens", positive("max_num_batched_tokens", value))
 
     def forget(self) -> None:
         """Forget cached prefixes: what comes next is computed anew."""
@@ -287,7 +287,7 @@ class Engine:
     # --- below: how the calls above share one loop ---
 
     @property
-    def _machine(self) -> Machine | None:
+    def _machine(self) -> Executor | None:
         return self._tenancy.machine
 
     @property
@@ -313,13 +313,13 @@ class Engine:
             self.trace.clear()
 
     def _take_in(
-        self, asked: list[Asked], streaming: bool = False, twins: Counter[int] | None = None
-    ) -> list[Group]:
+        self, asked: list[PromptSpec], streaming: bool = False, twins: Counter[int] | None = None
+    ) -> list[RequestGroup]:
         now, room = self._loop.clock(), self._tenancy.room
-        return self._intake.to_generate(asked, now, room, streaming, twins)
+        return self._intake.generation_requests(asked, now, room, streaming, twins)
 
     def _finish_all(
-        self, groups: list[Group], tell: Callable[[int], Any] = lambda finished: None
+        self, groups: list[RequestGroup], tell: Callable[[int], Any] = lambda finished: None
     ) -> dict[int, Completion]:
         """Run until all groups are done."""
         inbox, queue = Inbox(), longest_first(groups)
@@ -363,7 +363,7 @@ class Engine:
         if self._tenancy.settings.debug:
             self._loop.scheduler.check()
 
-    def _cancel(self, group: Group) -> list[Request]:
+    def _cancel(self, group: RequestGroup) -> list[Request]:
         """End what is open of a group."""
         still = [request for request in group.requests if request.finish_reason is None]
         for request in still:
@@ -372,14 +372,16 @@ class Engine:
 
     def _refuse_all(self, error: str) -> None:
         """End all that is under way with an error."""
-        for request in self._under_way.refuse_all(error):
+        for request in self._under_way.fail_all(error):
             self.stats.note_finish(request, perf_counter())
             self.trace.add(request.id, "finished", why="error", tokens=len(request.output))
 
-    def _score(self, jobs: list[Job], deadline: float | None) -> list[Score]:
+    def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:
         left = seconds(deadline)
-        with full_collections_later(), self._session():
+        with defer_full_gc(), self._session():
             self._begin()
-            groups = self._intake.to_score(jobs, self._loop.clock() + left, self._tenancy.room)
+            groups = self._intake.scoring_requests(
+                jobs, self._loop.clock() + left, self._tenancy.room
+            )
             self._finish_all(groups)
             return [scored(group) for group in groups]

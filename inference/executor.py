@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..attention import PageAllocator, PagedCache, probe_layers, refuse
+from ..attention import PageAllocator, PagedCache, check_supported, layer_shapes
 from .execution.cuda_graphs import graph_bytes
-from .execution.memory_budget import allowance, note_taken
-from .execution.model_runner import DeviceRunner
-from .fused.fused_ops import Fused, provable_parts
+from .execution.memory_budget import budget_bytes, record_engine_bytes
+from .execution.model_runner import ModelRunner
+from .fused.fused_ops import FusedOps, verified_ops
 from .fused.qkv_weights import stacked_bytes
-from .live_model.cast_weights import Shadow, multiplies
-from .live_model.lockstep import gathers
-from .metrics.request_trace import Trace
+from .live_model.cast_weights import CastWeights, is_matmul
+from .live_model.lockstep import gathers_parameters
+from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
-from .scheduling.cache_checker import Canary
+from .scheduling.cache_checker import CacheChecker
 from .scheduling.loop import Loop
 from .scheduling.scheduler import Scheduler
-from .scheduling.slot_params import Slots
+from .scheduling.slot_params import SlotParams
 from .settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BuildKey:
     """What a machine is built for; it serves no other."""
 
     device: torch.device
@@ -47,18 +47,18 @@ class Kind:
 
 
 @dataclass(slots=True, eq=False)
-class Machine:
+class Executor:
     """Cache, scheduler, runner and loop around one model."""
 
     loop: Loop
-    runner: DeviceRunner
-    shadow: Shadow | None
-    fused: Fused
+    runner: ModelRunner
+    shadow: CastWeights | None
+    fused: FusedOps
     """Fused kernels that fit the model."""
-    kind: Kind
+    kind: BuildKey
 
 
-def kind_of(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> Kind:
+def build_key(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> BuildKey:
     """Of what kind a model is now; `narrow` is the dtype of autocast, if the weights are wider.
 
     Keys arrive in the dtype of the first matrix a layer multiplies with.
@@ -71,34 +71,34 @@ def kind_of(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> Kind:
             break
     if weight is None:
         weight = next(modules[0].parameters())
-    return Kind(weight.device, narrow or gathered or weight.dtype, narrow, modules)
+    return BuildKey(weight.device, narrow or gathered or weight.dtype, narrow, modules)
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
-    weight = module._parameters.get("weight") if multiplies(module) else None
+    weight = module._parameters.get("weight") if is_matmul(module) else None
     return weight if weight is not None and weight.is_floating_point() else None
 
 
-def assemble(
+def build_executor(
     model: Any,
     settings: Settings,
     stats: Stats,
-    trace: Trace,
+    trace: RequestTrace,
     ends: Any,
-    kind: Kind,
-) -> Machine:
+    kind: BuildKey,
+) -> Executor:
     """Build everything for a model that is of this kind now."""
-    refuse(model)
+    check_supported(model)
     device, dtype = _only_device(model), kind.dtype
-    shapes = probe_layers(model)
-    shadow = None if kind.narrow is None else Shadow(kind.modules, kind.narrow)
+    shapes = layer_shapes(model)
+    shadow = None if kind.narrow is None else CastWeights(kind.modules, kind.narrow)
     page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
-    most = settings.max_running * -(-settings.max_length // settings.page_size)
-    budget = allowance(settings.memory, device) - (shadow.bytes if shadow else 0)
+    most = settings.max_num_seqs * -(-settings.max_length // settings.page_size)
+    budget = budget_bytes(settings.memory, device) - (shadow.bytes if shadow else 0)
     graphs = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, dtype.itemsize)
-        if settings.graphs and not gathers(model):
+        if settings.graphs and not gathers_parameters(model):
             graphs = _room_for_graphs(model, settings, dtype, budget)
         budget -= graphs
     count = min(budget // page, most)
@@ -108,8 +108,8 @@ def assemble(
             f"tokens takes {page}: give more memory"
         )
     cache = PagedCache(count, settings.page_size, shapes, dtype, device)
-    note_taken(count * page, device)
-    columns = Slots(settings.max_running)
+    record_engine_bytes(count * page, device)
+    columns = SlotParams(settings.max_num_seqs)
 
     def admit(request: Request) -> None:
         columns.admit(request)
@@ -117,20 +117,20 @@ def assemble(
 
     scheduler = Scheduler(
         PageAllocator(count, settings.page_size),
-        max_running=settings.max_running,
-        tokens_per_step=settings.tokens_per_step,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         max_length=settings.max_length,
         # On a GPU a step with a prompt in it is no graph and takes long: take in several at a time.
         admit_at_once=32 if device.type == "cuda" else 1,
         admit=admit,
         trace=trace,
     )
-    runner = DeviceRunner(model, cache, columns, stats, device, graphs)
-    canary = Canary(count, settings.page_size) if settings.debug else None
+    runner = ModelRunner(model, cache, columns, stats, device, graphs)
+    canary = CacheChecker(count, settings.page_size) if settings.debug else None
     loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
-    most = settings.max_running if graphs else 0
-    fused = provable_parts(model, cache, most) if device.type == "cuda" else []
-    return Machine(loop, runner, shadow, Fused(fused), kind)
+    most = settings.max_num_seqs if graphs else 0
+    fused = verified_ops(model, cache, most) if device.type == "cuda" else []
+    return Executor(loop, runner, shadow, FusedOps(fused), kind)
 
 
 def _only_device(model: Any) -> torch.device:
@@ -146,4 +146,4 @@ def _only_device(model: Any) -> torch.device:
 def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
     """What graphs of every batch size keep, but no more than a quarter of the memory."""
     vocabulary = model.config.get_text_config().vocab_size
-    return max(1, min(graph_bytes(settings.max_running, vocabulary, dtype.itemsize), budget // 4))
+    return max(1, min(graph_bytes(settings.max_num_seqs, vocabulary, dtype.itemsize), budget // 4))

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.backends import reading_pages_by
+from ..attention.backends import force_paged_backend
 from ..attention.hf import batch_of
+from ..runtime import unwrap_model
 from .engine import Engine
-from .live_model.borrow import borrowed, unwrap
+from .live_model.borrow import borrow_model
 from .requests.outputs import Completion
 from .requests.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class LogprobParity:
     """How far log-probabilities of the same tokens lie apart."""
 
     tokens: int
@@ -44,10 +45,10 @@ class Agreement:
         )
 
 
-class AgreementCheck:
+class LogprobParityEval:
     """The comparison as an evaluation: called now and then, it gives metrics.
 
-    GenerationEval(AgreementCheck(model, engine, prompts), every=1000, name="agreement")
+    GenerationEval(LogprobParityEval(model, engine, prompts), every=1000, name="agreement")
     """
 
     def __init__(self, model: Any, engine: Engine, prompts: Sequence[Sequence[int]], new: int = 32):
@@ -66,7 +67,7 @@ def agreement(
     new: int = 32,
     temperature: float = 1.0,
     attention: str | None = None,
-) -> Agreement:
+) -> LogprobParity:
     """Compare the engine's log-probabilities of its own tokens with a packed training forward's.
 
     Both compute under the autocast that is on around the call.
@@ -74,22 +75,22 @@ def agreement(
     attention: the backend that generation must use; None: the best there is.
     """
     params = SamplingParams(temperature=temperature, max_tokens=new, logprobs=0, ignore_eos=True)
-    with reading_pages_by(attention):
+    with force_paged_backend(attention):
         made = engine.generate(prompts, params)
     for number, completion in enumerate(made):
         if completion.error is not None:
             raise ValueError(f"prompt {number}: {completion.error}")
-    model = unwrap(model)
+    model = unwrap_model(model)
     parameter = next(model.parameters())
     kind = parameter.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    with borrowed(model, narrow):
+    with borrow_model(model, narrow):
         trained = packed_logprobs(model, prompts, made)
     reported = [t.logprob for c in made for t in c.logprobs or ()]
     seen = torch.tensor(reported, dtype=torch.float64)
     apart = (seen - trained.double().cpu()).abs()
     dtype = str(narrow or parameter.dtype).removeprefix("torch.")
-    return Agreement(len(apart), float(apart.mean()), float(apart.max()), dtype, kind)
+    return LogprobParity(len(apart), float(apart.mean()), float(apart.max()), dtype, kind)
 
 
 def packed_logprobs(

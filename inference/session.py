@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from .executor import Kind, Machine, assemble, kind_of
-from .live_model.borrow import borrowed
-from .live_model.cast_weights import autocast_inside
-from .live_model.lockstep import gathers
+from .executor import BuildKey, Executor, build_executor, build_key
+from .live_model.borrow import borrow_model
+from .live_model.cast_weights import detect_autocast_dtype
+from .live_model.lockstep import gathers_parameters
 from .live_model.weights_version import WeightsVersion
-from .metrics.request_trace import Trace
+from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
 from .scheduling.loop import Loop
 from .settings import Settings
 
 
-class Tenancy:
+class ModelSession:
     """A model, and what was built around it."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Tenancy:
         model: Any,
         settings: Settings,
         stats: Stats,
-        trace: Trace,
+        trace: RequestTrace,
         ends: Callable[[Request], bool],
         wanted: Callable[[], bool],
         *,
@@ -42,7 +42,7 @@ class Tenancy:
         dtype: torch.dtype | None,
     ):
         self.settings = settings
-        self.machine: Machine | None = None
+        self.machine: Executor | None = None
         self._model = model
         self._stats = stats
         self._trace = trace
@@ -55,7 +55,7 @@ class Tenancy:
         self._dial: dict[str, int] = {}
         """What was turned away from the settings, for this machine and those to come."""
         self._inside: tuple[torch.dtype | None] | None = None
-        """What `autocast_inside` found, once it was asked."""
+        """What `detect_autocast_dtype` found, once it was asked."""
 
     @property
     def loop(self) -> Loop:
@@ -78,12 +78,12 @@ class Tenancy:
         modules = self._modules
         if not light and (now := list(self._model.modules())) != modules:
             modules = now
-        kind = kind_of(modules, self._narrow())
+        kind = build_key(modules, self._narrow())
         self._make_way(kind)  # where that is refused, all is as it was
         self._modules = modules
         try:
             with ExitStack() as stack:
-                stack.enter_context(borrowed(self._model, kind.narrow, self._modules))
+                stack.enter_context(borrow_model(self._model, kind.narrow, self._modules))
                 stale = not light or self.machine is None or not self._weights.unchanged(look)
                 if self.machine is None:
                     self.machine = self._assemble(kind)
@@ -105,7 +105,7 @@ class Tenancy:
             self.release()
 
     def dial(self, name: str) -> int:
-        """Where `max_running` or `tokens_per_step` stands."""
+        """Where `max_num_seqs` or `max_num_batched_tokens` stands."""
         if self.machine is not None:
             return getattr(self.loop.scheduler, name)
         return self._dial[name] if name in self._dial else getattr(self.settings, name)
@@ -127,9 +127,11 @@ class Tenancy:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _assemble(self, kind: Kind) -> Machine:
+    def _assemble(self, kind: BuildKey) -> Executor:
         began = perf_counter()
-        machine = assemble(self._model, self.settings, self._stats, self._trace, self._ends, kind)
+        machine = build_executor(
+            self._model, self.settings, self._stats, self._trace, self._ends, kind
+        )
         self._stats.preparing += perf_counter() - began
         self._weights.refresh()
         machine.loop.scheduler.scope = str(self._weights.number)
@@ -137,7 +139,7 @@ class Tenancy:
             setattr(machine.loop.scheduler, name, value)
         return machine
 
-    def _make_way(self, kind: Kind) -> None:
+    def _make_way(self, kind: BuildKey) -> None:
         """Give back what was built for a model of another kind."""
         if self.machine is None or self.machine.kind == kind:
             return
@@ -157,7 +159,7 @@ class Tenancy:
             dtype = torch.get_autocast_dtype(kind)
         if dtype is None and "forward" in vars(self._model):
             if self._inside is None:
-                self._inside = (autocast_inside(self._model),)
+                self._inside = (detect_autocast_dtype(self._model),)
             (dtype,) = self._inside
         return None if dtype is None or dtype == parameter.dtype else dtype
 
@@ -166,7 +168,7 @@ class Tenancy:
         assert self.machine is not None
         runner, shadow = self.machine.runner, self.machine.shadow
         # Ranks that step together vote before a forward, which no graph holds.
-        runner.may_capture = not gathers(self._model)
+        runner.may_capture = not gathers_parameters(self._model)
         moved = self._weights.moved()
         if shadow is not None:
             moved = shadow.refresh(self._modules) or moved

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .execution.memory_budget import Memory, checked_memory
+from .execution.memory_budget import Memory, check_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
@@ -23,8 +23,8 @@ class Settings:
 
     memory: Memory
     page_size: int
-    max_running: int
-    tokens_per_step: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_length: int
     graphs: bool
     debug: bool
@@ -35,8 +35,8 @@ def settle(
     *,
     memory: Memory,
     page_size: int | None,
-    max_running: int | None,
-    tokens_per_step: int | None,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
     max_length: int | None,
     graphs: bool,
     debug: bool,
@@ -44,10 +44,12 @@ def settle(
     """Check what was asked for; None is what suits the model and its device."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Settings(
-        memory=checked_memory(memory),
+        memory=check_memory(memory),
         page_size=_page_size(page_size, 256 if on_gpu else 16),
-        max_running=positive("max_running", max_running, 512 if on_gpu else 64),
-        tokens_per_step=positive("tokens_per_step", tokens_per_step, 16384 if on_gpu else 2048),
+        max_num_seqs=positive("max_num_seqs", max_num_seqs, 512 if on_gpu else 64),
+        max_num_batched_tokens=positive(
+            "max_num_batched_tokens", max_num_batched_tokens, 16384 if on_gpu else 2048
+        ),
         max_length=_max_length(model, max_length),
         graphs=graphs,
         debug=debug,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 @triton.jit
-def take_in(
+def attend_keys(
     q, last, begin, plain, end, table_row, keys, values, slot_stride_k, slot_stride_v,
     scale, softcap, window,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
@@ -130,11 +130,11 @@ def _block_step(
         if WINDOW:
             seen = seen & (place[None, :] > last[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
-    return weigh_in(s, v, acc, top, total, PRECISION)
+    return online_softmax(s, v, acc, top, total, PRECISION)
 
 
 @triton.jit
-def weigh_in(s, v, acc, top, total, PRECISION: tl.constexpr):
+def online_softmax(s, v, acc, top, total, PRECISION: tl.constexpr):
     """Add values [BLOCK, PAD_DV] to the running sums, by scores s [M, BLOCK] in powers of two."""
     new_top = tl.maximum(top, tl.max(s, 1))
     floor = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..packing import IGNORE
+from ..packing import IGNORE_INDEX
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def losses_and_gradient(
     block = min(4096, triton.next_power_of_2(width))
     _row_loss[(len(logits),)](
         logits, targets, weights, losses, width, logits.stride(0), smoothing, z_loss,
-        IGNORE, block, num_warps=4,
+        IGNORE_INDEX, block, num_warps=4,
     )  # fmt: skip
     return losses
 

@@ -3,7 +3,7 @@
     parts [S, M, (H + 2 Hkv) D] ─▶ norms, rotary ─┬─▶ the new key and value, into their slot
                                                   └─▶ queries ─▶ meet the pages ─▶ out [M, H, D]
 
-`attend_parts` is all of it in one kernel, for few sequences; `place` is the first half, for many.
+`fused_decode_attention` is all of it in one kernel, for few sequences; `place` is the first half, for many.
 Program (kv head, split, sequence): the group's queries and their key are the rows of one tile. The
 first split takes the new token, straight from the parts; the keys before it are shared out over all
 splits, and whoever ends last joins their results.
@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention import Pages
-from .attention_tile import weigh_in
-from .paged_decode import DecodeTiles, padded, precision, processors
+from .attention_tile import online_softmax
+from .paged_decode import DecodeTiles, padded, precision, sm_count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class QKTransform:
     """How queries and keys are made ready: bias and norms, if any, and the angles of positions."""
 
     cos: Tensor
@@ -246,7 +246,7 @@ def _take_in(
     s = tl.dot(turned, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
     if MASKED:
         s = tl.where(inside[None, :], s, float("-inf"))
-    return weigh_in(s, v, acc, top, total, PRECISION)
+    return online_softmax(s, v, acc, top, total, PRECISION)
 
 
 @triton.jit
@@ -276,9 +276,9 @@ def _join(
     tl.store(to, result.to(to.dtype.element_ty), mask=stored)
 
 
-def attend_parts(
+def fused_decode_attention(
     parts: Tensor,
-    turn: Turn,
+    turn: QKTransform,
     pages: Pages,
     layer: int,
     heads: int,
@@ -307,7 +307,9 @@ def attend_parts(
     return out
 
 
-def place(parts: Tensor, turn: Turn, pages: Pages, layer: int, heads: int, late: bool) -> Tensor:
+def place(
+    parts: Tensor, turn: QKTransform, pages: Pages, layer: int, heads: int, late: bool
+) -> Tensor:
     """Put the keys and values of `parts` into their slots, and return the queries [M, H, D]."""
     rows = parts.shape[1]
     kv, dim = pages.cache.layer(layer)[0].shape[2:]
@@ -318,7 +320,7 @@ def place(parts: Tensor, turn: Turn, pages: Pages, layer: int, heads: int, late:
 
 
 def _given(
-    parts: Tensor, turn: Turn, pages: Pages, layer: int, out: Tensor, late: bool
+    parts: Tensor, turn: QKTransform, pages: Pages, layer: int, out: Tensor, late: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What both kernels take: tensors and strides in order, constants by name."""
     keys, values = pages.cache.layer(layer)
@@ -348,7 +350,7 @@ def attention_tiles(keys: Tensor, rows: int, reach: int) -> DecodeTiles:
     """Four programs per processor where the keys allow it: what an H200 did fastest."""
     wide = padded(keys.shape[3]) * keys.element_size()
     block = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    wanted = min(4 * processors(keys.device) // (rows * keys.shape[2]), 16, reach // block)
+    wanted = min(4 * sm_count(keys.device) // (rows * keys.shape[2]), 16, reach // block)
     splits = 1
     while splits * 2 <= wanted:
         splits *= 2

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.backends import Scores
-from .attention_tile import finish, take_in
+from ..attention.backends import ScoreParams
+from .attention_tile import attend_keys, finish
 
 LEAST_SHARE = 128
 """Keys that are worth a program of their own."""
@@ -104,7 +104,7 @@ def _decode_kernel(
     plain = begin
     if not WINDOW:
         plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    acc, top, total = take_in(
+    acc, top, total = attend_keys(
         q_tile, last, begin, plain, end, table + sequence.to(tl.int64) * table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
         slot_stride_k, slot_stride_v, scale, softcap, window,
@@ -190,7 +190,7 @@ def decode(
     cu_seqlens: Tensor,
     table: Tensor,
     lengths: Tensor,
-    scores: Scores,
+    scores: ScoreParams,
     out: Tensor,
     tiles: DecodeTiles,
 ) -> None:
@@ -206,7 +206,7 @@ def decode(
     lse = out if single else out.new_empty(items * heads, dtype=torch.float32)
     sinks = out if scores.sinks is None else scores.sinks
     window, windowed = scores.window or 0, scores.window is not None
-    late = launches_early(q.device)
+    late = supports_pdl(q.device)
     shared = {
         "WINDOW": windowed,
         "SINKS": scores.sinks is not None,
@@ -237,17 +237,17 @@ def decode(
 
 def programs_at_once(kv_heads: int, device: torch.device) -> int:
     """How many programs of one kv head run at once: with those of all, four on every processor."""
-    return max(4 * processors(device) // kv_heads, 1)
+    return max(4 * sm_count(device) // kv_heads, 1)
 
 
 @cache
-def launches_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether kernels may be launched before the one they wait for is done."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
-def processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Multiprocessors to keep busy; on a CPU, where kernels are interpreted, a few."""
     if device.type != "cuda":
         return 4

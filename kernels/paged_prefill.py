@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.backends import Scores
-from .attention_tile import finish, take_in
+from ..attention.backends import ScoreParams
+from .attention_tile import attend_keys, finish
 from .paged_decode import padded, precision
 
 
@@ -76,7 +76,7 @@ def _prefill_kernel(
     if WINDOW:
         begin = tl.maximum(first_last - window + 1, 0) // BLOCK * BLOCK
         plain = begin
-    acc, top, total = take_in(
+    acc, top, total = attend_keys(
         q_tile, last, begin, plain, end, table + sequence.to(tl.int64) * table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
         slot_stride_k, slot_stride_v, scale, softcap, window,
@@ -108,7 +108,7 @@ def prefill(
     cu_seqlens: Tensor,
     table: Tensor,
     lengths: Tensor,
-    scores: Scores,
+    scores: ScoreParams,
     out: Tensor,
     tiles: PrefillTiles,
 ) -> None:

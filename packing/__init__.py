@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .jit import compiled
+from .jit import jit
 from .pack import Pack
 from .planning.lengths import pack_lengths
 from .planning.packer import Packer
 from .planning.plan import Plan
 from .planning.planner import Planner
-from .sample import IGNORE, Sample
+from .sample import IGNORE_INDEX, Sample
 from .token_ids import check_masks, checked_ids, checked_sample
 
 if TYPE_CHECKING:
     from .dataset import PackedDataset
 
 __all__ = [
-    "IGNORE",
+    "IGNORE_INDEX",
     "Pack",
     "PackedDataset",
     "Packer",
@@ -30,7 +30,7 @@ __all__ = [
     "check_masks",
     "checked_ids",
     "checked_sample",
-    "compiled",
+    "jit",
     "pack_lengths",
 ]
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from .encoding.ahead import SMALL, encode_ahead, filled
 from .encoding.encoder import Encoder
-from .encoding.report import Skipped
+from .encoding.report import SkippedRows
 from .ordering.mixture import Stop, Weight
 from .planning.overflow import limit
 from .readers.planned import PlannedPacks
 from .readers.shard import ShardSettings
-from .readers.sharded import ShardedPacks
+from .readers.sharded import StreamedPacks
 from .sources import RowSource, open_source
 from .sources.in_memory import Listed
 from .sources.source import Indexed
-from .sources.token_store import Shelf, TokenStore
+from .sources.token_store import TokenArray, TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 
 WINDOW = 1024
@@ -24,7 +24,7 @@ WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class PipelineOptions:
     """The user's settings that shape the sequence of packs."""
 
     packer: dict[str, Any]
@@ -39,7 +39,7 @@ class Choices:
     skip: bool
 
 
-def open_all(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list:
+def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list:
     """Open the sources of a mixture, each under its number."""
     return [
         open_source(source, column=encoder.column, eos=encoder.eos, number=number, **options)
@@ -48,8 +48,8 @@ def open_all(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) 
 
 
 def build(
-    opened: list, weights: list[Weight], choices: Choices, skipped: Skipped
-) -> PlannedPacks | ShardedPacks:
+    opened: list, weights: list[Weight], choices: PipelineOptions, skipped: SkippedRows
+) -> PlannedPacks | StreamedPacks:
     """Plan everything if every length is known or cheap to find out, else shard."""
     streams = [one for one in opened if isinstance(one, RowSource) and not _ahead(one, choices)]
     if not streams:
@@ -60,7 +60,7 @@ def build(
     shards = choices.shards
     if shards is None:
         shards = min(source.shards or 8 for source in sources)
-    return ShardedPacks(
+    return StreamedPacks(
         ShardSettings(
             sources=sources,
             weights=weights,
@@ -76,8 +76,8 @@ def build(
     )
 
 
-def _planned(opened, weights, choices: Choices, skipped: Skipped) -> PlannedPacks:
-    shelves: list[Shelf] = []
+def _planned(opened, weights, choices: PipelineOptions, skipped: SkippedRows) -> PlannedPacks:
+    shelves: list[TokenArray] = []
     for number, one in enumerate(opened):
         if isinstance(one, RowSource):
             counted = skipped if choices.skip else None
@@ -101,13 +101,13 @@ def _planned(opened, weights, choices: Choices, skipped: Skipped) -> PlannedPack
     )
 
 
-def _ahead(source: RowSource, choices: Choices) -> bool:
+def _ahead(source: RowSource, choices: PipelineOptions) -> bool:
     if choices.ahead is not None:
         return choices.ahead
     return isinstance(source, Listed) or (source.size is not None and source.size <= SMALL)
 
 
-def _as_rows(one: RowSource | list[Shelf], number: int) -> RowSource:
+def _as_rows(one: RowSource | list[TokenArray], number: int) -> RowSource:
     if isinstance(one, RowSource):
         return one
     return Shelved(one, f"tokens {number}")
@@ -116,7 +116,7 @@ def _as_rows(one: RowSource | list[Shelf], number: int) -> RowSource:
 class Shelved(Indexed):
     """Ready tokens as rows, for mixtures with streams."""
 
-    def __init__(self, shelves: list[Shelf], name: str):
+    def __init__(self, shelves: list[TokenArray], name: str):
         self.store, self.name = TokenStore(shelves), name
 
     def __len__(self) -> int:
@@ -138,10 +138,12 @@ def _window(shuffle: bool | int) -> int:
     return WINDOW if shuffle is True else int(shuffle)
 
 
-def settings_of(packs: PlannedPacks | ShardedPacks, choices: Choices, weights: list) -> dict:
+def state_settings(
+    packs: PlannedPacks | StreamedPacks, choices: PipelineOptions, weights: list
+) -> dict:
     """Give all that shapes the sequence of packs, as JSON."""
     encoder = choices.encoder
-    sharded = isinstance(packs, ShardedPacks)
+    sharded = isinstance(packs, StreamedPacks)
     return {
         **choices.packer,
         "seed": choices.seed,
@@ -157,7 +159,7 @@ def settings_of(packs: PlannedPacks | ShardedPacks, choices: Choices, weights: l
     }
 
 
-def fingerprint_of(packs: PlannedPacks | ShardedPacks) -> str:
+def fingerprint_of(packs: PlannedPacks | StreamedPacks) -> str:
     """Identify the data."""
     if isinstance(packs, PlannedPacks):
         return packs.store.fingerprint()

@@ -20,9 +20,9 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .build import Choices, build, fingerprint_of, open_all, settings_of
+from .build import PipelineOptions, build, fingerprint_of, open_sources, state_settings
 from .encoding.encoder import Encoder
-from .encoding.report import Skipped
+from .encoding.report import SkippedRows
 from .ordering.mixture import Stop, as_mixture
 from .ordering.permutation import Position, Share
 from .pack import Pack
@@ -40,7 +40,7 @@ class PackedDataset(IterableDataset):
     the first order: they are copies, made anew for each pass, of a dataset that did not move on.
     Call `set_epoch` before each pass, as trainers do, or use `nopad.trainer.PackedLoader`.
     Accelerate's `prepare`, which a stock HF Trainer calls too, would cut `cu_seq_lens` off a batch:
-    `AcceleratePacks`, `PackedTrainer` and `PackedDataModule` of `nopad.trainer` take it whole.
+    `PackedAccelerateLoader`, `PackedTrainer` and `PackedDataModule` of `nopad.trainer` take it whole.
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
@@ -100,14 +100,14 @@ class PackedDataset(IterableDataset):
         packer |= {"align": align, "pad": pad, "continue_positions": continue_positions}
         encoder = Encoder(tokenizer, column=column, eos=eos, vocab_size=vocab_size)
         _check(budget, pad, encoder.vocab_size, on_error, shuffle)
-        choices = Choices(
+        choices = PipelineOptions(
             packer=packer, encoder=encoder, seed=whole(seed=seed)[0], shuffle=shuffle,
             shards=shards, ahead=ahead, stop=stop, level=level, packs=packs, skip=on_error == "skip"
         )  # fmt: skip
-        self.skipped = Skipped()
-        opened = open_all(pairs, encoder, glob=glob, dtype=dtype)
+        self.skipped = SkippedRows()
+        opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.packs = build(opened, weights, choices, self.skipped)
-        self.settings = settings_of(self.packs, choices, weights)
+        self.settings = state_settings(self.packs, choices, weights)
         self.rank, self.world, self.epochs = rank, world, epochs
         self._begin_pass(0)
 

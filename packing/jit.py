@@ -12,7 +12,7 @@ from typing import Any
 from numba import njit
 
 
-def compiled(function: Callable) -> Any:
+def jit(function: Callable) -> Any:
     """Compile `function` with numba, without the GIL, cached on disk where it can be."""
     try:
         return njit(cache=True, nogil=True)(function)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .sample import IGNORE, Sample
+from .sample import IGNORE_INDEX, Sample
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +78,10 @@ class Pack:
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 [T], IGNORE at the head of every sequence."""
+        """int64 [T], IGNORE_INDEX at the head of every sequence."""
         if self.marks is None:
             labels = self.tokens.copy()
-            labels[self.cu_seqlens[:-1]] = IGNORE
+            labels[self.cu_seqlens[:-1]] = IGNORE_INDEX
             self.marks = labels
         return self.marks
 
@@ -99,4 +99,4 @@ class Pack:
         """Number of tokens that count for the loss."""
         if self.marks is None:
             return len(self.tokens) - len(self.samples)
-        return int(np.count_nonzero(self.labels != IGNORE))
+        return int(np.count_nonzero(self.labels != IGNORE_INDEX))

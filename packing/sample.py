@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORE = -100
+IGNORE_INDEX = -100
 """The label of a token that does not count, as everywhere in the HF ecosystem."""
 
 
@@ -21,7 +21,7 @@ class Sample:
     tokens: np.ndarray
     """int64 [n], n >= 1."""
     labels: np.ndarray = None  # pyright: ignore[reportAssignmentType]
-    """int64 [n], IGNORE where a token does not count; left out, all but the first count."""
+    """int64 [n], IGNORE_INDEX where a token does not count; left out, all but the first count."""
     source: int = 0
     """Which source of a mixture it came from."""
 
@@ -35,7 +35,7 @@ class Sample:
         if tokens.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers, got {tokens.dtype} and {labels.dtype} labels")
         tokens, labels = np.ascontiguousarray(tokens, np.int64), labels.astype(np.int64)
-        labels[0] = IGNORE  # nothing of this sample stands before its first token
+        labels[0] = IGNORE_INDEX  # nothing of this sample stands before its first token
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "labels", labels)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .sample import IGNORE, Sample
+from .sample import IGNORE_INDEX, Sample
 
 
 def checked_ids(ids: Any, what: str = "input_ids") -> np.ndarray:
@@ -49,7 +49,7 @@ def checked_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) 
     marks = checked_ids(labels, "labels")
     if len(marks) != len(ids):
         raise ValueError(f"{len(ids)} input_ids but {len(marks)} labels: one label per token")
-    _within(marks[marks != IGNORE], vocab_size, "labels")
+    _within(marks[marks != IGNORE_INDEX], vocab_size, "labels")
     return Sample(ids, marks)
 
 
@@ -63,7 +63,7 @@ def check_masks(columns: Collection[str], attention_mask: Any = None) -> None:
     for mask in ("completion_mask", "assistant_masks"):
         if mask in columns and "labels" not in columns:
             raise ValueError(
-                f"{mask} without labels: give labels, {IGNORE} where a token does not count"
+                f"{mask} without labels: give labels, {IGNORE_INDEX} where a token does not count"
             )
     if attention_mask is not None and not np.all(np.asarray(attention_mask)):
         raise ValueError("attention_mask holds 0, so there is padding: tokenize without it")

@@ -94,11 +94,11 @@ def main(argv: list[str] | None = None) -> Report:
     """Evaluate as the options say; print samples, a line for each metric, and JSON last."""
     args = options(argv)
     given = examples(args)
-    from nopad.inference import AllRanks, Engine, SamplingParams
-    from nopad.runtime import join_group
+    from nopad.inference import DataParallelEngine, Engine, SamplingParams
+    from nopad.runtime import init_group
     from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, lines
 
-    join_group()
+    init_group()
     name = checkpoint(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> Report:
     if args.regex:
         metrics["extracted"] = extracted(args.regex)
     evaluation = GenerationEval(
-        AllRanks(Engine(model, tokenizer)).generate,
+        DataParallelEngine(Engine(model, tokenizer)).generate,
         given,
         metrics,
         params,
@@ -141,9 +141,9 @@ def run(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    from nopad.runtime import leave_group
+    from nopad.runtime import destroy_group
 
-    leave_group()
+    destroy_group()
     return int(report.error is not None or not report.metrics["eval/examples"])
 
 

@@ -122,7 +122,7 @@ class Pretraining:
         from nopad.trainer.graceful_stop import StopRequest
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.monitoring import Meter
-        from nopad.trainer.with_accelerate import AcceleratePacks
+        from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
         self.args, self.folder, self.accelerator = args, folder, accelerator
         self.stop = StopRequest()
@@ -133,7 +133,7 @@ class Pretraining:
         self.loss = attach_loss(model)
         self.clips = optimizer_clips(accelerator)
         optimizer, scheduler = optimize(args, model, self.clips)
-        self.loader = AcceleratePacks(accelerator, dataset, num_workers=args.workers)
+        self.loader = PackedAccelerateLoader(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     ended = "stopped, go on with --resume" if run.step < args.steps else "done"
     run.say(f"{ended}: {folder.checkpoint(run.step)}")
-    del run  # DDP goes before the group of ranks does: see `leave_group`
+    del run  # DDP goes before the group of ranks does: see `destroy_group`
     accelerator.free_memory()
     accelerator.end_training()
 

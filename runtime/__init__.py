@@ -1,24 +1,24 @@
-"""What training and generation share about the process and the model: ranks, random states, unwrapping."""
+"""What training and generation share about the process and the model; nothing but torch."""
 
-from .ranks import (
-    gather_objects,
-    join_group,
-    leave_group,
-    rank,
-    sum_over_ranks,
-    wait_for_all,
-    world,
-)
-from .rng_state import gathered_random, load_random
+from .collectives import RankError, all_ranks_or_none, barrier, gather_objects, sum_over_ranks
+from .ranks import destroy_group, init_group, rank, world_size
+from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
+from .unwrap_model import unwrap_model, unwrap_peft
 
 __all__ = [
+    "RankError",
+    "all_ranks_or_none",
+    "barrier",
+    "destroy_group",
     "gather_objects",
-    "gathered_random",
-    "join_group",
-    "leave_group",
-    "load_random",
+    "gather_rng_states",
+    "init_group",
+    "load_rng_states",
+    "preserve_rng",
     "rank",
+    "rng_states",
     "sum_over_ranks",
-    "wait_for_all",
-    "world",
+    "unwrap_model",
+    "unwrap_peft",
+    "world_size",
 ]

@@ -1,29 +1,60 @@
-"""The random numbers of a checkpoint, so that a resumed run drops what the other would have.
+"""Random states: kept unchanged around a block, or saved for all ranks in a checkpoint.
 
-Every rank draws its own. Of each there is a list: its host's state, and its GPU's if it has one.
+A checkpoint holds one list per rank: the host's torch state, then the GPU's if there is one.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from .ranks import gather_objects, rank, world
+from .collectives import gather_objects
+from .ranks import rank, world_size
 
 
-def gathered_random(device: torch.device) -> list[list[Tensor]]:
-    """Return where torch's random numbers stand on every rank; call it on every rank."""
-    own = [torch.get_rng_state()]
-    if device.type == "cuda":
-        own.append(torch.cuda.get_rng_state(device))
-    return gather_objects(own)
+@contextmanager
+def preserve_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Restore Python's, NumPy's and torch's random states on exit.
+
+    device: the GPU whose state to restore; by default the current one, once CUDA is in use.
+    """
+    if device is None and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+    python, legacy, states = random.getstate(), np.random.get_state(), rng_states(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        _set_rng_states(states, device)
 
 
-def load_random(states: list[list[Tensor]], device: torch.device) -> None:
-    """Draw on from there, unless the ranks are others: whose numbers should they take."""
-    if len(states) != world():
-        return
-    host, *on_device = (state.cpu() for state in states[rank()])
+def rng_states(device: torch.device | None = None) -> list[Tensor]:
+    """Return torch's random state of the host and, if `device` is a GPU, of the device."""
+    states = [torch.get_rng_state()]
+    if device is not None and device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def gather_rng_states(device: torch.device) -> list[list[Tensor]]:
+    """Return the random states of all ranks, for a checkpoint; call it on every rank."""
+    return gather_objects(rng_states(device))
+
+
+def load_rng_states(states: list[list[Tensor]], device: torch.device) -> None:
+    """Restore the random states of a checkpoint; skipped when the world size changed."""
+    if len(states) == world_size():
+        _set_rng_states([state.cpu() for state in states[rank()]], device)
+
+
+def _set_rng_states(states: list[Tensor], device: torch.device | None) -> None:
+    host, *on_device = states
     torch.set_rng_state(host)
-    if device.type == "cuda" and on_device:
+    if device is not None and device.type == "cuda" and on_device:
         torch.cuda.set_rng_state(on_device[0], device)

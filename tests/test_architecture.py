@@ -11,82 +11,227 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("packing", "attention", "collators", "trainer", "inference", "cli")
+ROOMS = (
+    "runtime", "kernels", "packing", "attention", "collators", "trainer", "inference", "cli",
+    "recipes",
+)  # fmt: skip
 ANYWHERE = {"numpy", "tqdm", *sys.stdlib_module_names}
 
 OURS = {
+    "runtime": set(),
+    "kernels": set(),
     "packing": set(),
-    "attention": set(),
+    "attention": {"kernels", "runtime"},
     "collators": {"packing", "attention"},
-    "trainer": {"packing", "collators", "attention"},
-    "inference": {"attention"},
+    "trainer": {"packing", "collators", "attention", "kernels", "runtime"},
+    "inference": {"attention", "kernels", "runtime"},
     "cli": set(ROOMS),
+    "recipes": set(ROOMS),
 }
 OTHERS = {
+    "runtime": {"torch"},
+    "kernels": {"torch", "triton"},
     "packing": {"numba", "llvmlite"},
-    "attention": {"torch", "triton"},
+    "attention": {"torch"},
     "collators": {"torch"},
-    "trainer": {"torch", "triton"},
+    "trainer": {"torch"},
     "inference": {"torch", "triton"},
 }
-# A library that only some files of a room may import.
+# A library, or a room of ours, that only some files of a room may import.
 ONLY_IN = {
     ("packing", "pyarrow"): "packing/sources/",
     ("packing", "datasets"): "packing/sources/",
     ("packing", "torch"): "packing/dataset.py",
-    ("attention", "transformers"): "attention/hf/interface.py",
+    ("packing", "runtime"): "packing/dataset.py",
+    ("attention", "transformers"): "attention/hf/",
     ("attention", "flash_attn"): "attention/backends/",
     ("attention", "flash_attn_interface"): "attention/backends/",
     ("attention", "kernels"): "attention/backends/",
     ("attention", "cudnn"): "attention/backends/",
-    ("trainer", "transformers"): "trainer/with_hf",
-    ("trainer", "accelerate"): "trainer/with_accelerate",
-    ("trainer", "lightning"): "trainer/with_lightning",
-    ("trainer", "pytorch_lightning"): "trainer/with_lightning",
-    ("inference", "lm_eval"): "inference/harness",
+    ("trainer", "transformers"): "trainer/with_hf/",
+    ("trainer", "accelerate"): "trainer/with_accelerate/",
+    ("trainer", "lightning"): "trainer/with_lightning/",
+    ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
+    ("inference", "lm_eval"): "inference/harness/",
 }
+# Folders and files of a room, from the top down: each may import its own layer and those below.
+LAYERS = {
+    "packing": [
+        {"dataset", "build"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
+        {"ordering"}, {"pack"}, {"sample", "token_ids", "jit"},
+    ],
+    "attention": [
+        {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},
+        {"varlen", "scores", "reference"},
+    ],
+    "trainer": [
+        {"with_hf", "with_lightning", "with_accelerate"}, {"evaluation"}, {"monitoring"},
+        {"data"}, {"loss", "fused"}, {"checkpoint_manifest", "fsdp_unshard", "graceful_stop"},
+    ],
+    "inference": [
+        {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
+        {"session"}, {"executor"}, {"settings"}, {"fused"}, {"execution"}, {"scheduling"},
+        {"metrics"}, {"requests"}, {"live_model"},
+    ],
+    "recipes": [
+        {"pretrain", "pretrain_lightning", "train_hf", "sft", "evaluate_checkpoint"}, {"support"},
+    ],
+}  # fmt: skip
+MOST_FILES, MOST_LINES = 15, 400
 
 
 def sources(*rooms: str) -> list[Path]:
     return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
 
 
-def imports(path: Path) -> list[tuple[str, str]]:
-    """('ours', room) or ('others', library) for every import statement of a file."""
+def modules(path: Path, typing: bool = True) -> list[tuple[tuple[str, ...], str]]:
+    """(module of ours as a path, imported name) for every import of our own code in a file.
+
+    typing: count imports that only type checkers see.
+    """
     found, package = [], path.relative_to(ROOT).parent.parts
+    tree = ast.parse(path.read_text())
+    guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If)
+               and ast.unparse(node.test) == "TYPE_CHECKING"]  # fmt: skip
+    skipped = set() if typing else {inner for block in guarded for inner in ast.walk(block)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node in skipped:
+            continue
+        names = (node.module or "").split(".") if node.module else []
+        if node.level:
+            base = package[: len(package) - node.level + 1]
+        elif names and names[0] == "nopad":
+            base, names = (), names[1:]
+        else:
+            continue
+        found += [_module((*base, *names), alias.name) for alias in node.names]
+    return found
+
+
+def _module(parts: tuple[str, ...], name: str) -> tuple[tuple[str, ...], str]:
+    """`from .folder import module` imports the module."""
+    inner = ROOT.joinpath(*parts, name)
+    is_module = inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
+    return ((*parts, name), "*") if is_module and name not in exported(parts) else (parts, name)
+
+
+def exported(parts: tuple[str, ...]) -> set[str]:
+    """What a face lists as public."""
+    face = ROOT.joinpath(*parts, "__init__.py")
+    for node in ast.parse(face.read_text()).body if face.exists() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def libraries(path: Path) -> list[str]:
+    """Top-level names of the libraries a file imports."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [("others", alias.name.split(".")[0]) for alias in node.names]
+            found += [alias.name.split(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.append(("others", (node.module or "").split(".")[0]))
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found += [("ours", ".".join([*base, name]).split(".")[0]) for name in names]
-    return found
+            found.append((node.module or "").split(".")[0])
+    return [name for name in found if name != "nopad"]
+
+
+def place(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_import_is_allowed_by_the_table(room):
     wrong = []
     for path in sources(room):
-        where = path.relative_to(ROOT).as_posix()
-        for kind, name in imports(path):
-            if kind == "ours" and name not in OURS[room] | {room, "__version__"}:
-                wrong.append(f"{where} imports our {name}")
-            if kind == "others" and room != "cli" and name not in ANYWHERE | OTHERS[room]:
-                prefix = ONLY_IN.get((room, name))
-                if prefix is None or not where.startswith(prefix):
-                    wrong.append(f"{where} imports {name}")
+        for (other, *_), _ in [found for found in modules(path) if found[0]]:
+            if other not in OURS[room] | {room} and not _only_here(path, room, other):
+                wrong.append(f"{place(path)} imports our {other}")
+        for name in libraries(path):
+            allowed = room not in OTHERS or name in ANYWHERE | OTHERS[room]
+            if not allowed and not _only_here(path, room, name):
+                wrong.append(f"{place(path)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _only_here(path: Path, room: str, name: str) -> bool:
+    prefix = ONLY_IN.get((room, name))
+    return prefix is not None and place(path).startswith(prefix)
+
+
+def test_other_rooms_are_imported_through_their_faces():
+    wrong = []
+    for path in sources(*ROOMS, "benchmarks"):
+        room = path.relative_to(ROOT).parts[0]
+        for parts, name in modules(path):
+            if parts and parts[0] != room and name not in exported(parts):
+                wrong.append(f"{place(path)} imports {name} of {'.'.join(parts)}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_no_folder_imports_one_above_it(room):
+    level = {name: number for number, layer in enumerate(LAYERS[room]) for name in layer}
+    wrong = []
+    for path in sources(room):
+        own = path.relative_to(ROOT / room).parts
+        if own == ("__init__.py",):
+            continue
+        for parts, name in modules(path, typing=False):
+            if parts[:1] == (room,) and len(parts) > 1:
+                if level[parts[1]] < level[own[0].removesuffix(".py")]:
+                    wrong.append(f"{place(path)} imports {'.'.join(parts)}.{name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_in_a_circle():
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for path in sources(*ROOMS):
+        own = path.relative_to(ROOT).with_suffix("").parts
+        if own[-1] != "__init__":
+            graph[own] = {parts for parts, _ in modules(path, typing=False)}
+    done: set[tuple[str, ...]] = set()
+
+    def visit(file: tuple[str, ...], above: tuple[tuple[str, ...], ...]) -> None:
+        assert file not in above, " -> ".join(map("/".join, [*above, file]))
+        if file in done or file not in graph:
+            return
+        for other in graph[file]:
+            visit(other, (*above, file))
+        done.add(file)
+
+    for file in graph:
+        visit(file, ())
+
+
+def test_every_folder_has_a_face_and_few_files():
+    wrong = []
+    for folder in sorted({path.parent for path in sources(*ROOMS, "benchmarks", "tests")}):
+        files, name = len(list(folder.glob("*.py"))), place(folder)
+        if files > MOST_FILES:
+            wrong.append(f"{name} has {files} files")
+        if name.split("/")[0] not in ("benchmarks", "tests"):
+            doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+            if not doc or not doc.splitlines()[0].endswith("."):
+                wrong.append(f"{name}/__init__.py does not say in a sentence what it is for")
+            if name not in ("cli", "recipes", "recipes/support") and not exported(
+                folder.relative_to(ROOT).parts
+            ):
+                wrong.append(f"{name}/__init__.py lists no public names")
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_import_reader_sees_relative_and_absolute_imports(tmp_path, monkeypatch):
     (tmp_path / "trainer").mkdir()
     bad = tmp_path / "trainer" / "bad.py"
-    bad.write_text("from ..inference.engine import Engine\nimport transformers.models\n")
+    bad.write_text(
+        "from ..inference.engine import Engine\nimport transformers.models\n"
+        "from nopad.packing import build\n"
+    )
+    (tmp_path / "packing").mkdir()
+    (tmp_path / "packing" / "build.py").write_text("")
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    assert imports(bad) == [("ours", "inference"), ("others", "transformers")]
+    assert modules(bad) == [(("inference", "engine"), "Engine"), (("packing", "build"), "*")]
+    assert libraries(bad) == ["transformers"]
 
 
 def test_the_package_list_equals_the_tree():
@@ -99,9 +244,9 @@ def test_the_package_list_equals_the_tree():
 
 def test_files_and_functions_stay_short():
     long = []
-    for path in sources(*ROOMS, "recipes", "benchmarks"):
+    for path in sources(*ROOMS, "benchmarks"):
         text = path.read_text()
-        if len(text.splitlines()) > 400:
+        if len(text.splitlines()) > MOST_LINES:
             long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
@@ -124,7 +269,7 @@ def test_recipes_that_people_copy_fit_on_two_screens(recipe):
 def test_every_module_says_what_it_is_for():
     silent = [
         str(path.relative_to(ROOT))
-        for path in sources(*ROOMS, "recipes", "benchmarks", "tests")
+        for path in sources(*ROOMS, "benchmarks", "tests")
         if not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert not silent, silent
@@ -135,7 +280,7 @@ def test_no_file_hides_behind_a_general_name_or_shadows_a_module():
     library = {"accelerate", "datasets", "torch", "transformers", "lightning", "triton", "numba"}
     wrong = [
         str(path.relative_to(ROOT))
-        for path in sources(*ROOMS, "recipes", "benchmarks")
+        for path in sources(*ROOMS, "benchmarks")
         if path.stem in banned | library | (set(sys.stdlib_module_names) - {"__init__"})
     ]
     assert not wrong, wrong
@@ -144,9 +289,9 @@ def test_no_file_hides_behind_a_general_name_or_shadows_a_module():
 def test_no_code_is_loaded_from_data():
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     wrong = []
-    for path in sources(*ROOMS, "recipes"):
-        where = path.relative_to(ROOT).as_posix()
-        wrong += [f"{where} imports {n}" for k, n in imports(path) if k == "others" and n in banned]
+    for path in sources(*ROOMS):
+        where = place(path)
+        wrong += [f"{where} imports {name}" for name in libraries(path) if name in banned]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 wrong += _unsafe_call(where, node)
@@ -165,7 +310,7 @@ def test_the_reader_of_calls_sees_unsafe_ones(call):
 
 def test_nothing_listens_on_a_network():
     servers = {"http", "socket", "socketserver", "asyncio", "fastapi", "flask", "aiohttp"}
-    found = [(path.name, name) for path in sources(*ROOMS) for _, name in imports(path)]
+    found = [(path.name, name) for path in sources(*ROOMS) for name in libraries(path)]
     assert [(where, name) for where, name in found if name in servers] == []
 
 

@@ -18,8 +18,8 @@ TESTS = Path(__file__).parent
 FAULTS = {
     "a place in a shard is one pack behind": (
         "packing/sources/test_source_raises.py", "nopad.packing.readers.shard",
-        "place = ShardPacks._place\n"
-        "ShardPacks._place = lambda self: {**place(self), 'made': max(0, self._count - 1)}",
+        "place = ShardReader._place\n"
+        "ShardReader._place = lambda self: {**place(self), 'made': max(0, self._count - 1)}",
     ),
     "a pass that is over is continued": (
         "packing/test_pass_end.py", "nopad.packing.dataset", "is_over = lambda *_: False",
@@ -57,7 +57,7 @@ FAULTS = {
         "inference/test_engine.py::"
         "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
         "nopad.inference.requests.tokenization",
-        "Tongue._checked = lambda self, ids: np.asarray(ids, dtype=np.int64)",
+        "TokenizerAdapter._checked = lambda self, ids: np.asarray(ids, dtype=np.int64)",
     ),
     "requests that failed are left out": (
         "inference/test_engine.py::"

@@ -15,32 +15,32 @@ from pathlib import Path
 
 from ..packing.state import read_state, to_disk, write_state
 
-SEAL = "nopad_seal.json"
+MANIFEST = "nopad_seal.json"
 HASHED_UP_TO = 1 << 26
 """Bytes. Hashing the weights of a large model would hold up its training: their size must do."""
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Say that a checkpoint is whole; call it on one rank, when all of them have written."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [path for path in found if not path.name.startswith(SEAL)]  # nor the one before it
+    files = [path for path in found if not path.name.startswith(MANIFEST)]  # nor the one before it
     for path in files:
         to_disk(path)
     told = {str(path.relative_to(folder)): _facts(path) for path in files}
-    write_state(folder / SEAL, {"files": told})
+    write_state(folder / MANIFEST, {"files": told})
 
 
-def unseal(folder: Path) -> None:
+def remove_manifest(folder: Path) -> None:
     """Say that a checkpoint is about to be written again; on one rank, before any of them does."""
-    (folder / SEAL).unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
 
 
-def flaw(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Say what is wrong with a checkpoint; None if it is what was sealed."""
     try:
-        told = read_state(folder / SEAL, fall_back=False)["files"]
+        told = read_state(folder / MANIFEST, fall_back=False)["files"]
     except (ValueError, OSError):
-        return f"its {SEAL} is missing or torn, so its save was cut short"
+        return f"its {MANIFEST} is missing or torn, so its save was cut short"
     for name, facts in told.items():
         path = folder / name
         if not path.is_file():
@@ -50,12 +50,12 @@ def flaw(folder: Path) -> str | None:
     return None
 
 
-def last_whole_checkpoint(folder: Path) -> Path:
+def latest_intact_checkpoint(folder: Path) -> Path:
     """Return the newest sealed `checkpoint-N` that is as it was sealed."""
     found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
     flaws = []
     for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
-        wrong = flaw(path)
+        wrong = find_damage(path)
         if wrong is None:
             return path
         flaws.append(f"; {path.name}: {wrong}")

@@ -1,13 +1,13 @@
 """The implementations behind `attend`, and the selection of one for each call."""
 
-from .call_spec import Ask, NotInAGraph, Scores
-from .selection import PAGED, reader_of_pages, reading_pages_by
+from .call_spec import CallSpec, NotCapturable, ScoreParams
+from .selection import PAGED, force_paged_backend, forced_paged_backend
 
 __all__ = [
     "PAGED",
-    "Ask",
-    "NotInAGraph",
-    "Scores",
-    "reader_of_pages",
-    "reading_pages_by",
+    "CallSpec",
+    "NotCapturable",
+    "ScoreParams",
+    "force_paged_backend",
+    "forced_paged_backend",
 ]

@@ -12,7 +12,7 @@ from ..varlen import Varlen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class ScoreParams:
     """From the product of query and key to the weight of a value."""
 
     scale: float
@@ -27,7 +27,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CallSpec:
     """The facts of a call that decide whether a backend can serve it."""
 
     device: str
@@ -52,22 +52,24 @@ class Ask:
         return self.page_size > 0
 
 
-class NotInAGraph(RuntimeError):
+class NotCapturable(RuntimeError):
     """A backend looks at lengths on the host, so its calls cannot be captured."""
 
 
 class Backend(Protocol):
     """What a backend's module offers; `packed` or `paged` is left out where it has none."""
 
-    def why_not(self, ask: Ask) -> str | None:
+    def why_not(self, ask: CallSpec) -> str | None:
         """Say why a call cannot be served, as far as that is known without trying."""
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams
+    ) -> Tensor:
         """Attend to this step's own keys; differentiable."""
         ...
 
     def paged(
-        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores
+        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams
     ) -> Tensor:
         """Attend to all keys in the pages of one layer, this step's among them."""
         ...

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..varlen import Varlen
 from . import cudnn_graph
-from .call_spec import Ask, Scores
+from .call_spec import CallSpec, ScoreParams
 from .cudnn_graph import Ragged, Shape
 
 _FEWEST, _SHORTEST, _TOKENS = 16, 512, 1024
@@ -39,7 +39,7 @@ def _load() -> str | None:
     return None
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     if ask.device != "cuda":
         return "it needs CUDA"
     if torch.cuda.get_device_capability()[0] != 9:
@@ -53,7 +53,7 @@ def why_not(ask: Ask) -> str | None:
     return _load()
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     return _forward(q, k, v, varlen.cu_seqlens, varlen.max_length, scores.scale)[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..varlen import Varlen
 from . import flash_library
-from .call_spec import Ask, Scores
+from .call_spec import CallSpec, ScoreParams
 
 _flash: Any = None
 
@@ -25,7 +25,7 @@ def _load() -> str | None:
     return missing
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     limit = flash_library.why_not(ask)
     if limit is not None:
         return limit
@@ -36,7 +36,7 @@ def why_not(ask: Ask) -> str | None:
     return _load()
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     wide = q.shape[-1] - v.shape[-1]
     bounds = varlen.cu_seqlens
@@ -56,7 +56,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
     return out[..., : v.shape[-1]] if wide else out
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None

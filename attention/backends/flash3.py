@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..varlen import Varlen
 from . import flash_library
-from .call_spec import Ask, Scores
+from .call_spec import CallSpec, ScoreParams
 
 _flash: Any = None
 
@@ -25,14 +25,14 @@ def _load() -> str | None:
     return missing
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     limit = flash_library.why_not(ask)
     if limit is None and torch.cuda.get_device_capability()[0] != 9:
         limit = "it needs a Hopper GPU"
     return limit or _load()
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     longest = varlen.max_length
     lengths = (varlen.cu_seqlens, varlen.cu_seqlens, longest, longest)
@@ -44,7 +44,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
     )
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .call_spec import Ask, Scores
+from .call_spec import CallSpec, ScoreParams
 
 
 @cache
@@ -29,7 +29,7 @@ def find(package: str, build: str) -> tuple[Any, str | None]:
         return None, reason
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     if ask.device != "cuda":
         return "it needs CUDA"
     if ask.sinks:
@@ -41,7 +41,7 @@ def why_not(ask: Ask) -> str | None:
     return None
 
 
-def rule(scores: Scores) -> dict[str, Any]:
+def rule(scores: ScoreParams) -> dict[str, Any]:
     """How scores are made, in the library's words."""
     return {
         "softmax_scale": scores.scale,

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from ..reference import visible
 from ..varlen import Varlen
-from .call_spec import Ask, NotInAGraph, Scores
+from .call_spec import CallSpec, NotCapturable, ScoreParams
 from .sdpa_batching import Batch, Family, Layout, blind, plan
 
 sharing = True
 """Whether pages that several sequences begin with are read once for all of them."""
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     return None
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     bounds = varlen.cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds) if end > start]
@@ -40,12 +40,12 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> T
     return torch.cat(parts) if parts else q.new_zeros(0, q.shape[1], v.shape[-1])
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotInAGraph("SDPA over pages reads lengths on the host")
+        raise NotCapturable("SDPA over pages reads lengths on the host")
     shares = sharing and q.is_cpu and keys.shape == values.shape and scores.plain
     layout = Layout(keys.shape[1], scores.window, shares, q.dtype, q.device)
     bounds, lengths = (tuple(x.tolist()) for x in (varlen.cu_seqlens, pages.lengths))
@@ -115,7 +115,7 @@ def _with_log_sums(
     return out.reshape(*shape, v.shape[3]), sums.reshape(shape)
 
 
-def _rectangle(q: Tensor, k: Tensor, v: Tensor, scores: Scores, bias: Tensor | None) -> Tensor:
+def _rectangle(q: Tensor, k: Tensor, v: Tensor, scores: ScoreParams, bias: Tensor | None) -> Tensor:
     """Attend a batch [N, H, L, D]; without a bias, causally, with as many keys as queries."""
     if scores.softcap is not None or scores.sinks is not None:
         return _written_out(q, k, v, scores, bias)
@@ -131,7 +131,9 @@ def _rectangle(q: Tensor, k: Tensor, v: Tensor, scores: Scores, bias: Tensor | N
     )
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, scores: Scores, bias: Tensor | None) -> Tensor:
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, scores: ScoreParams, bias: Tensor | None
+) -> Tensor:
     """Softcap and sinks, which the fused function does not know."""
     if bias is None:
         bias = blind(visible(q.shape[2], k.shape[2], scores.window, q.device), torch.float32)

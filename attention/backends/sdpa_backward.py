@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..reference import visible
 from ..varlen import Varlen
-from .call_spec import Scores
+from .call_spec import ScoreParams
 
 
 def packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sinks (empty without sinks)."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -38,7 +38,7 @@ def packed_backward(
     return dq, dk, dv, dsinks
 
 
-def _one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Tensor]:
+def _one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: ScoreParams) -> list[Tensor]:
     """One sequence; heads stand as (kv head, group), products are in fp32."""
     length, heads, _ = q.shape
     groups = (length, k.shape[1], heads // k.shape[1], -1)

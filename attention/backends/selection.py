@@ -2,7 +2,7 @@
 
 A backend names its declared limits (`why_not`); whatever passes them must also pass a trial, a
 tiny call of the same kind held against the reference, because builds differ in what they left out.
-The answer is remembered per kind of call and said once in the log. `backend=`, `reading_pages_by`
+The answer is remembered per kind of call and said once in the log. `backend=`, `force_paged_backend`
 or the environment variable NOPAD_ATTENTION forces one by name; one that cannot serve the call then
 raises. The environment speaks of calls a backend offers: `triton` reads pages only, `cudnn` none.
 """
@@ -22,7 +22,7 @@ import torch
 
 from ..reference import reference
 from ..varlen import Pages, Varlen
-from .call_spec import Ask, Backend, Scores
+from .call_spec import Backend, CallSpec, ScoreParams
 
 log = logging.getLogger("nopad.attention")
 
@@ -42,7 +42,7 @@ PAGED = ("triton", "flash3", "flash2", "sdpa")
 """Our kernels lead: on an H200 they beat flash-attn 2's paged ones, in decodes and in prefills."""
 _COMMON_DIM = 64
 """A head dim that every build of every library serves."""
-_PAGE_SIZE = [field.name for field in fields(Ask)].index("page_size")
+_PAGE_SIZE = [field.name for field in fields(CallSpec)].index("page_size")
 _loaded: dict[str, Backend] = {}
 
 
@@ -54,7 +54,7 @@ def module(name: str) -> Backend:
     return _loaded[name]
 
 
-def order(ask: Ask) -> tuple[str, ...]:
+def order(ask: CallSpec) -> tuple[str, ...]:
     """Names in order of preference."""
     if ask.device == "cpu":
         return _CPU
@@ -64,8 +64,8 @@ def order(ask: Ask) -> tuple[str, ...]:
 
 
 @torch.compiler.assume_constant_result
-def choose(facts: tuple, forced: str | None = None) -> str:
-    """Name the backend that serves a call of these facts, the fields of an `Ask` in order."""
+def select(facts: tuple, forced: str | None = None) -> str:
+    """Name the backend that serves a call of these facts, the fields of an `CallSpec` in order."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     paged = facts[_PAGE_SIZE] > 0  # every call comes by here: an Ask costs as much as the rest
     forced = forced or (_reader.get() if paged else None) or _by_environment(paged)
@@ -82,7 +82,7 @@ _reader: ContextVar[str | None] = ContextVar("nopad_reader_of_pages", default=No
 
 
 @contextmanager
-def reading_pages_by(name: str | None) -> Iterator[None]:
+def force_paged_backend(name: str | None) -> Iterator[None]:
     """Use the backend of that name for every call with pages inside; None: the best that can."""
     token = _reader.set(name)
     try:
@@ -91,14 +91,14 @@ def reading_pages_by(name: str | None) -> Iterator[None]:
         _reader.reset(token)
 
 
-def reader_of_pages() -> str | None:
+def forced_paged_backend() -> str | None:
     """The backend that calls with pages are to use, where one is asked for by name."""
     return _reader.get() or _by_environment(paged=True)
 
 
 @lru_cache(maxsize=4096)
 def _choose(facts: tuple, forced: str | None, deterministic: bool) -> str:
-    ask = Ask(*facts)
+    ask = CallSpec(*facts)
     if forced is not None:
         if forced not in NAMES:
             raise ValueError(f"no attention backend is called {forced!r}: choose from {NAMES}")
@@ -116,14 +116,14 @@ def _choose(facts: tuple, forced: str | None, deterministic: bool) -> str:
     raise ValueError(f"no attention backend can serve {ask}: " + "; ".join(passed_over))
 
 
-def why_not(name: str, ask: Ask) -> str | None:
+def why_not(name: str, ask: CallSpec) -> str | None:
     """Say why a backend cannot serve a call, by its declared limits and by trial."""
     if not hasattr(module(name), "paged" if ask.paged else "packed"):
         return "it reads no pages" if ask.paged else "it reads pages only"
     return module(name).why_not(ask) or _trial(name, ask)
 
 
-def _say(name: str, ask: Ask, passed_over: list[str]) -> None:
+def _say(name: str, ask: CallSpec, passed_over: list[str]) -> None:
     kind = "decode" if ask.decode else "paged" if ask.paged else "packed"
     log.info(
         "attention: %s for %s calls (%s, head dim %d)%s",
@@ -135,7 +135,7 @@ def _say(name: str, ask: Ask, passed_over: list[str]) -> None:
     )
 
 
-def _trial(name: str, ask: Ask) -> str | None:
+def _trial(name: str, ask: CallSpec) -> str | None:
     """Try a backend; where the head dim is what it fails at, the one every build has does not."""
     failure = _failure(name, ask)
     common = replace(ask, key_dim=_COMMON_DIM, value_dim=_COMMON_DIM)
@@ -145,7 +145,7 @@ def _trial(name: str, ask: Ask) -> str | None:
     return f"it does not serve head dim {dims} here: {failure}, with {_COMMON_DIM} it was right"
 
 
-def _failure(name: str, ask: Ask) -> str | None:
+def _failure(name: str, ask: CallSpec) -> str | None:
     """Make a small call of the same kind; an exception or a wrong result is the reason."""
     try:
         # Hooks of our own on what the trial saves: inside gradient checkpointing, the surrounding
@@ -160,8 +160,8 @@ def _failure(name: str, ask: Ask) -> str | None:
     return None if wrong <= limit else f"its trial call was off by {wrong:.2g}"
 
 
-def _error(backend: Backend, ask: Ask) -> float:
-    scores = Scores(
+def _error(backend: Backend, ask: CallSpec) -> float:
+    scores = ScoreParams(
         scale=ask.key_dim**-0.5,
         window=3 if ask.window else None,
         softcap=2.0 if ask.softcap else None,
@@ -189,20 +189,20 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-def _inputs(ask: Ask, tokens: int):
+def _inputs(ask: CallSpec, tokens: int):
     shapes = [(ask.heads, ask.key_dim), (ask.kv_heads, ask.key_dim), (ask.kv_heads, ask.value_dim)]
     made = [_numbers(ask, tokens, *shape, seed=i) for i, shape in enumerate(shapes)]
     return [x.requires_grad_(ask.grad) for x in made]
 
 
-def _numbers(ask: Ask, *shape: int, seed: int) -> torch.Tensor:
+def _numbers(ask: CallSpec, *shape: int, seed: int) -> torch.Tensor:
     """Fixed scattered numbers of unit variance: drawing would move the caller's random state."""
     count = torch.arange(1, 1 + torch.Size(shape).numel(), device=ask.device, dtype=torch.float32)
     scattered = torch.sin(count * 12.9898 + seed) * 43758.5453
     return ((scattered - scattered.floor() - 0.5) * 3.46).view(shape).to(ask.dtype)
 
 
-def _varlen(ask: Ask, lengths: list[int]) -> Varlen:
+def _varlen(ask: CallSpec, lengths: list[int]) -> Varlen:
     from ..paging.cache import PagedCache
 
     def ints(values: list, dtype=torch.int32) -> torch.Tensor:

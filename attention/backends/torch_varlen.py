@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..varlen import Varlen
-from .call_spec import Ask, Scores
+from .call_spec import CallSpec, ScoreParams
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -20,7 +20,7 @@ except ImportError:
     varlen_attn, _names = None, set()
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     if ask.device != "cuda":
         return "it needs CUDA"
     if varlen_attn is None:
@@ -40,7 +40,7 @@ def why_not(ask: Ask) -> str | None:
     return None
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     assert varlen_attn is not None
     wide = q.shape[-1] - v.shape[-1]

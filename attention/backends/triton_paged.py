@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..varlen import Varlen
-from .call_spec import Ask, Scores
+from .call_spec import CallSpec, ScoreParams
 
 try:
     import triton
@@ -25,7 +25,7 @@ except ImportError:  # `why_not` says so
     triton = None
 
 
-def why_not(ask: Ask) -> str | None:
+def why_not(ask: CallSpec) -> str | None:
     if triton is None:
         return "triton is not installed"
     if ask.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -37,7 +37,7 @@ def why_not(ask: Ask) -> str | None:
     return None
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Scores) -> Tensor:
+def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None

@@ -1,10 +1,10 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
-from .call_log import expect_layers, testify
-from .forward_context import carried, carry
+from .call_log import check_every_layer, record_call
+from .forward_context import current_varlen, forward_context
 from .interface import NAME, register
-from .mask_patch import installed, keep_apart
-from .model_support import evaluating, probe_layers, refuse, why_refused
+from .mask_patch import document_mask, installed
+from .model_support import check_supported, eval_mode, layer_shapes, unsupported_reason
 from .selfcheck import (
     Packed,
     batch_of,
@@ -18,19 +18,19 @@ __all__ = [
     "NAME",
     "Packed",
     "batch_of",
-    "carried",
-    "carry",
     "check_default_cache",
+    "check_every_layer",
     "check_packed",
     "check_paged",
+    "check_supported",
+    "current_varlen",
+    "document_mask",
     "draw_documents",
-    "evaluating",
-    "expect_layers",
+    "eval_mode",
+    "forward_context",
     "installed",
-    "keep_apart",
-    "probe_layers",
-    "refuse",
+    "layer_shapes",
+    "record_call",
     "register",
-    "testify",
-    "why_refused",
+    "unsupported_reason",
 ]

@@ -15,20 +15,20 @@ from torch import nn
 
 
 @dataclass(slots=True)
-class Witness:
+class CallLog:
     """What the attention function saw: one entry per call."""
 
     calls: list[tuple[int, str, tuple[int, int, int]]] = field(default_factory=list)
     """(layer, where its boundaries came from: "call", "positions" or "rows", (Hkv, Dk, Dv))."""
 
 
-_witness: ContextVar[Witness | None] = ContextVar("nopad_witness", default=None)
+_witness: ContextVar[CallLog | None] = ContextVar("nopad_witness", default=None)
 
 
 @contextmanager
-def watch() -> Iterator[Witness]:
+def recording() -> Iterator[CallLog]:
     """Record every call of the attention function made inside."""
-    witness = Witness()
+    witness = CallLog()
     token = _witness.set(witness)
     try:
         yield witness
@@ -36,7 +36,7 @@ def watch() -> Iterator[Witness]:
         _witness.reset(token)
 
 
-def testify(layer: int, source: str, shape: tuple[int, int, int]) -> None:
+def record_call(layer: int, source: str, shape: tuple[int, int, int]) -> None:
     """Tell the watcher, if there is one, of a call."""
     witness = _witness.get()
     if witness is not None:
@@ -44,13 +44,13 @@ def testify(layer: int, source: str, shape: tuple[int, int, int]) -> None:
 
 
 @contextmanager
-def expect_layers(model: nn.Module, *, positions_suffice: bool = False) -> Iterator[None]:
+def check_every_layer(model: nn.Module, *, positions_suffice: bool = False) -> Iterator[None]:
     """Raise unless every attention layer is called once inside, each with its metadata.
 
     positions_suffice: accept layers that found the boundaries by restarting positions, as the few
         models that drop keywords do in training; never enough for pages.
     """
-    with watch() as witness:
+    with recording() as witness:
         yield
     seen = Counter(layer for layer, _, _ in witness.calls)
     enough = ("call", "positions") if positions_suffice else ("call",)

@@ -17,7 +17,7 @@ in which a backward pass recomputes checkpointed layers."""
 
 
 @contextmanager
-def carry(varlen: Varlen) -> Iterator[None]:
+def forward_context(varlen: Varlen) -> Iterator[None]:
     """Make a step's metadata reach every attention layer called inside.
 
     >>> from torch import tensor
@@ -32,6 +32,6 @@ def carry(varlen: Varlen) -> Iterator[None]:
         _carried.pop()
 
 
-def carried() -> Varlen | None:
-    """What the nearest `carry` around this call holds."""
+def current_varlen() -> Varlen | None:
+    """What the nearest `forward_context` around this call holds."""
     return _carried[-1] if _carried else None

@@ -20,8 +20,8 @@ from ..attend import attend
 from ..backends import cudnn_ragged
 from ..varlen import Varlen
 from . import mask_patch
-from .call_log import testify
-from .forward_context import carried
+from .call_log import record_call
+from .forward_context import current_varlen
 
 NAME = "nopad"
 
@@ -58,7 +58,7 @@ def attention(
     if varlen is None and cu_seq_lens_q is not None:
         varlen = Varlen(_whole(cu_seq_lens_q, query.shape[0]), _longest(max_length_q, query))
     if varlen is None:
-        varlen = carried()
+        varlen = current_varlen()
     source = "call"
     if varlen is None:
         varlen, source = _guess(query, position_ids)
@@ -67,7 +67,7 @@ def attention(
         # Read only where it matters: it would make a compiled layer another graph than its twins.
         layer = int(getattr(module, "layer_idx", 0))
     if not torch.compiler.is_compiling():
-        testify(layer, source, (key.shape[1], key.shape[3], value.shape[3]))
+        record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3]))
         if layer == 0:
             cudnn_ragged.forget()  # a new batch, perhaps in the buffer of the one before
     _within_chunk(module, varlen)
@@ -105,7 +105,7 @@ def _whole(cu_seq_lens: Tensor, rows: int) -> Tensor:
         raise ValueError(
             f"cu_seq_lens was cut to {cu_seq_lens.shape[0]} of its entries: Accelerate's prepare, "
             "which a stock Trainer calls too, slices it like a row of the batch; use "
-            "AcceleratePacks, PackedTrainer or PackedDataModule of nopad.trainer for packs"
+            "PackedAccelerateLoader, PackedTrainer or PackedDataModule of nopad.trainer for packs"
         )
     return cu_seq_lens
 

@@ -3,7 +3,7 @@
 Transformers finds packed documents by positions, but only where a model hands its positions to the
 mask and no cache or mask is there; several models never do (GPT-OSS, OPT, Falcon, BLOOM, ...) and
 attend across documents in silence. All masks are prepared in one private function. It is
-wrapped here: inside `keep_apart`, every mask gets the document numbers of the batch.
+wrapped here: inside `document_mask`, every mask gets the document numbers of the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPECTED = ["config", "inputs_embeds", "attention_mask", "past_key_values", "po
 
 
 @contextmanager
-def keep_apart(cu_seqlens: Tensor, tokens: int) -> Iterator[None]:
+def document_mask(cu_seqlens: Tensor, tokens: int) -> Iterator[None]:
     """Let the stock masks of a forward over one packed row of `tokens` respect its boundaries."""
     if not installed():
         raise RuntimeError(

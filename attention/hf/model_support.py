@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..varlen import Varlen
-from .call_log import watch
-from .forward_context import carry
+from .call_log import recording
+from .forward_context import forward_context
 
 _STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
 _REFUSED_TYPES = {
@@ -43,7 +43,7 @@ _REFUSED_TYPES |= dict.fromkeys(
 )
 
 
-def why_refused(model: Any) -> str | None:
+def unsupported_reason(model: Any) -> str | None:
     """Say why a model cannot run with attn_implementation="nopad"; None: nothing is against it."""
     config = model.config
     kind = getattr(config, "model_type", type(model).__name__)
@@ -69,14 +69,14 @@ def why_refused(model: Any) -> str | None:
     return None
 
 
-def refuse(model: Any) -> None:
+def check_supported(model: Any) -> None:
     """Raise with the reason if a model cannot be served."""
-    reason = why_refused(model)
+    reason = unsupported_reason(model)
     if reason is not None:
         raise ValueError(f"nopad cannot run this model: {reason}")
 
 
-def probe_layers(model: Any) -> list[tuple[int, int, int]]:
+def layer_shapes(model: Any) -> list[tuple[int, int, int]]:
     """(Hkv, Dk, Dv) of every layer, as one dummy token shows them to the attention function."""
     before = model.config._attn_implementation
     if before != "nopad":
@@ -85,7 +85,7 @@ def probe_layers(model: Any) -> list[tuple[int, int, int]]:
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     varlen = Varlen(torch.tensor([0, 1], dtype=torch.int32, device=device), 1)
     try:
-        with evaluating(model), torch.no_grad(), watch() as witness, carry(varlen):
+        with eval_mode(model), torch.no_grad(), recording() as witness, forward_context(varlen):
             model(input_ids=token, position_ids=token, use_cache=False, varlen=varlen)
     finally:
         if before != "nopad":
@@ -98,7 +98,7 @@ def probe_layers(model: Any) -> list[tuple[int, int, int]]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in evaluation, and back into the mode each one was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

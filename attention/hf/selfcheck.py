@@ -22,9 +22,9 @@ from torch import Tensor
 from ..paging.allocator import PageAllocator
 from ..paging.cache import PagedCache
 from ..varlen import Pages, Varlen
-from .forward_context import carry
-from .mask_patch import keep_apart
-from .model_support import probe_layers
+from .forward_context import forward_context
+from .mask_patch import document_mask
+from .model_support import layer_shapes
 
 LENGTHS = (9, 1, 14, 6, 11)
 
@@ -88,7 +88,7 @@ def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False)
     """Compare a pack with its documents one by one, as the oracle (or the model itself) runs those.
 
     oracle: a model of the same weights whose attention is trusted, such as `eager`.
-    repair: run the pack inside `keep_apart`.
+    repair: run the pack inside `document_mask`.
     """
     documents = draw_documents(model)
     logits, loss, gradients = _packed(model, documents, repair)
@@ -155,7 +155,7 @@ def _one_by_one(model: Any, documents: list[Tensor]):
 def _forward(model: Any, documents: Sequence[Tensor], repair: bool) -> Tensor:
     batch = batch_of(documents)
     tokens = batch["input_ids"].shape[1]
-    with keep_apart(batch["cu_seq_lens_q"], tokens) if repair else nullcontext():
+    with document_mask(batch["cu_seq_lens_q"], tokens) if repair else nullcontext():
         return model(**batch).logits
 
 
@@ -182,7 +182,7 @@ def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
     lengths = [d.shape[1] for d in documents]
     allocator = PageAllocator(2 * sum(-(-n // page_size) for n in lengths), page_size)
     reference = next(model.parameters())
-    shapes = probe_layers(model)
+    shapes = layer_shapes(model)
     cache = PagedCache(allocator.num_pages, page_size, shapes, reference.dtype, reference.device)
     done = [0] * len(documents)
     step = 0
@@ -232,7 +232,7 @@ def _paged_forward(
     varlen = Varlen(ints(ends), max(b - a for a, b in pairwise(ends)), pages)
     tokens = torch.cat([documents[i][0, a:b] for i, (a, b) in enumerate(spans)])[None]
     positions = ints([p for _, p in places], torch.int64)[None]
-    with carry(varlen):
+    with forward_context(varlen):
         return model(
             input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen
         ).logits[0]

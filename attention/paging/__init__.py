@@ -1,13 +1,13 @@
 """The paged KV cache: its tensors, the allocator of its pages, the index of cached prefixes."""
 
-from .allocator import Copy, Hit, PageAllocator
+from .allocator import PageAllocator, PageCopy, PrefixHit
 from .cache import PagedCache
 from .prefix import STRIDE
 
 __all__ = [
     "STRIDE",
-    "Copy",
-    "Hit",
     "PageAllocator",
+    "PageCopy",
     "PagedCache",
+    "PrefixHit",
 ]

@@ -28,7 +28,7 @@ class OutOfPages(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class PageCopy:
     """A page whose content must be copied into another before the next forward."""
 
     source: int
@@ -36,12 +36,12 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class PrefixHit:
     """How much of a prompt was found in the cache."""
 
     tokens: int
     """Leading tokens whose keys and values the owner's pages now hold."""
-    copy: Copy | None = None
+    copy: PageCopy | None = None
     """Set where the hit ends inside a page."""
 
 
@@ -124,7 +124,7 @@ class PageAllocator:
         self._tables[child] = table
         return list(table)
 
-    def own(self, owner: Hashable, index: int) -> Copy | None:
+    def own(self, owner: Hashable, index: int) -> PageCopy | None:
         """Make the owner's page number `index` its own before it writes there."""
         table = self._table(owner)
         if not 0 <= index < len(table):
@@ -137,7 +137,7 @@ class PageAllocator:
         fresh = self._take()
         self._references[page] -= 1
         table[index] = fresh
-        return Copy(page, fresh)
+        return PageCopy(page, fresh)
 
     def register(self, owner: Hashable, tokens: Sequence[int], scope: str) -> None:
         """Offer the owner's pages, which hold these leading tokens, to later owners.
@@ -149,7 +149,7 @@ class PageAllocator:
             raise ValueError(f"owner {owner!r}: {len(tokens)} tokens do not fit pages {table}")
         self._prefixes.register(tokens, table, scope)
 
-    def adopt(self, owner: Hashable, tokens: Sequence[int], scope: str) -> Hit:
+    def adopt(self, owner: Hashable, tokens: Sequence[int], scope: str) -> PrefixHit:
         """Start an owner with the longest registered prefix of its tokens.
 
         Whole pages are shared. A hit that ends inside a page asks for a copy of that page; where no
@@ -163,12 +163,12 @@ class PageAllocator:
             self._hold(page)
         table = self._tables[owner] = pages[:whole]
         if whole == len(pages):
-            return Hit(found)
+            return PrefixHit(found)
         copy = self._copy_of(pages[whole])
         if copy is None:
-            return Hit(whole * self.page_size)
+            return PrefixHit(whole * self.page_size)
         table.append(copy.target)
-        return Hit(found, copy)
+        return PrefixHit(found, copy)
 
     def forget(self) -> None:
         """Drop every registered prefix; held pages stay held."""
@@ -224,11 +224,11 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
-    def _copy_of(self, source: int) -> Copy | None:
+    def _copy_of(self, source: int) -> PageCopy | None:
         """Copy a page that is held for the moment, and let go of it."""
         target = self._take() if self.available else None
         self._release([source])
-        return None if target is None else Copy(source, target)
+        return None if target is None else PageCopy(source, target)
 
     def _evict(self, page: int) -> None:
         """Drop the prefixes in a page, and those that continue them elsewhere."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from ...attention import PagedCache, Pages, Varlen
-from ...attention.backends import reader_of_pages
+from ...attention.backends import forced_paged_backend
 from ..scheduling.step import Step
 from .capture import for_capture, streams
-from .gc_control import no_collections
-from .memory_budget import does_not_fit
-from .sampler import Choice, sample
+from .gc_control import gc_disabled
+from .memory_budget import is_out_of_memory
+from .sampler import SamplingInputs, sample
 from .transfer import pack, views
 
 Forward = Callable[[Tensor, Tensor, Varlen, int], Tensor]
@@ -78,13 +78,13 @@ def decodes(step: Step) -> bool:
     return step.max_tokens == 1 and alike
 
 
-def graph_bytes(max_running: int, vocabulary: int, itemsize: int) -> int:
+def graph_bytes(max_num_seqs: int, vocabulary: int, itemsize: int) -> int:
     """What the graphs of all batch sizes keep: nearly all of it logits, and half-filled segments.
 
     >>> graph_bytes(4, 1000, 2) - SEGMENTS
     17500
     """
-    return sum(rungs(max_running)) * vocabulary * itemsize * 5 // 4 + SEGMENTS
+    return sum(rungs(max_num_seqs)) * vocabulary * itemsize * 5 // 4 + SEGMENTS
 
 
 class DecodeGraphs:
@@ -119,7 +119,7 @@ class DecodeGraphs:
             try:
                 self._captured[key] = self._capture(arrays, forward)
             except RuntimeError as error:
-                if not does_not_fit(error):
+                if not is_out_of_memory(error):
                     raise
                 self._taken = self._room
                 log.warning("decode steps run without more graphs: no memory for %d rows", size)
@@ -131,7 +131,7 @@ class DecodeGraphs:
 
     def _key(self, step: Step) -> Key | None:
         """The graph for a step: the smallest, or the smallest there is."""
-        by = reader_of_pages()
+        by = forced_paged_backend()
         size = rung(len(step.requests))
         width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
         if (by, size, width) in self._captured or self._taken < self._room:
@@ -155,7 +155,7 @@ class DecodeGraphs:
             ids, positions, slots, lengths, owners, table = parts
             pages = Pages(self._cache, table, lengths, slots, width * self._cache.page_size)
             logits = forward(ids, positions, Varlen(bounds, 1, pages), 0)
-            tokens = sample(logits, Choice())
+            tokens = sample(logits, SamplingInputs())
             self._newest.index_copy_(0, owners, tokens.clamp(min=0))
             return logits, tokens
 
@@ -179,7 +179,7 @@ class DecodeGraphs:
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what runs inside; where that fails, the reason is told, not the broken capture."""
     # What other threads do meanwhile, those of a data loader for instance, is none of its business.
-    with no_collections():
+    with gc_disabled():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield

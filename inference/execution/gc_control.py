@@ -55,11 +55,11 @@ def _put_off_all() -> Callable[[], None]:
 _full, _all = _while_any_is_inside(_put_off_full), _while_any_is_inside(_put_off_all)
 
 
-def full_collections_later() -> AbstractContextManager[None]:
+def defer_full_gc() -> AbstractContextManager[None]:
     """Have full collections wait until the block is left; those of young objects go on."""
     return _full()
 
 
-def no_collections() -> AbstractContextManager[None]:
+def gc_disabled() -> AbstractContextManager[None]:
     """Have no collection at all inside the block."""
     return _all()

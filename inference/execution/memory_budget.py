@@ -14,7 +14,7 @@ SPARE = "spare"
 _CPU_DEFAULT = 1 << 30
 
 
-def allowance(memory: Memory, device: torch.device) -> int:
+def budget_bytes(memory: Memory, device: torch.device) -> int:
     """Turn `memory=` into bytes.
 
     Bytes as they are; a share (0 < x <= 1) of what is free now; or "spare": what training leaves
@@ -27,8 +27,8 @@ def allowance(memory: Memory, device: torch.device) -> int:
     return int(memory)
 
 
-def checked_memory(memory: Any) -> Memory:
-    """Take what `allowance` understands."""
+def check_memory(memory: Any) -> Memory:
+    """Take what `budget_bytes` understands."""
     if isinstance(memory, str) and memory == SPARE:
         return memory
     number = isinstance(memory, Real) and not isinstance(memory, bool)
@@ -52,17 +52,17 @@ def _spare(device: torch.device) -> int:
 _taken: dict[torch.device, int] = {}
 
 
-def note_taken(size: int, device: torch.device) -> None:
+def record_engine_bytes(size: int, device: torch.device) -> None:
     """Remember how much engines took at most."""
     _taken[device] = max(_taken.get(device, 0), size)
 
 
-def does_not_fit(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's memory is full, whichever library says it.
 
-    >>> does_not_fit(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
     True
-    >>> does_not_fit(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     False
     """
     if isinstance(error, torch.OutOfMemoryError):

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention import PagedCache, Pages, Varlen, carry, expect_layers
-from ...attention.backends import NotInAGraph, reader_of_pages
-from ...attention.paging import Copy
-from ..live_model.adapters import Switches
+from ...attention import PagedCache, Pages, Varlen, check_every_layer, forward_context
+from ...attention.backends import NotCapturable, forced_paged_backend
+from ...attention.paging import PageCopy
+from ..live_model.adapters import AdapterState
 from ..metrics.stats import Stats
-from ..scheduling.loop import OutOfMemory, Results
-from ..scheduling.slot_params import Slots
+from ..scheduling.loop import OutOfMemory, StepOutput
+from ..scheduling.slot_params import SlotParams
 from ..scheduling.step import Step
 from .cuda_graphs import DecodeGraphs, decodes
-from .memory_budget import does_not_fit
-from .sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
-from .transfer import Staging
+from .memory_budget import is_out_of_memory
+from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
+from .transfer import HostDeviceCopy
 
 try:
     from ...kernels.tokens import resolve
@@ -37,14 +37,14 @@ except ImportError:  # no Triton on this machine
 log = logging.getLogger("nopad.inference")
 
 
-class DeviceRunner:
+class ModelRunner:
     """Run steps of a model whose keys and values live in a paged cache."""
 
     def __init__(
         self,
         model: Any,
         cache: PagedCache,
-        columns: Slots,
+        columns: SlotParams,
         stats: Stats,
         device: torch.device,
         room_for_graphs: int,
@@ -54,7 +54,7 @@ class DeviceRunner:
         self._model = model
         self._columns = columns
         self._device = device
-        self._staging = Staging(device)
+        self._staging = HostDeviceCopy(device)
         # One entry more than slots: what padding rows of a graph yield goes there.
         self._newest = torch.zeros(len(columns.seed) + 1, dtype=torch.int64, device=device)
         self._history = self._newest.new_zeros(len(self._newest), 0)
@@ -64,26 +64,26 @@ class DeviceRunner:
         self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
         self.may_capture = True
         """Whether forwards are now such that a graph may hold them, and may be replayed."""
-        self.adapters: Switches = []
+        self.adapters: AdapterState = []
         """Which adapters are on now; graphs hold those that were on when they were captured."""
-        self._captured_with: Switches = []
+        self._captured_with: AdapterState = []
         self._refused: set[str | None] = set()
         """Attention backends, as asked for by name, whose calls cannot be captured."""
 
-    def copy_pages(self, copies: list[Copy]) -> None:
+    def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
         self.cache.copy_page([c.source for c in copies], [c.target for c in copies])
 
-    def launch(self, step: Step) -> Callable[[], Results]:
+    def launch(self, step: Step) -> Callable[[], StepOutput]:
         """Start a step; the result is read by calling what is returned."""
         try:
             return self._launch(step)
         except RuntimeError as error:
-            if not does_not_fit(error):
+            if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(str(error)) from None
 
-    def _launch(self, step: Step) -> Callable[[], Results]:
+    def _launch(self, step: Step) -> Callable[[], StepOutput]:
         replayed = self._replay(step)
         if replayed is not None:
             assert self._graphs is not None
@@ -97,10 +97,10 @@ class DeviceRunner:
         outputs = [tokens]
         if step.top >= 0:
             (targets,) = self._staging.put([step.targets])
-            found = likelihoods(logits, torch.cat([tokens, targets]), step.top)
+            found = gather_logprobs(logits, torch.cat([tokens, targets]), step.top)
             outputs += [found.logprob, found.greedy, found.top_tokens, found.top_logprobs]
         read = self._staging.fetch(outputs)
-        return lambda: Results(*read())
+        return lambda: StepOutput(*read())
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
         """Run a step as a graph, if graphs are made and one serves it."""
@@ -109,7 +109,7 @@ class DeviceRunner:
         if self._captured_with != self.adapters:
             self.forget_graphs()
         self._captured_with = self.adapters  # the same object is compared at once, next time
-        if (by := reader_of_pages()) in self._refused or not self._graphs.serves(step):
+        if (by := forced_paged_backend()) in self._refused or not self._graphs.serves(step):
             return None
         began, captured = perf_counter(), len(self._graphs)
         try:
@@ -117,7 +117,7 @@ class DeviceRunner:
             if len(self._graphs) > captured:
                 self._stats.capturing += perf_counter() - began
             return replayed
-        except NotInAGraph as reason:
+        except NotCapturable as reason:
             self._refused.add(by)
             log.warning("decode steps run without graphs: %s", reason)
             return None
@@ -148,14 +148,14 @@ class DeviceRunner:
         """Run the model on flat tokens; an id below zero names the slot of the token."""
         ids = _resolved(ids, self._newest)
         if not self._proven:
-            with expect_layers(self._model):
+            with check_every_layer(self._model):
                 logits = self._call(ids, positions, varlen, rows)
             self._proven = True
             return logits
         return self._call(ids, positions, varlen, rows)
 
     def _call(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
-        with carry(varlen):
+        with forward_context(varlen):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -176,15 +176,15 @@ class DeviceRunner:
             self._history.index_put_((slots, within), kept)
         return tokens
 
-    def _choice(self, step: Step) -> Choice:
+    def _choice(self, step: Step) -> SamplingInputs:
         """The sampler's inputs, on the device."""
         c = step.choice
         if c.plain:
-            return Choice()
+            return SamplingInputs()
         temperature = uniform = None
         if c.temperature is not None and c.uniform is not None:
             temperature, uniform = self._staging.put([c.temperature, c.uniform])
-        edits = None if c.edits is None else Edits(*self._staging.put(list(c.edits)))
+        edits = None if c.edits is None else LogitEdits(*self._staging.put(list(c.edits)))
         filters = penalties = None
         if c.filter_rows is not None:
             slot, k = step.yield_slots[c.filter_rows], self._columns
@@ -192,7 +192,7 @@ class DeviceRunner:
             filters = Filters(*self._staging.put(columns))
         if c.penalty_rows is not None:
             penalties = self._penalties(step, c.penalty_rows)
-        return Choice(edits, penalties, temperature, uniform, filters)
+        return SamplingInputs(edits, penalties, temperature, uniform, filters)
 
     def _penalties(self, step: Step, rows: np.ndarray) -> Penalties:
         slot, k = step.yield_slots[rows], self._columns

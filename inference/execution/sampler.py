@@ -22,7 +22,7 @@ except ImportError:  # no Triton on this machine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Edits:
+class LogitEdits:
     """Sums for single logits: bias, and minus infinity for banned tokens."""
 
     rows: Tensor
@@ -55,10 +55,10 @@ class Filters:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class SamplingInputs:
     """How each row's token is to be chosen; None where no row asks for it."""
 
-    edits: Edits | None = None
+    edits: LogitEdits | None = None
     penalties: Penalties | None = None
     temperature: Tensor | None = None
     """[R]; 0 rows are greedy. None: all are."""
@@ -67,7 +67,7 @@ class Choice:
     filters: Filters | None = None
 
 
-def sample(logits: Tensor, choice: Choice) -> Tensor:
+def sample(logits: Tensor, choice: SamplingInputs) -> Tensor:
     """Choose a token for each row of [R, V] logits; int64 [R], -1 where the row is not numbers."""
     if choice.edits is not None or choice.penalties is not None:
         logits = logits.float().clone()
@@ -90,7 +90,7 @@ def _likeliest(logits: Tensor) -> Tensor:
     return torch.where(best.isnan(), -1, token)
 
 
-def _draw(logits: Tensor, choice: Choice) -> Tensor:
+def _draw(logits: Tensor, choice: SamplingInputs) -> Tensor:
     assert choice.temperature is not None and choice.uniform is not None
     heat = torch.where(choice.temperature > 0, choice.temperature, 1.0)
     scaled = logits.float() / heat[:, None]
@@ -138,7 +138,7 @@ def _penalise(logits: Tensor, p: Penalties) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Likelihoods:
+class Logprobs:
     """What the model itself thinks of given tokens, before any sampling knob."""
 
     logprob: Tensor
@@ -148,12 +148,12 @@ class Likelihoods:
     top_logprobs: Tensor
 
 
-def likelihoods(logits: Tensor, tokens: Tensor, top: int) -> Likelihoods:
+def gather_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     """Log-probabilities of one token per row, and of the `top` likeliest."""
     logits = logits.float()
     total = logits.logsumexp(dim=-1)
     chosen = logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
     best, place = logits.topk(min(top, logits.shape[-1]), dim=-1)
-    return Likelihoods(
+    return Logprobs(
         chosen - total, chosen >= logits.max(dim=-1).values, place, best - total[:, None]
     )

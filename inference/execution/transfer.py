@@ -17,7 +17,7 @@ _KINDS = {
 }
 
 
-class Staging:
+class HostDeviceCopy:
     """Packs arrays into pinned memory and copies them in one go; on a CPU, nothing is copied."""
 
     def __init__(self, device: torch.device):

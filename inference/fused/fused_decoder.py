@@ -21,17 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention import Pages, Varlen, attend_written
-from ...attention.backends import Ask, selection
-from ...attention.hf import carried, testify
-from ...kernels.decode_attention import Turn, attend_parts, attention_tiles, place
-from ...kernels.paged_decode import launches_early
+from ...attention import Pages, Varlen, attend_cached
+from ...attention.backends import CallSpec, selection
+from ...attention.hf import current_varlen, record_call
+from ...kernels.decode_attention import QKTransform, attention_tiles, fused_decode_attention, place
+from ...kernels.paged_decode import supports_pdl
 from ...kernels.settling import settle
 from ...kernels.skinny import gated, gated_tiles, product, product_tiles
 from ...kernels.tokens import embed
 from ..execution.capture import capturing, side_by_side
-from ..live_model.patches import StandIns
-from .qkv_weights import Stacked
+from ..live_model.patches import Patches
+from .qkv_weights import QKVWeights
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
@@ -44,12 +44,12 @@ _FIXED_ANGLES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone."""
 
 
-class ShortWay:
+class FusedDecoder:
     """Plain layers of one model, for steps in which every sequence runs one token."""
 
     __name__ = "decode steps"
 
-    def __init__(self, stacked: Stacked):
+    def __init__(self, stacked: QKVWeights):
         self._stacked = stacked
         self._fits = False
         self._owed: tuple[Tensor, Tensor] | None = None
@@ -58,7 +58,7 @@ class ShortWay:
         """Cosines and sines by position; graphs hold addresses, so shorter ones stay."""
         self._ended: Tensor | None = None
 
-    def __call__(self, modules: Sequence[nn.Module], places: StandIns, stale: bool) -> None:
+    def __call__(self, modules: Sequence[nn.Module], places: Patches, stale: bool) -> None:
         """Offer the short way to every layer; the longer one stays for all other steps."""
         body: Any = getattr(modules[0], "model", None)
         assert body.rotary_emb.rope_type in _FIXED_ANGLES, "angles that depend on the length"
@@ -77,7 +77,7 @@ class ShortWay:
 
     def _taken(self) -> Pages | None:
         """The pages of this step, if it goes the short way."""
-        varlen: Varlen | None = carried()
+        varlen: Varlen | None = current_varlen()
         if not self._fits or not capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
@@ -100,10 +100,10 @@ class ShortWay:
         pages = self._taken()
         if pages is None:
             return longer(hidden, *args, **options)
-        attn, mlp, late = layer.self_attn, layer.mlp, launches_early(hidden.device)
+        attn, mlp, late = layer.self_attn, layer.mlp, supports_pdl(hidden.device)
         residual, x = self._settle(hidden, layer.input_layernorm)
         weight, bias = self._stacked.weights(attn)
-        turn = Turn(*self._angles[-1], bias, *_gains(attn))
+        turn = QKTransform(*self._angles[-1], bias, *_gains(attn))
         a = self._attend(attn, multiply(x, weight), turn, late)
         parts = multiply(a.flatten(1), attn.o_proj.weight)
         norm = layer.post_attention_layernorm
@@ -113,21 +113,23 @@ class ShortWay:
         self._owed = residual, parts
         return residual
 
-    def _attend(self, attn: Any, parts: Tensor, turn: Turn, late: bool) -> Tensor:
-        varlen = carried()
+    def _attend(self, attn: Any, parts: Tensor, turn: QKTransform, late: bool) -> Tensor:
+        varlen = current_varlen()
         assert varlen is not None and varlen.pages is not None
         pages, layer, rows = varlen.pages, attn.layer_idx, parts.shape[1]
         keys, values = pages.cache.layer(layer)
         kv, dim = keys.shape[2:]
-        testify(layer, "call", (kv, dim, values.shape[3]))
+        record_call(layer, "call", (kv, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
         if rows > _FEW or not _by_own_kernels(keys, heads):
             q = place(parts, turn, pages, layer, heads, late)
-            return attend_written(q, varlen, layer=layer, scale=attn.scaling)
+            return attend_cached(q, varlen, layer=layer, scale=attn.scaling)
         if self._ended is None:
             self._ended = torch.zeros(_FEW, kv, dtype=torch.int32, device=parts.device)
         tiles, ended = attention_tiles(keys, rows, pages.max_length), self._ended
-        return attend_parts(parts, turn, pages, layer, heads, attn.scaling, tiles, ended, late)
+        return fused_decode_attention(
+            parts, turn, pages, layer, heads, attn.scaling, tiles, ended, late
+        )
 
     def _norm(self, norm: Any, longer: Any, hidden: Tensor) -> Tensor:
         if self._owed is None or self._owed[0] is not hidden:
@@ -140,7 +142,7 @@ class ShortWay:
         owed, self._owed = self._owed, None
         nothing = flat.new_empty(0, *flat.shape)
         parts = owed[1] if owed is not None and owed[0] is hidden else nothing
-        return settle(flat, parts, norm.weight, _eps(norm), launches_early(flat.device))
+        return settle(flat, parts, norm.weight, _eps(norm), supports_pdl(flat.device))
 
     def _forget(self) -> None:
         self._owed = None
@@ -151,7 +153,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     tiles = product_tiles(len(x), *weight.shape) if x.is_cuda else None
     if tiles is None:
         return F.linear(x, weight)[None]
-    return product(x, weight, tiles, launches_early(x.device))
+    return product(x, weight, tiles, supports_pdl(x.device))
 
 
 def multiply_gated(x: Tensor, mlp: Any) -> Tensor:
@@ -162,7 +164,7 @@ def multiply_gated(x: Tensor, mlp: Any) -> Tensor:
     tiles = gated_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
         return silu_mul(*side_by_side(x, gate, up))
-    return gated(x, gate.weight, up.weight, tiles, launches_early(x.device))
+    return gated(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 
 
 def assert_plain(layer: Any) -> None:
@@ -219,11 +221,11 @@ def _by_own_kernels(keys: Tensor, heads: int) -> bool:
     if not keys.is_cuda:
         return True
     _, page, kv, dim = keys.shape
-    ask = Ask(
+    ask = CallSpec(
         device="cuda", dtype=keys.dtype, heads=heads, kv_heads=kv, key_dim=dim, value_dim=dim,
         grad=False, window=False, softcap=False, sinks=False, page_size=page, decode=True,
     )  # fmt: skip
-    return selection.choose(astuple(ask)) == "triton"
+    return selection.select(astuple(ask)) == "triton"
 
 
 def _gains(attn: Any) -> tuple[Any, Any, float]:

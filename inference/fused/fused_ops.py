@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...attention import PagedCache, Pages, Varlen, carry
+from ...attention import PagedCache, Pages, Varlen, forward_context
 from ..execution.capture import for_capture, side_by_side
-from ..execution.sampler import Choice, sample
-from ..live_model.borrow import borrowed
-from ..live_model.patches import StandIns
-from .qkv_weights import Stacked
+from ..execution.sampler import SamplingInputs, sample
+from ..live_model.borrow import borrow_model
+from ..live_model.patches import Patches
+from .qkv_weights import QKVWeights
 
 log = logging.getLogger("nopad.inference")
 
@@ -31,7 +31,7 @@ log = logging.getLogger("nopad.inference")
 Modules = Sequence[nn.Module]
 
 
-class Part(Protocol):
+class FusedOp(Protocol):
     """A kind of replacement, put in place on a model's modules.
 
     `stale`: the weights may have changed since it was last in place.
@@ -39,20 +39,20 @@ class Part(Protocol):
 
     __name__: str
 
-    def __call__(self, modules: Modules, places: StandIns, stale: bool, /) -> None: ...
+    def __call__(self, modules: Modules, places: Patches, stale: bool, /) -> None: ...
 
 
-def provable_parts(model: Any, like: PagedCache, most: int = 0) -> list[Part]:
+def verified_ops(model: Any, like: PagedCache, most: int = 0) -> list[FusedOp]:
     """The replacements that, together, leave this model's logits as they are.
 
     Args:
         like: a cache of the kind the steps will use.
         most: sequences a step will have at most; the kernels for as many are compiled here.
     """
-    proven: list[Part] = []
-    stacked = Stacked()
+    proven: list[FusedOp] = []
+    stacked = QKVWeights()
     parts = (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked))
-    with borrowed(model):
+    with borrow_model(model):
         if next(model.parameters()).is_cuda:
             _rehearse(model, parts, like, most)
         want = _logits(model, like)
@@ -64,18 +64,18 @@ def provable_parts(model: Any, like: PagedCache, most: int = 0) -> list[Part]:
     return proven
 
 
-def _short_way(stacked: Stacked) -> Part:
-    from .fused_decoder import ShortWay  # needs Triton
+def _short_way(stacked: QKVWeights) -> FusedOp:
+    from .fused_decoder import FusedDecoder  # needs Triton
 
-    return ShortWay(stacked)
+    return FusedDecoder(stacked)
 
 
-class Fused:
+class FusedOps:
     """Proven parts, put in place again and again."""
 
-    def __init__(self, parts: list[Part]):
+    def __init__(self, parts: list[FusedOp]):
         self._parts = parts
-        self._places: StandIns | None = None
+        self._places: Patches | None = None
 
     @contextmanager
     def active(self, modules: Modules, stale: bool = True) -> Iterator[None]:
@@ -92,9 +92,9 @@ class Fused:
 
 
 @contextmanager
-def fused(modules: Modules, parts: Sequence[Part], stale: bool = True) -> Iterator[StandIns]:
+def fused(modules: Modules, parts: Sequence[FusedOp], stale: bool = True) -> Iterator[Patches]:
     """Let parts stand in for the model's own operations, newly put in place."""
-    places = StandIns()
+    places = Patches()
     try:
         for part in parts:
             part(modules, places, stale)
@@ -103,19 +103,19 @@ def fused(modules: Modules, parts: Sequence[Part], stale: bool = True) -> Iterat
         places.out()
 
 
-def _rehearse(model: Any, parts: Sequence[Part], like: PagedCache, most: int) -> None:
+def _rehearse(model: Any, parts: Sequence[FusedOp], like: PagedCache, most: int) -> None:
     """Have the kernels compiled that steps up to a size need, as far as the parts can be put in.
 
     How a launch is cut changes at powers of two only.
     """
-    from .precompile import rehearsal  # needs Triton
+    from .precompile import precompile_kernels  # needs Triton
 
     modules = list(model.modules())
     with fused(modules, ()) as places:
         for part in parts:
             with suppress(Exception):  # the proof will tell
                 part(modules, places, True)
-        with suppress(Exception), rehearsal(next(model.parameters()).device):
+        with suppress(Exception), precompile_kernels(next(model.parameters()).device):
             _logits(model, like)
             with suppress(Exception):  # a model built otherwise: its kernels wait for their steps
                 for power in range(most.bit_length()):
@@ -134,15 +134,15 @@ def _rehearse_step(model: Any, like: PagedCache, size: int) -> None:
         table = torch.zeros(size, width, dtype=torch.int32, device=model.device)
         pages = Pages(cache, table, bounds[:-1] * 0 + 1, ids[0] - 1, width * cache.page_size)
         varlen = Varlen(bounds, longest, pages)
-        with carry(varlen), for_capture(longest == 1):
+        with forward_context(varlen), for_capture(longest == 1):
             x = body.embed_tokens(ids)
             more = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
             x = body.layers[0](x, attention_mask=None, **more)
             x = body.norm(x if isinstance(x, Tensor) else x[0])
-            sample(x.new_empty(1, model.config.vocab_size).expand(size, -1), Choice())
+            sample(x.new_empty(1, model.config.vocab_size).expand(size, -1), SamplingInputs())
 
 
-def _agrees(model: Any, parts: list[Part], want: Tensor, like: PagedCache) -> bool:
+def _agrees(model: Any, parts: list[FusedOp], want: Tensor, like: PagedCache) -> bool:
     try:
         with fused(list(model.modules()), parts):
             got = _logits(model, like)
@@ -183,14 +183,14 @@ def _step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
     longest = max(span.stop for span in spans)
     varlen = Varlen(bounds, max(map(len, spans)), Pages(cache, table, lengths, slots, longest))
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
-    with carry(varlen):
+    with forward_context(varlen):
         out = model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, varlen=varlen
         )
     return out.logits
 
 
-def _norms(modules: Modules, places: StandIns, stale: bool) -> None:
+def _norms(modules: Modules, places: Patches, stale: bool) -> None:
     from ...kernels.elementwise import rms_norm
 
     for module in modules:
@@ -209,7 +209,7 @@ def _rms_eps(module: Any) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _gates(modules: Modules, places: StandIns, stale: bool) -> None:
+def _gates(modules: Modules, places: Patches, stale: bool) -> None:
     from ...kernels.elementwise import silu_mul
 
     for module in modules:
@@ -223,7 +223,7 @@ def _gates(modules: Modules, places: StandIns, stale: bool) -> None:
         places.put(module, "forward", forward)
 
 
-def _residuals(modules: Modules, places: StandIns, stale: bool) -> None:
+def _residuals(modules: Modules, places: Patches, stale: bool) -> None:
     """Add to the residual stream inside the next norm, not in a pass of its own.
 
     A layer hands on the residual and leaves what is to be added to it with `owed`; whoever norms
@@ -265,7 +265,7 @@ def _residuals(modules: Modules, places: StandIns, stale: bool) -> None:
     places.put(body.norm, "forward", lambda x: settle(body.norm, x)[1])
 
 
-def _rotaries(modules: Modules, places: StandIns, stale: bool) -> None:
+def _rotaries(modules: Modules, places: Patches, stale: bool) -> None:
     from ...kernels.elementwise import rotary
 
     files = {type(module).__module__ for module in modules}

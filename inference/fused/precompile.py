@@ -27,7 +27,7 @@ import torch
 import triton
 from triton import knobs
 
-from ...attention.backends import Ask, selection
+from ...attention.backends import CallSpec, selection
 
 log = logging.getLogger("nopad.inference")
 
@@ -35,13 +35,13 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def rehearsal(device: torch.device) -> Iterator[None]:
+def precompile_kernels(device: torch.device) -> Iterator[None]:
     """Leave out kernels of ours that this thread would have to compile; afterwards, they are.
 
     Attention is taken from the backend that leads; which one really serves is found out later.
     """
     missing: dict[Any, tuple[Any, str]] = {}
-    thread, before, choose = get_ident(), knobs.runtime.jit_cache_hook, selection.choose
+    thread, before, select = get_ident(), knobs.runtime.jit_cache_hook, selection.select
 
     def note(*args: Any, **launch: Any) -> bool | None:
         function, kernel = launch["fn"], launch["compile"]
@@ -52,24 +52,24 @@ def rehearsal(device: torch.device) -> Iterator[None]:
         return True
 
     def leading(facts: tuple, forced: str | None = None) -> str:
-        return (_leading if get_ident() == thread else choose)(facts, forced)
+        return (_leading if get_ident() == thread else select)(facts, forced)
 
     with ExitStack() as stack:
         stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
         knobs.runtime.jit_cache_hook = note
-        stack.callback(setattr, selection, "choose", choose)
-        selection.choose = leading
+        stack.callback(setattr, selection, "choose", select)
+        selection.select = leading
         yield
     _compile(list(missing.values()), device)
 
 
 def _leading(facts: tuple, forced: str | None) -> str:
     """The first backend whose declared limits allow a call: a trial here would prove nothing."""
-    ask = Ask(*facts)
+    ask = CallSpec(*facts)
     kind = "paged" if ask.paged else "packed"
     able = (n for n in selection.order(ask) if hasattr(selection.module(n), kind))
     free = (n for n in able if selection.module(n).why_not(ask) is None)
-    return forced or (selection.reader_of_pages() if ask.paged else None) or next(free)
+    return forced or (selection.forced_paged_backend() if ask.paged else None) or next(free)
 
 
 def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:

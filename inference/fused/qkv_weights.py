@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..live_model.patches import StandIns
+from ..live_model.patches import Patches
 
 
-class Stacked:
+class QKVWeights:
     """The stacked weights of one model, always at the same place: graphs hold addresses."""
 
     __name__ = "projections"
@@ -28,7 +28,7 @@ class Stacked:
         self._layers: dict[int, _Layer] = {}
         self._owners: dict[nn.Module, _Layer] = {}
 
-    def __call__(self, modules: Sequence[nn.Module], places: StandIns, stale: bool) -> None:
+    def __call__(self, modules: Sequence[nn.Module], places: Patches, stale: bool) -> None:
         """Let the copies stand in for the projections, brought up to date first if stale."""
         self._owners = {}
         for index, module in enumerate(modules):
@@ -73,7 +73,7 @@ class _Layer:
         assert len({bias is None for bias in biases}) == 1, "only some projections have a bias"
         self.bias = None if biases[0] is None else _joined(self.bias, biases)
 
-    def stand_in(self, trio: list[nn.Linear], places: StandIns) -> None:
+    def stand_in(self, trio: list[nn.Linear], places: Patches) -> None:
         sizes = [linear.out_features for linear in trio]
         places.after(self._forget)
         places.put(trio[0], "forward", partial(self._first, sizes=sizes))

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a live model: its tasks, its prompts and its metrics, our engine.
 
-    tasks ─▶ requests ─▶ EngineLM ─▶ AllRanks ─▶ Engine ─▶ answers ─▶ metrics
+    tasks ─▶ requests ─▶ EngineLM ─▶ DataParallelEngine ─▶ Engine ─▶ answers ─▶ metrics
 
 `EngineLM` answers what lm_eval asks a model, as its own `hf` model does: the same token borders,
 the same windows and stop strings, so the same scores. `Harness` holds tasks ready and evaluates
@@ -37,9 +37,9 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ..data_parallel import AllRanks
+from ...runtime import preserve_rng, unwrap_model
+from ..data_parallel import DataParallelEngine
 from ..engine import Engine
-from ..live_model.borrow import random_states, unwrap
 from ..requests.sampling_params import SamplingParams
 from .gen_kwargs import settle
 
@@ -58,7 +58,7 @@ class EngineLM(TemplateLM):
     ):
         """settings: of the engine, see `Engine`."""
         super().__init__()
-        self.model: Any = unwrap(model)
+        self.model: Any = unwrap_model(model)
         self.tokenizer = tokenizer
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
@@ -70,7 +70,7 @@ class EngineLM(TemplateLM):
         self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
         # The last token of a text is scored but never run, so one more than the positions fits.
         self.engine = Engine(self.model, tokenizer, max_length=self.max_length + 1, **settings)
-        self._ranks = AllRanks(self.engine)
+        self._ranks = DataParallelEngine(self.engine)
         self._until = float("inf")
         self._left_out = False
         """Whether it was said that system messages are."""
@@ -255,7 +255,7 @@ class Harness:
         self.lm = EngineLM(model, tokenizer, **settings)
         self._limit, self._chat, self._system = limit, chat, system_instruction
         self._device = next(self.lm.model.parameters()).device
-        with random_states(self._device):
+        with preserve_rng(self._device):
             # lm_eval writes into dicts that it is given.
             given = [deepcopy(task) if isinstance(task, dict) else task for task in tasks]
             self._tasks = manager.load(given)
@@ -296,7 +296,7 @@ class Harness:
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
         """Evaluate; return what `lm_eval` returns, with every sample if wanted."""
         self.lm.finish_by(float("inf") if deadline is None else time.monotonic() + deadline)
-        with random_states(self._device), _in_this_process():
+        with preserve_rng(self._device), _in_this_process():
             for task in self._tasks["tasks"].values():
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
             found = evaluator.evaluate(

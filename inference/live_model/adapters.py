@@ -14,7 +14,7 @@ from torch import nn
 
 Layer = Mapping[str, Any]
 """The attributes of a layer with adapters: read at every step, so without detours."""
-Switches = list[tuple[Any, ...]]
+AdapterState = list[tuple[Any, ...]]
 """Of every such layer: whether its adapters are off, which are chosen, merged; their scales."""
 
 
@@ -23,12 +23,12 @@ def adapted_layers(modules: Iterable[nn.Module]) -> list[Layer]:
     return [vars(module) for module in modules if _carries(type(module))]
 
 
-def switches(layers: Sequence[Layer]) -> Switches:
+def adapter_state(layers: Sequence[Layer]) -> AdapterState:
     """What a forward through these layers goes by, beside their tensors."""
     return [tuple(map(_copied, _now(layer))) for layer in layers]
 
 
-def switched(layers: Sequence[Layer], before: Switches) -> bool:
+def adapters_changed(layers: Sequence[Layer], before: AdapterState) -> bool:
     """Whether they are no longer as they were."""
     return any(_now(layer) != then for layer, then in zip(layers, before, strict=True))
 

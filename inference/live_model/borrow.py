@@ -9,20 +9,19 @@ mode.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+from ...runtime import preserve_rng
 
 ATTENTION = "nopad"
 
 
 @contextmanager
-def borrowed(
+def borrow_model(
     model: nn.Module,
     autocast: torch.dtype | None = None,
     modules: Sequence[nn.Module] | None = None,
@@ -38,7 +37,7 @@ def borrowed(
         stack.enter_context(torch.inference_mode(False))
         if device.type == "cuda":  # kernels are launched on the current device, wherever data lies
             stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(random_states(device))
+        stack.enter_context(preserve_rng(device))
         stack.enter_context(_training_flags(modules))
         stack.enter_context(_attention(modules))
         stack.enter_context(torch.no_grad())
@@ -47,22 +46,6 @@ def borrowed(
             torch.autocast(device.type, dtype, enabled=autocast is not None, cache_enabled=False)
         )
         yield
-
-
-def unwrap(model: Any) -> nn.Module:
-    """Find the model inside what trainers wrap around it (DDP, torch.compile, PEFT)."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            if getattr(model.active_peft_config, "is_prompt_learning", False):
-                kind = type(model.active_peft_config).__name__
-                raise ValueError(f"{kind} adds virtual tokens to prompts: not supported, use LoRA")
-            inner = model.get_base_model()  # its layers carry the adapters
-        if inner is None and not hasattr(model, "config"):
-            inner = getattr(model, "module", None)
-        if inner is None:
-            return model
-        model = inner
 
 
 @contextmanager
@@ -95,18 +78,3 @@ def _attention(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
-
-
-@contextmanager
-def random_states(device: torch.device) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's random states back on leaving."""
-    python, legacy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.set_rng_state(host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)

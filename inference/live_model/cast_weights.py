@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import probe_layers
+from ...attention import layer_shapes
 
 
-def autocast_inside(model: Any) -> torch.dtype | None:
+def detect_autocast_dtype(model: Any) -> torch.dtype | None:
     """The dtype a wrapped forward casts to by itself, as trainers of mixed precision make it do."""
     kind = next(model.parameters()).device.type
     seen: list[torch.dtype] = []
@@ -21,17 +21,17 @@ def autocast_inside(model: Any) -> torch.dtype | None:
         if torch.is_autocast_enabled(kind):
             seen.append(torch.get_autocast_dtype(kind))
 
-    watched = next(module for module in model.modules() if multiplies(module))
+    watched = next(module for module in model.modules() if is_matmul(module))
     hook = watched.register_forward_pre_hook(look)
     try:
         with torch.autocast(kind, enabled=False):
-            probe_layers(model)
+            layer_shapes(model)
     finally:
         hook.remove()
     return seen[0] if seen else None
 
 
-class Shadow:
+class CastWeights:
     """Narrow copies of the matrix weights of a model whose own are wider.
 
     Under autocast every matrix product would cast its weight anew. The copies stand in for the
@@ -80,7 +80,7 @@ class Shadow:
                     holder[name] = parameter
 
     def _wider(self, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module in filter(multiplies, modules):
+        for module in filter(is_matmul, modules):
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.is_floating_point():
                     continue
@@ -88,6 +88,6 @@ class Shadow:
                     yield module, name, parameter
 
 
-def multiplies(module: nn.Module) -> bool:
+def is_matmul(module: nn.Module) -> bool:
     """Whether a module is a product with a matrix of weights."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

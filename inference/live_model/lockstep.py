@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from .borrow import borrowed
+from .borrow import borrow_model
 
 
-def gathers(model: Any) -> bool:
+def gathers_parameters(model: Any) -> bool:
     """Whether forwards of a model gather its parameters from other ranks."""
     parts: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
     return any(_hook(part) in part._forward_pre_hooks for part in parts)
 
 
 @contextmanager
-def in_step(model: Any) -> Iterator[None]:
+def lockstep(model: Any) -> Iterator[None]:
     """Run forwards together with the other ranks; leave when none of them has any left."""
     device = next(model.parameters()).device
 
@@ -43,7 +43,7 @@ def in_step(model: Any) -> Iterator[None]:
         yield
     finally:
         votes.remove()
-        with borrowed(model):
+        with borrow_model(model):
             while _vote(False, device):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
         for part in model.modules():

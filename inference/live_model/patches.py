@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 
-class StandIns:
+class Patches:
     """What stands in for attributes of objects, and what is to be done whenever it is taken out."""
 
     def __init__(self) -> None:

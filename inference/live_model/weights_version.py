@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .adapters import Layer, Switches, adapted_layers, switched, switches
+from .adapters import AdapterState, Layer, adapted_layers, adapter_state, adapters_changed
 
 _SAMPLES = 32
 
@@ -30,7 +30,7 @@ class WeightsVersion:
         self._checksum = 0.0
         self._places: tuple[int, ...] = ()
         self._adapted: list[Layer] = []
-        self.adapters: Switches = []
+        self.adapters: AdapterState = []
         """Which adapters were on at the last look."""
 
     def refresh(self) -> bool:
@@ -39,7 +39,7 @@ class WeightsVersion:
         changed = not unchanged or checksum != self._checksum
         self._checksum = checksum
         self._adapted = adapted_layers(self._model.modules())
-        self.adapters = switches(self._adapted)
+        self.adapters = adapter_state(self._adapted)
         self._seen = [
             (holder, name, tensor, _version(tensor))
             for module in self._model.modules()
@@ -59,7 +59,7 @@ class WeightsVersion:
             holder.get(name) is tensor and _version(tensor) == version
             for holder, name, tensor, version in self._seen
         )
-        same = same and not switched(self._adapted, self.adapters)
+        same = same and not adapters_changed(self._adapted, self.adapters)
         return same and (not look or self._sample() == self._checksum)
 
     def moved(self) -> bool:

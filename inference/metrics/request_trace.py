@@ -18,7 +18,7 @@ _PHASES = {
 }
 
 
-class Trace:
+class RequestTrace:
     """Moments of the latest call, the newest if they are many; never prompts or texts."""
 
     def __init__(self, limit: int = 200_000, clock: Callable[[], float] = perf_counter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-class Window:
+class RingBuffer:
     """The last `limit` rows of those added.
 
     >>> window = Window(limit=3)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..requests.request import Request
 from .occupancy_plot import occupancy_svg
-from .ring_buffer import Window
+from .ring_buffer import RingBuffer
 
 if TYPE_CHECKING:
     from ..scheduling.scheduler import Scheduler
@@ -55,9 +55,9 @@ class Stats:
         """Time it took to set up: to lay out the cache, compile kernels and prove that they fit."""
         self.capturing = 0.0
         """Time it took to capture graphs, inside the steps that needed them first."""
-        self._log = Window(7)
-        self._idle = Window()
-        self._queue, self._first, self._between = Window(), Window(), Window()
+        self._log = RingBuffer(7)
+        self._idle = RingBuffer()
+        self._queue, self._first, self._between = RingBuffer(), RingBuffer(), RingBuffer()
 
     def note_queued(self, request: Request, now: float) -> None:
         self._queued_at[request.id] = now
@@ -91,7 +91,7 @@ class Stats:
         pages = scheduler.pages
         used = pages.num_pages - pages.available
         running = len(step.requests)
-        most = max(scheduler.max_running, running)  # the dial may have been turned below it
+        most = max(scheduler.max_num_seqs, running)  # the dial may have been turned below it
         row = (now, running, scheduler.waiting, len(step.ids), used, most, pages.num_pages)
         self._log.add(np.array([row]))
         counted = (scheduler.preemptions, scheduler.prefix_hits, scheduler.prompt_tokens)

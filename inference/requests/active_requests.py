@@ -11,26 +11,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from .outputs import Event
+from .outputs import StreamEvent
 from .request import Request
-from .request_group import Group
+from .request_group import RequestGroup
 
-Inbox = deque[Event]
+Inbox = deque[StreamEvent]
 """What a caller has not read yet."""
 
 
-class UnderWay:
+class ActiveRequests:
     """Groups that are not done."""
 
     def __init__(self):
-        self._groups: dict[int, tuple[Group, Inbox]] = {}
-        self._owners: dict[int, Group] = {}
+        self._groups: dict[int, tuple[RequestGroup, Inbox]] = {}
+        self._owners: dict[int, RequestGroup] = {}
         """By request."""
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def add(self, groups: Iterable[Group], inbox: Inbox) -> None:
+    def add(self, groups: Iterable[RequestGroup], inbox: Inbox) -> None:
         """Take groups in; those refused already are answered at once."""
         for group in groups:
             if group.done:
@@ -39,13 +39,13 @@ class UnderWay:
                 self._groups[group.id] = group, inbox
                 self._owners.update({request.id: group for request in group.requests})
 
-    def get(self, number: int) -> Group | None:
+    def get(self, number: int) -> RequestGroup | None:
         return self._groups[number][0] if number in self._groups else None
 
-    def of(self, request: Request) -> Group:
+    def of(self, request: Request) -> RequestGroup:
         return self._owners[request.id]
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: RequestGroup) -> None:
         self._groups.pop(group.id, None)
         for request in group.requests:
             self._owners.pop(request.id, None)
@@ -62,7 +62,7 @@ class UnderWay:
             if final:
                 self.forget(group)
 
-    def refuse_all(self, error: str) -> list[Request]:
+    def fail_all(self, error: str) -> list[Request]:
         """End every group with an error; return what was still open."""
         lost = [r for r in self._requests() if r.finish_reason is None]
         for group, inbox in list(self._groups.values()):
@@ -75,5 +75,5 @@ class UnderWay:
         return (request for group, _ in self._groups.values() for request in group.requests)
 
 
-def _last(group: Group) -> Event:
-    return Event(group.id, [], "", group.result())
+def _last(group: RequestGroup) -> StreamEvent:
+    return StreamEvent(group.id, [], "", group.result())

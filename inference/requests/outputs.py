@@ -26,19 +26,19 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
-    siblings: tuple[Completion, ...] = ()
+    others: tuple[Completion, ...] = ()
     """With `n` > 1: the other completions of the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class StreamEvent:
     """One moment of a streamed request: new tokens and text, and the whole of it at its end."""
 
     request: int
     tokens: list[int]
     text: str
     completion: Completion | None = None
-    sibling: int = 0
+    sample_index: int = 0
     """Which of the prompt's `n` completions the tokens belong to."""
 
 

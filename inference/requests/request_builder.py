@@ -8,34 +8,34 @@ from numbers import Integral, Real
 from typing import Any
 
 from .request import Request
-from .request_group import Group
+from .request_group import RequestGroup
 from .rng import stream_seed
 from .sampling_params import SamplingParams
-from .scoring import Job
-from .tokenization import Prompt, Tongue, identity
+from .scoring import ScoreJob
+from .tokenization import Prompt, TokenizerAdapter, identity
 
 Params = SamplingParams | Mapping[str, Any] | None
-Asked = tuple[Prompt, Params, int, float | None]
+PromptSpec = tuple[Prompt, Params, int, float | None]
 """A prompt, its parameters, priority and deadline."""
 
 
-class Intake:
+class RequestBuilder:
     """Make groups of requests, numbered as they come."""
 
-    def __init__(self, tongue: Tongue, seed: int, max_length: int):
+    def __init__(self, tongue: TokenizerAdapter, seed: int, max_length: int):
         self._tongue = tongue
         self._seed = seed
         self._max_length = max_length
         self._next = 0
 
-    def to_generate(
+    def generation_requests(
         self,
-        asked: Sequence[Asked],
+        asked: Sequence[PromptSpec],
         now: float,
         room: int,
         streaming: bool,
         twins: Counter[int] | None = None,
-    ) -> list[Group]:
+    ) -> list[RequestGroup]:
         """One group a prompt.
 
         room: tokens the cache holds.
@@ -45,7 +45,7 @@ class Intake:
         checked: dict[int, SamplingParams] = {}  # by identity: most often all get the same
         groups = []
         for prompt, params, priority, deadline in asked:
-            group = Group(self._number(), self._tongue, streaming)
+            group = RequestGroup(self._number(), self._tongue, streaming)
             try:
                 if id(params) not in checked:
                     checked[id(params)] = self._tongue.check_params(params)
@@ -56,11 +56,13 @@ class Intake:
             groups.append(group)
         return groups
 
-    def to_score(self, jobs: Sequence[Job], until: float, room: int) -> list[Group]:
+    def scoring_requests(
+        self, jobs: Sequence[ScoreJob], until: float, room: int
+    ) -> list[RequestGroup]:
         """One group a job."""
         groups = []
         for job in jobs:
-            group = Group(self._number(), self._tongue, streaming=False)
+            group = RequestGroup(self._number(), self._tongue, streaming=False)
             try:
                 if isinstance(job, str):
                     raise ValueError(job)
@@ -107,14 +109,14 @@ class Intake:
                 prompt=ids,
                 limit=limit,
                 params=settings,
-                seed=stream_seed(seed, who, salt + sibling),
+                seed=stream_seed(seed, who, salt + sample_index),
                 priority=priority,
                 deadline=until,
                 stop_ids=ends,
                 score_from=None if settings.prompt_logprobs is None else 1,
                 watched=streaming or bool(settings.stop) or settings.logprobs is not None,
             )
-            for sibling in range(settings.n)
+            for sample_index in range(settings.n)
         ]
 
     def _fit(self, prompt: int, new: int, room: int) -> int:
@@ -138,12 +140,12 @@ class Intake:
         return self._next - 1
 
 
-def each_asked(
+def broadcast_params(
     prompts: Sequence[Prompt],
     params: Params | Sequence[Params],
     priority: int | Sequence[int] = 0,
     deadline: float | Sequence[float | None] | None = None,
-) -> list[Asked]:
+) -> list[PromptSpec]:
     """Give every prompt its own parameters, priority and deadline."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts is one {type(prompts).__name__}; give a list of prompts")

@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Iterable
 
 from .detokenizer import Detokenizer, find_stop
-from .outputs import Completion, Event, TokenLogprob
+from .outputs import Completion, StreamEvent, TokenLogprob
 from .request import Request
-from .tokenization import Tongue
+from .tokenization import TokenizerAdapter
 
 
-class Group:
+class RequestGroup:
     """One prompt's `n` requests; done when all of them are."""
 
-    def __init__(self, number: int, tongue: Tongue, streaming: bool):
+    def __init__(self, number: int, tongue: TokenizerAdapter, streaming: bool):
         self.id = number
         self.requests: list[Request] = []
         self._tongue = tongue
@@ -73,17 +73,17 @@ class Group:
             self._cut[request.id] = place
         return place is not None
 
-    def event(self, request: Request, final: bool) -> Event | None:
+    def event(self, request: Request, final: bool) -> StreamEvent | None:
         """What the caller has not been told yet, if it wants to hear; finally, the whole."""
         completion = self.result() if final else None
-        sibling = self.requests.index(request) if len(self.requests) > 1 else 0
+        sample_index = self.requests.index(request) if len(self.requests) > 1 else 0
         if not self._streaming:
-            return Event(self.id, [], "", completion, sibling) if completion else None
+            return StreamEvent(self.id, [], "", completion, sample_index) if completion else None
         tokens_sent, sent = self._sent.get(request.id, (0, 0))
         tokens = request.output[tokens_sent:]
         text = self._visible(request, tokens) if self._tongue.tokenizer is not None else ""
         self._sent[request.id] = (len(request.output), max(len(text), sent))
-        return Event(self.id, tokens, text[sent:], completion, sibling)
+        return StreamEvent(self.id, tokens, text[sent:], completion, sample_index)
 
     def _visible(self, request: Request, new: list[int]) -> str:
         """Text that cannot be taken back: what may still become a stop string is not shown yet."""
@@ -119,7 +119,7 @@ class Group:
         )
 
 
-def longest_first(groups: Iterable[Group]) -> deque[Request]:
+def longest_first(groups: Iterable[RequestGroup]) -> deque[Request]:
     """All requests, those that may run longest at the head: short ones fill the gaps at the end."""
     requests = [request for group in groups for request in group.requests]
     return deque(sorted(requests, key=lambda r: -r.limit))

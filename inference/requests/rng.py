@@ -17,7 +17,7 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-def scramble(x: np.ndarray) -> np.ndarray:
+def splitmix64(x: np.ndarray) -> np.ndarray:
     """Hash 64-bit words, each on its own (the finaliser of SplitMix64)."""
     x = np.atleast_1d(np.asarray(x, dtype=np.uint64))  # arrays wrap around, scalars would warn
     x = (x ^ (x >> np.uint64(30))) * _MIX1
@@ -25,21 +25,21 @@ def scramble(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def stream_seed(seed: int, request: int, sibling: int = 0) -> int:
+def stream_seed(seed: int, request: int, sample_index: int = 0) -> int:
     """Give each request, and each of its `n` completions, a stream of its own.
 
     >>> stream_seed(0, 0) != stream_seed(0, 1) != stream_seed(0, 1, 1)
     True
     """
-    words = struct.pack("<3Q", seed % 2**64, request, sibling)
+    words = struct.pack("<3Q", seed % 2**64, request, sample_index)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Draw one number in [0, 1) for each (seed, position) pair.
 
     >>> uniforms(np.array([7, 7]), np.array([0, 1])).round(3).tolist()
     [0.39, 0.017]
     """
     words = np.asarray(seeds, np.uint64) + np.asarray(positions, np.uint64) * _GOLDEN + _GOLDEN
-    return (scramble(words) >> np.uint64(11)) * 2.0**-53
+    return (splitmix64(words) >> np.uint64(11)) * 2.0**-53

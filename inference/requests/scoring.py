@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 
 from .outputs import Score
-from .request_group import Group
-from .tokenization import Tongue
+from .request_group import RequestGroup
+from .tokenization import TokenizerAdapter
 
-Job = tuple[np.ndarray, int] | str
+ScoreJob = tuple[np.ndarray, int] | str
 """Token ids and the first position scored; or why there is nothing to score."""
 
 
 def pairs(
-    tongue: Tongue, contexts: Sequence[Any], continuations: Sequence[Any]
-) -> tuple[list[Job], Callable[[list[Score]], list[Any]]]:
+    tongue: TokenizerAdapter, contexts: Sequence[Any], continuations: Sequence[Any]
+) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Any]]]:
     """Flatten contexts and continuations to jobs; the second value undoes that for scores."""
     check_pairs(contexts, continuations)
-    jobs: list[Job] = []
+    jobs: list[ScoreJob] = []
     counts: list[int | None] = []
     for context, given in zip(contexts, continuations, strict=True):
         several = _several(given)
@@ -50,8 +50,8 @@ def check_pairs(contexts: Any, continuations: Any) -> None:
 
 
 def rolling_windows(
-    tongue: Tongue, texts: Sequence[Any], length: int | None, longest: int
-) -> tuple[list[Job], Callable[[list[Score]], list[Score]]]:
+    tongue: TokenizerAdapter, texts: Sequence[Any], length: int | None, longest: int
+) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Score]]]:
     """Cut texts to windows that predict every token once; the second value joins their scores."""
     _check_list("texts", texts)
     length = longest if length is None else length
@@ -59,11 +59,13 @@ def rolling_windows(
         raise ValueError(
             f"max_length is {length!r}; it must be a whole number from 2, to predict one token"
         )
-    jobs: list[Job] = []
+    jobs: list[ScoreJob] = []
     counts = []
     for text in texts:
         try:
-            windows: list[Job] = [*windows_of(_with_start(tongue, text), min(length, longest))]
+            windows: list[ScoreJob] = [
+                *scoring_windows(_with_start(tongue, text), min(length, longest))
+            ]
         except ValueError as error:
             windows = [str(error)]
         jobs += windows
@@ -76,12 +78,12 @@ def rolling_windows(
     return jobs, join
 
 
-def windows_of(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
+def scoring_windows(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
     """Windows of at most `length` tokens, each opening with the last token of the one before.
 
     What has nothing to predict has no windows.
 
-    >>> [(w.tolist(), first) for w, first in windows_of(np.arange(6), 3)]
+    >>> [(w.tolist(), first) for w, first in scoring_windows(np.arange(6), 3)]
     [([0, 1, 2], 1), ([2, 3, 4], 1), ([3, 4, 5], 2)]
     """
     windows = [(ids[:length], 1)] if len(ids) > 1 else []
@@ -94,7 +96,7 @@ def windows_of(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
     return windows
 
 
-def scored(group: Group) -> Score:
+def scored(group: RequestGroup) -> Score:
     """Add up what a finished job found."""
     if group.error is not None or not group.requests:
         return Score(float("nan"), False, [], group.error)
@@ -115,7 +117,7 @@ def _joined(parts: list[Score]) -> Score:
     return Score(total, all(p.greedy for p in parts), logprobs, error)
 
 
-def _job(tongue: Tongue, context: Any, continuation: Any) -> Job:
+def _job(tongue: TokenizerAdapter, context: Any, continuation: Any) -> ScoreJob:
     try:
         if isinstance(context, str) and isinstance(continuation, str):
             return _split_text(tongue, context, continuation)
@@ -125,7 +127,7 @@ def _job(tongue: Tongue, context: Any, continuation: Any) -> Job:
         return str(error)
 
 
-def _split_text(tongue: Tongue, context: str, continuation: str) -> Job:
+def _split_text(tongue: TokenizerAdapter, context: str, continuation: str) -> ScoreJob:
     """Encode both together, so that the border is where the tokenizer would put it.
 
     A space at the end of the context belongs to the continuation's first token.
@@ -145,19 +147,19 @@ def _split_text(tongue: Tongue, context: str, continuation: str) -> Job:
 _EMPTY = "the continuation is empty; give at least one token"
 
 
-def _continuation(tongue: Tongue, given: Any) -> np.ndarray:
+def _continuation(tongue: TokenizerAdapter, given: Any) -> np.ndarray:
     ids = tongue.encode(given, special=False, empty=True)
     if not len(ids):
         raise ValueError(_EMPTY)
     return ids
 
 
-def _with_start(tongue: Tongue, text: Any) -> np.ndarray:
+def _with_start(tongue: TokenizerAdapter, text: Any) -> np.ndarray:
     ids = tongue.encode(text, special=False, empty=True)
     return np.concatenate([np.array([_start_token(tongue)]), ids])
 
 
-def _start_token(tongue: Tongue) -> int:
+def _start_token(tongue: TokenizerAdapter) -> int:
     tokenizer = tongue.tokenizer
     for name in ("bos_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)

@@ -14,7 +14,7 @@ from .sampling_params import SamplingParams
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 
 
-class Tongue:
+class TokenizerAdapter:
     """What a tokenizer and a model's settings say about tokens; the tokenizer may be missing."""
 
     def __init__(self, model: Any, tokenizer: Any | None):

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...attention.paging import Copy
-from ..requests.rng import scramble
+from ...attention.paging import PageCopy
+from ..requests.rng import splitmix64
 from .step import Step
 
 
-class Canary:
+class CacheChecker:
     """What each slot of the cache should hold."""
 
     def __init__(self, num_pages: int, page_size: int):
         self._size = page_size
         self._tags = np.zeros((num_pages, page_size), dtype=np.uint64)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[PageCopy]) -> None:
         """Follow page copies, all reads before any write."""
         sources = self._tags[[c.source for c in copies]]
         self._tags[[c.target for c in copies]] = sources
@@ -49,4 +49,4 @@ class Canary:
 def _tag(positions: np.ndarray, tokens: np.ndarray, scope: str) -> np.ndarray:
     key = np.uint64(int.from_bytes(scope.encode()[-8:].rjust(8, b"\0"), "little"))
     words = np.asarray(positions, np.uint64) << np.uint64(32) | np.asarray(tokens, np.uint64)
-    return scramble(words ^ scramble(np.array([key]))) | np.uint64(1)
+    return splitmix64(words ^ splitmix64(np.array([key]))) | np.uint64(1)

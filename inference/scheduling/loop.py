@@ -18,17 +18,17 @@ from typing import Protocol
 
 import numpy as np
 
-from ...attention.paging import Copy
+from ...attention.paging import PageCopy
 from ..metrics.stats import Stats
 from ..requests.request import Request
-from .cache_checker import Canary
+from .cache_checker import CacheChecker
 from .scheduler import Plan, Scheduler
-from .slot_params import Slots
+from .slot_params import SlotParams
 from .step import Step, build
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Results:
+class StepOutput:
     """What a step gave, on the host; the arrays of likelihoods have one row per row of logits."""
 
     tokens: np.ndarray
@@ -48,8 +48,8 @@ class Runner(Protocol):
     depth: int
     """Steps that may be under way while the next one is planned."""
 
-    def copy_pages(self, copies: list[Copy]) -> None: ...
-    def launch(self, step: Step) -> Callable[[], Results]: ...
+    def copy_pages(self, copies: list[PageCopy]) -> None: ...
+    def launch(self, step: Step) -> Callable[[], StepOutput]: ...
 
 
 class Loop:
@@ -59,11 +59,11 @@ class Loop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        columns: Slots,
+        columns: SlotParams,
         stats: Stats,
         clock: Callable[[], float] = perf_counter,
         ends: Callable[[Request], bool] = lambda request: False,
-        canary: Canary | None = None,
+        canary: CacheChecker | None = None,
     ):
         self.scheduler = scheduler
         self.stats = stats
@@ -73,7 +73,7 @@ class Loop:
         self._ends = ends
         self._canary = canary
         self._depth = 0 if canary is not None else runner.depth
-        self._flying: deque[tuple[Step, Callable[[], Results], Plan]] = deque()
+        self._flying: deque[tuple[Step, Callable[[], StepOutput], Plan]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -129,7 +129,7 @@ class Loop:
             self._finish(request, "deadline")
         return late
 
-    def _receive(self, step: Step, read: Callable[[], Results], plan: Plan) -> list[Request]:
+    def _receive(self, step: Step, read: Callable[[], StepOutput], plan: Plan) -> list[Request]:
         """Take in what a step gave; requests that ended meanwhile get nothing more."""
         results, now = read(), self.clock()
         self.scheduler.note_prefilled(plan.prefilled)
@@ -164,7 +164,7 @@ class Loop:
                 news.append(request)
         return news
 
-    def _accept(self, request: Request, token: int, row: int, results: Results) -> None:
+    def _accept(self, request: Request, token: int, row: int, results: StepOutput) -> None:
         """Add a token to a request whose every token is looked at."""
         if token < 0:
             self._finish(request, "error", "the model's logits are not numbers (NaN or infinite)")
@@ -177,7 +177,7 @@ class Loop:
         elif len(request.prompt) + len(request.output) == request.limit:
             self._finish(request, "length")
 
-    def _score(self, step: Step, results: Results) -> None:
+    def _score(self, step: Step, results: StepOutput) -> None:
         assert results.greedy is not None
         row = len(step.yielding)
         for request, span in step.scored:
@@ -193,7 +193,7 @@ class Loop:
         self.stats.note_finish(request, self.clock())
 
 
-def _likelihood(results: Results, row: int, top: int) -> tuple[float, list[int], list[float]]:
+def _likelihood(results: StepOutput, row: int, top: int) -> tuple[float, list[int], list[float]]:
     assert results.logprob is not None
     assert results.top_tokens is not None and results.top_logprobs is not None
     best = results.top_tokens[row, :top].tolist()

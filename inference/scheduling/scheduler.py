@@ -18,8 +18,8 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from ...attention.paging import STRIDE, Copy, Hit, PageAllocator
-from ..metrics.request_trace import Trace
+from ...attention.paging import STRIDE, PageAllocator, PageCopy, PrefixHit
+from ..metrics.request_trace import RequestTrace
 from ..requests.request import Request
 
 _LOOK_AHEAD = 32
@@ -32,7 +32,7 @@ class Plan:
 
     requests: list[Request] = field(default_factory=list)
     """Each with `planned` set."""
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
     """Pages to copy before it."""
     prefilled: list[Request] = field(default_factory=list)
     """Those whose prompt it completes, once it is committed."""
@@ -45,33 +45,33 @@ class Scheduler:
         self,
         pages: PageAllocator,
         *,
-        max_running: int,
-        tokens_per_step: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_length: int,
         rows_per_step: int = 1024,
         admit_at_once: int = 1,
         admit: Callable[[Request], None] = lambda request: None,
-        trace: Trace | None = None,
+        trace: RequestTrace | None = None,
     ):
         self.pages = pages
-        self.max_running = max_running
-        self.tokens_per_step = tokens_per_step
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.rows_per_step = rows_per_step
         self.admit_at_once = admit_at_once
         """So many of those that wait join those that run together, or a quarter of the slots."""
         self.scope = ""
         """Which weights the cached prefixes belong to."""
-        self.table = np.zeros((max_running, -(-max_length // pages.page_size)), dtype=np.int32)
+        self.table = np.zeros((max_num_seqs, -(-max_length // pages.page_size)), dtype=np.int32)
         """Pages of each slot, in order."""
         self.running: list[Request] = []
         self.preemptions = 0
         self.prefix_hits = 0
         self.prompt_tokens = 0
         self._on_admit = admit
-        self._trace = trace or Trace()
+        self._trace = trace or RequestTrace()
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._stale = 0
-        self._slots = list(range(max_running - 1, -1, -1))
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._deadlines: list[tuple[float, int, Request]] = []
         self._orders = 0
 
@@ -102,7 +102,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose what the next step runs."""
         plan = Plan()
-        tokens, rows, size = self.tokens_per_step, self.rows_per_step, self.pages.page_size
+        tokens, rows, size = self.max_num_batched_tokens, self.rows_per_step, self.pages.page_size
         before, place = self.preemptions, 0
         while place < len(self.running) and tokens > 0:
             request = self.running[place]
@@ -155,11 +155,11 @@ class Scheduler:
 
     def shrink(self) -> None:
         """Make steps smaller after one did not fit: fewer tokens, then fewer requests at a time."""
-        if self.tokens_per_step > 64:
-            self.tokens_per_step //= 2
+        if self.max_num_batched_tokens > 64:
+            self.max_num_batched_tokens //= 2
         elif len(self.running) > 1:
-            self.max_running = len(self.running) // 2
-            for request in self.running[self.max_running :]:
+            self.max_num_seqs = len(self.running) // 2
+            for request in self.running[self.max_num_seqs :]:
                 self._preempt(request, by=request, why="a step did not fit the memory")
         else:
             raise MemoryError("one request with 64 tokens a step does not fit the memory")
@@ -204,12 +204,12 @@ class Scheduler:
     def _admit(self, plan: Plan, tokens: int, rows: int) -> None:
         """Start waiting requests while slots, pages and tokens last."""
         brewing = {self._next_stride(r, r.computed) for r in plan.requests if r.planned > 1}
-        free = self.max_running - len(self.running)
-        at_once = min(self.admit_at_once, max(1, self.max_running // 4))
+        free = self.max_num_seqs - len(self.running)
+        at_once = min(self.admit_at_once, max(1, self.max_num_seqs // 4))
         if self.running and free < min(self.waiting, at_once):
             return
         waits: list[tuple[tuple[int, int], Request]] = []
-        while tokens > 0 and len(self.running) < self.max_running and len(waits) < _LOOK_AHEAD:
+        while tokens > 0 and len(self.running) < self.max_num_seqs and len(waits) < _LOOK_AHEAD:
             self._sweep()
             if not self._waiting:
                 break
@@ -236,12 +236,14 @@ class Scheduler:
         for entry in waits:
             heappush(self._waiting, entry)
 
-    def _is_brewing(self, request: Request, hit: Hit, brewing: set[tuple[int, bytes]]) -> bool:
+    def _is_brewing(
+        self, request: Request, hit: PrefixHit, brewing: set[tuple[int, bytes]]
+    ) -> bool:
         """Whether another request computes, in this very step, what would be a hit in the next."""
         more = hit.tokens + STRIDE <= request.reusable
         return more and self._next_stride(request, hit.tokens) in brewing
 
-    def _start(self, request: Request, hit: Hit, plan: Plan) -> bool:
+    def _start(self, request: Request, hit: PrefixHit, plan: Plan) -> bool:
         """Give a waiting request pages and a slot, if there are enough."""
         held = self.pages.pages(request.id)
         wanted = min(request.length, request.limit - 1)

@@ -14,7 +14,7 @@ _ALL = 2**31 - 1
 """More than any vocabulary has, and less than columns hold."""
 
 
-class Slots:
+class SlotParams:
     """Sampling settings of the running requests, one row a slot."""
 
     def __init__(self, count: int):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..requests.request import Request
-from ..requests.rng import uniforms
-from .slot_params import Slots
+from ..requests.rng import uniform
+from .slot_params import SlotParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,11 +48,11 @@ class Step:
     """int64 [R - Y]: the tokens to be scored."""
     top: int
     """Alternatives to report beside a token's log-probability; -1: report none at all."""
-    choice: ChoiceArrays
+    choice: SamplingArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChoiceArrays:
+class SamplingArrays:
     """The sampler's inputs for Y rows; None where no row asks for them."""
 
     temperature: np.ndarray | None
@@ -67,7 +67,7 @@ class ChoiceArrays:
         return self.temperature is None and self.edits is None and self.penalty_rows is None
 
 
-def build(requests: list[Request], table: np.ndarray, page_size: int, columns: Slots) -> Step:
+def build(requests: list[Request], table: np.ndarray, page_size: int, columns: SlotParams) -> Step:
     """Lay out the planned tokens of the requests as one step."""
     count = len(requests)
     slot = np.fromiter((r.slot for r in requests), np.int64, count)
@@ -141,15 +141,15 @@ def _scored(
 
 
 def _choice(
-    yielding: list[Request], slot: np.ndarray, positions: np.ndarray, c: Slots
-) -> ChoiceArrays:
+    yielding: list[Request], slot: np.ndarray, positions: np.ndarray, c: SlotParams
+) -> SamplingArrays:
     heat = c.temperature[slot]
     random = bool(heat.any())
     filtered = np.flatnonzero(c.filters[slot])
     penalised = np.flatnonzero(c.penalises[slot])
-    return ChoiceArrays(
+    return SamplingArrays(
         temperature=heat if random else None,
-        uniform=uniforms(c.seed[slot], positions) if random else None,
+        uniform=uniform(c.seed[slot], positions) if random else None,
         filter_rows=filtered if len(filtered) else None,
         penalty_rows=penalised if len(penalised) else None,
         edits=_edits(yielding, np.flatnonzero(c.edited[slot])),

@@ -4,12 +4,12 @@ from .ahead import BATCH
 from .chat import encode_chat
 from .encode_rows import encoded, samples_of
 from .encoder import Encoder
-from .report import Skipped
+from .report import SkippedRows
 
 __all__ = [
     "BATCH",
     "Encoder",
-    "Skipped",
+    "SkippedRows",
     "encode_chat",
     "encoded",
     "samples_of",

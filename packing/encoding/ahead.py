@@ -11,10 +11,10 @@ from itertools import islice
 import numpy as np
 
 from ..sources.source import RowError, RowSource
-from ..sources.token_store import Shelf
+from ..sources.token_store import TokenArray
 from .encode_rows import encoded, samples_of
 from .encoder import Encoder
-from .report import Skipped
+from .report import SkippedRows
 
 SMALL = 64 << 20
 """Bytes up to which files are encoded ahead."""
@@ -24,18 +24,20 @@ BATCH = 256
 def encode_ahead(
     source: RowSource,
     encoder: Encoder,
-    skipped: Skipped | None,
+    skipped: SkippedRows | None,
     number: int = 0,
     longest: int | None = None,
-) -> Shelf:
+) -> TokenArray:
     """Read and encode every row of a source."""
     rows, samples = source.read(0, 1), []
     while batch := list(islice(rows, BATCH)):
         samples += samples_of(encoded(batch, encoder, longest), skipped)
-    return Shelf.of(samples, source.name, number)
+    return TokenArray.of(samples, source.name, number)
 
 
-def filled(shelves: list[Shelf], skipped: Skipped, limit: int | None = None) -> list[Shelf]:
+def filled(
+    shelves: list[TokenArray], skipped: SkippedRows, limit: int | None = None
+) -> list[TokenArray]:
     """Leave out the documents that are empty, or hold ids outside the vocabulary; counted."""
     first, kept = 0, []
     for shelf in shelves:

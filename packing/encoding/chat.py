@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..sample import IGNORE, Sample
+from ..sample import IGNORE_INDEX, Sample
 
 
 def encode_chat(
@@ -36,7 +36,7 @@ def encode_chat(
         ids, counts = _derived(tokenizer, messages, first, tools)
     if not counts.any():
         raise ValueError("no token of the assistant would count: the conversation trains nothing")
-    return Sample(ids, np.where(counts, ids, IGNORE))
+    return Sample(ids, np.where(counts, ids, IGNORE_INDEX))
 
 
 def assistant_spans(render: Any, messages: Sequence[Mapping], first: int, ends: Sequence[str]):

@@ -9,7 +9,7 @@ from ..planning.overflow import too_long
 from ..sample import Sample
 from ..sources.source import Row, RowError
 from .encoder import Encoder
-from .report import Skipped
+from .report import SkippedRows
 
 
 def encoded(
@@ -32,7 +32,7 @@ def encoded(
     return out
 
 
-def samples_of(found: Iterable[Sample | RowError], skipped: Skipped | None) -> Iterator[Sample]:
+def samples_of(found: Iterable[Sample | RowError], skipped: SkippedRows | None) -> Iterator[Sample]:
     """Give the samples; count the errors, or raise the first."""
     for one in found:
         if isinstance(one, Sample):

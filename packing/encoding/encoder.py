@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..sample import IGNORE, Sample
+from ..sample import IGNORE_INDEX, Sample
 from ..token_ids import check_masks, checked_ids, checked_sample
 from .chat import encode_chat
 
@@ -109,7 +109,7 @@ class Encoder:
             return checked_sample(ids, None, self.vocab_size)
         first = self._first_behind(prompt, found)
         after = checked_ids(ids[first:], "completion")
-        labels = np.concatenate([np.full(first, IGNORE), after])
+        labels = np.concatenate([np.full(first, IGNORE_INDEX), after])
         return checked_sample(ids, labels, self.vocab_size)
 
     def _first_behind(self, prompt: str, found: _Ids) -> int:

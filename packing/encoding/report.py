@@ -12,7 +12,7 @@ NOTHING = "there is nothing to pack: the data is empty, or all was left out or d
 
 
 @dataclass(slots=True)
-class Skipped:
+class SkippedRows:
     """Rows that were left out, and why the first of them were."""
 
     rows: int = 0
@@ -25,7 +25,7 @@ class Skipped:
             self.reasons.append(f"{error.where}: {error.reason}")
 
 
-def report(counts: Counts, drawn: Sequence[int], skipped: Skipped, budget: int) -> dict:
+def report(counts: Counts, drawn: Sequence[int], skipped: SkippedRows, budget: int) -> dict:
     """Put counts into one flat account; `shares` are the sources' shares of all tokens.
 
     >>> counts = Counts(items=3, tokens=80, packs=1, packed_tokens=80)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 
 Stop = Literal["first", "cycle", "all"]
 Weight = float | Sequence[tuple[int, float]]
@@ -128,7 +128,7 @@ def _knots(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
     return at, np.rint(table / table.sum(1, keepdims=True) * SCALE).astype(np.int64)
 
 
-@compiled
+@jit
 def _draw(lengths, ends, at, shares, credits, drawn, active, choices):
     sources = len(drawn)
     following = ends[:-1].copy()

@@ -18,7 +18,7 @@ from math import isqrt
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 
 
 def key(*parts: int | str) -> np.uint64:
@@ -45,7 +45,7 @@ def shuffled(places: np.ndarray, n: int, shuffle_key: np.uint64) -> np.ndarray:
     return out
 
 
-@compiled
+@jit
 def _walk(places, n, columns, rows, shuffle_key, out):
     size, wide, high = np.uint64(n), np.uint64(columns), np.uint64(rows)
     for i in range(len(places)):
@@ -67,7 +67,7 @@ def _walk(places, n, columns, rows, shuffle_key, out):
         out[i] = at
 
 
-@compiled
+@jit
 def _below(limit, value, round_key):
     """Mix a value (the finalizer of splitmix64) and scale it to a number below `limit`."""
     z = (value + round_key) * np.uint64(0x9E3779B97F4A7C15)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 from .bitset import add, at, discard, empty_bitset, largest_within
 from .trial_packs import trial_packs
 
@@ -48,7 +48,7 @@ LOOSE = 400
 """A pair may lack one part in so many of the budget when the pool is full."""
 
 
-@compiled
+@jit
 def best_fit(places, waits, since, budget, pool, final):
     """Pack segments of these places (rounded lengths), given in order of arrival.
 
@@ -88,7 +88,7 @@ def best_fit(places, waits, since, budget, pool, final):
     return order[: offsets[packs]], offsets[: packs + 1], held[left], wait[left], used
 
 
-@compiled
+@jit
 def _file(places, held, budget, lists, levels):
     """Put the segments of the first slots into their lists; gives how many are long."""
     heads, links = lists
@@ -103,7 +103,7 @@ def _file(places, held, budget, lists, levels):
     return long
 
 
-@compiled
+@jit
 def _arrive(places, at_hand, budget, pool, held, wait, lists, levels, out):
     """Take arrivals until the pool is full: each leaves with a partner, or is filed in a slot.
 
@@ -145,7 +145,7 @@ def _arrive(places, at_hand, budget, pool, held, wait, lists, levels, out):
     return source, used, m, long, packs
 
 
-@compiled
+@jit
 def _slack_limit(slack, budget):
     """Choose what a pack may lack: 0.5 % of the budget, or what the fullest 30 % lack."""
     limit = budget // 200
@@ -169,7 +169,7 @@ def _slack_limit(slack, budget):
     return ((bucket + 1) << shift) - 1
 
 
-@compiled
+@jit
 def _let_go(held, wait, packed, may_lack, out, packs):
     """Write the packs that go out, put the others back; gives how many went and stayed.
 
@@ -204,7 +204,7 @@ def _let_go(held, wait, packed, may_lack, out, packs):
     return leaving, stay
 
 
-@compiled
+@jit
 def _golden_stride(packs):
     """Choose steps that visit all packs so that neighbours differ: near the golden section."""
     stride = max(1, int(packs * 0.618))

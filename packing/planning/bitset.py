@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..jit import compiled
+from ..jit import jit
 
 at = np.uint64
 """An index that cannot be negative: numba then leaves out its test for one, a tenth of the time."""
@@ -38,21 +38,21 @@ leading_zeros: Any = intrinsic(_leading_zeros)
 """Count the zero bits above the highest one of a non-zero 64-bit word."""
 
 
-@compiled
+@jit
 def empty_bitset(largest):
     """Make the two levels of an empty set of values 0 .. largest."""
     words = (largest >> 6) + 1
     return np.zeros(words, np.uint64), np.zeros(((words - 1) >> 6) + 1, np.uint64)
 
 
-@compiled
+@jit
 def add(low, high, value):
     word = value >> 6
     low[at(word)] |= ONE << np.uint64(value & 63)
     high[at(word >> 6)] |= ONE << np.uint64(word & 63)
 
 
-@compiled
+@jit
 def discard(low, high, value):
     word = value >> 6
     low[at(word)] &= ~(ONE << np.uint64(value & 63))
@@ -60,12 +60,12 @@ def discard(low, high, value):
         high[at(word >> 6)] &= ~(ONE << np.uint64(word & 63))
 
 
-@compiled
+@jit
 def contains(low, value):
     return (low[at(value >> 6)] >> np.uint64(value & 63)) & ONE != ZERO
 
 
-@compiled
+@jit
 def largest_at_most(low, high, bound):
     """Find the largest member <= bound, or -1."""
     word = bound >> 6
@@ -87,7 +87,7 @@ def largest_at_most(low, high, bound):
     return (word << 6) + 63 - leading_zeros(low[at(word)])
 
 
-@compiled
+@jit
 def largest_within(low, bound, within):
     """Find the largest member of bound - within .. bound, or -1; looks 64 values back at most."""
     word = bound >> 6

@@ -22,7 +22,7 @@ from .plan import Plan
 GROUPS = (64, 8)
 
 
-class Leveller:
+class Leveler:
     """Reorders packs inside windows of `window` packs so that neighbours cost about the same.
 
     first: the place of the first pack in the run's sequence, so that groups stay aligned.
@@ -65,8 +65,8 @@ class Leveller:
 
 
 def level(plan: Plan, cost: Cost | None = None, *, window: int = 1024, seed: int = 0) -> Plan:
-    """Level a whole plan; see `Leveller`."""
-    leveller = Leveller(cost, window=window, seed=seed)
+    """Level a whole plan; see `Leveler`."""
+    leveller = Leveler(cost, window=window, seed=seed)
     return Plan.join([leveller.feed(plan), leveller.finish()])
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 
 
-@compiled
+@jit
 def next_fit(places, budget, final):
     """Close a pack when the next segment does not fit.
 
@@ -36,7 +36,7 @@ def next_fit(places, budget, final):
     return offsets[: packs + 1]
 
 
-@compiled
+@jit
 def cut_stream(items, starts, lengths, budget, align):
     """Cut the stream of segments wherever a pack is full; give the finer segments."""
     places = -(-lengths // align) * align

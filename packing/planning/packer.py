@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from ..pack import Pack
-from ..sample import IGNORE, Sample
+from ..sample import IGNORE_INDEX, Sample
 from .overflow import Counts, Overflow
 from .plan import Plan
 from .planner import Planner, Strategy
@@ -102,7 +102,7 @@ class Packer:
         widths = -(-lengths // align) * align
         bounds = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
         tokens = np.full(bounds[-1], self.pad, np.int64)
-        labels = np.full(bounds[-1], IGNORE, np.int64)
+        labels = np.full(bounds[-1], IGNORE_INDEX, np.int64)
         sources = np.empty(len(numbers), np.int16)
         triples = zip(numbers.tolist(), starts.tolist(), lengths.tolist(), strict=True)
         for place, (number, start, length) in enumerate(triples):
@@ -156,5 +156,5 @@ def _wholes(plan: Plan, samples: Mapping[int, Sample]) -> np.ndarray | None:
     if not split.any():
         return None
     labels = {number: samples[number].labels for number in plan.items[split].tolist()}
-    counted = {number: np.count_nonzero(own != IGNORE) for number, own in labels.items()}
+    counted = {number: np.count_nonzero(own != IGNORE_INDEX) for number, own in labels.items()}
     return np.array([counted.get(number, 0) for number in numbers], np.int64)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 from ..state.int_codec import from_text, to_text
 from .best_fit import LAPS, PATIENCE, best_fit
 from .next_fit import cut_stream, next_fit
@@ -198,7 +198,7 @@ def _integers(lengths: np.ndarray) -> np.ndarray:
     return lengths.astype(np.int64, copy=False)
 
 
-@compiled
+@jit
 def _measure(lengths):
     """Give the least, the most and the sum; of nothing, 1, 0 and 0."""
     least = np.int64(1) if len(lengths) == 0 else lengths[0]

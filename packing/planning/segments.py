@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class Segments:
         return cls(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
-@compiled
+@jit
 def _take(items, starts, lengths, places):
     """Gather three columns in one pass over the places; one array comes back quicker than three."""
     columns = np.empty((3, len(places)), np.int64)
@@ -57,7 +57,7 @@ def _take(items, starts, lengths, places):
     return columns
 
 
-@compiled
+@jit
 def _append(items, starts, lengths, first, more):
     """Lay whole items behind three columns."""
     m = len(items)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 from .bitset import at, contains, discard, largest_at_most
 
 
-@compiled
+@jit
 def trial_packs(lists, levels, wait, budget, probes, packed, slack, oldest):
     """Take everything out of the lists and into trial packs, the longest first.
 
@@ -61,7 +61,7 @@ def trial_packs(lists, levels, wait, budget, probes, packed, slack, oldest):
     return packs, halves
 
 
-@compiled
+@jit
 def _first_of_pair(room, largest, probes, low, high, heads, links):
     """Find the larger of two segments that fill the room exactly, or -1."""
     step = (2 * largest - room) // (2 * probes) + 1

@@ -1,9 +1,9 @@
 """Packs of a data set, in order and resumable: planned from known lengths, or streamed over shards."""
 
 from .planned import PlannedPacks
-from .sharded import ShardedPacks
+from .sharded import StreamedPacks
 
 __all__ = [
     "PlannedPacks",
-    "ShardedPacks",
+    "StreamedPacks",
 ]

@@ -1,6 +1,6 @@
 """Packs of documents whose lengths are known: every rank plans everything, and reads its share.
 
-    lengths ─▶ seeded order ─▶ Planner ─▶ (Leveller) ─▶ plan of the epoch    the same everywhere
+    lengths ─▶ seeded order ─▶ Planner ─▶ (Leveler) ─▶ plan of the epoch    the same everywhere
                                                           │ pack k to rank k mod world
                                                           ▼
                                                        tokens are read and laid out
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ..encoding.report import NOTHING, Skipped, report
+from ..encoding.report import NOTHING, SkippedRows, report
 from ..ordering.epoch_order import MixedOrder, epoch_order
 from ..ordering.mixture import Stop, Weight, changing
 from ..ordering.permutation import Position, Share
 from ..pack import Pack
-from ..planning.leveling import Leveller
+from ..planning.leveling import Leveler
 from ..planning.overflow import Counts, limit, too_long
 from ..planning.plan import Plan
 from ..planning.planner import Planner
@@ -69,7 +69,7 @@ class PlannedPacks:
     def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
         """Plan an epoch window by window; the items are the documents of the store."""
         planner = Planner(**self.planner)
-        leveller = Leveller(seed=self.seed, first=first_pack) if self.level else Unlevelled()
+        leveller = Leveler(seed=self.seed, first=first_pack) if self.level else NoLeveling()
         named, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
             named = np.concatenate([named, documents])
@@ -112,7 +112,7 @@ class PlannedPacks:
         self._drawn = epoch, drawn
         return drawn
 
-    def report(self, epoch: int, skipped: Skipped) -> dict:
+    def report(self, epoch: int, skipped: SkippedRows) -> dict:
         """Account for an epoch by its plan, without reading a token."""
         drawn = np.zeros(len(self.weights), np.int64)
         for plan in self.plans(epoch):
@@ -192,7 +192,7 @@ class PlannedPacks:
                 )
 
 
-class Unlevelled:
+class NoLeveling:
     """Leaves packs as they were planned."""
 
     def feed(self, plan: Plan) -> Plan:

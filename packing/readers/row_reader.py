@@ -22,7 +22,7 @@ PLAIN = 256
 """Rows of a block when nothing is shuffled; only the distance between two marks."""
 
 
-class RowsInOrder:
+class ShuffledRows:
     """Gives the rows of a shard, lap after lap, and finds any of them again."""
 
     def __init__(

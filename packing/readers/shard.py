@@ -22,7 +22,7 @@ import numpy as np
 
 from ..encoding.encode_rows import encoded
 from ..encoding.encoder import Encoder
-from ..encoding.report import Skipped
+from ..encoding.report import SkippedRows
 from ..ordering.mixture import Mixture, Stop, Weight, changing
 from ..pack import Pack
 from ..planning.overflow import limit
@@ -30,7 +30,7 @@ from ..planning.packer import Packer
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
 from ..state.int_codec import from_text, to_text
-from .row_reader import RowsInOrder
+from .row_reader import ShuffledRows
 
 BATCH = 128
 """Rows that are encoded and packed together."""
@@ -53,7 +53,7 @@ class ShardSettings:
     skip: bool
 
 
-class ShardPacks:
+class ShardReader:
     """The packs of one shard, from its beginning or from a state."""
 
     def __init__(self, settings: ShardSettings, shard: int, epoch: int, until: int | None):
@@ -63,7 +63,7 @@ class ShardPacks:
         self._longest = limit(settings.packer)
         self.mixture = Mixture(settings.weights, settings.stop, readers=settings.shards)
         self.rows = [
-            RowsInOrder(
+            ShuffledRows(
                 source,
                 shard,
                 settings.shards,
@@ -74,7 +74,7 @@ class ShardPacks:
             )
             for number, source in enumerate(settings.sources)
         ]
-        self.skipped = Skipped()
+        self.skipped = SkippedRows()
         self.finished = False
         self._ready: list[deque[tuple[int, Sample | RowError]]] = [deque() for _ in self.rows]
         self._origin: dict[int, tuple[int, int]] = {}

@@ -18,20 +18,20 @@ from math import ceil
 
 import numpy as np
 
-from ..encoding.report import NOTHING, Skipped, add_counts, report
+from ..encoding.report import NOTHING, SkippedRows, add_counts, report
 from ..ordering.mixture import changing
 from ..ordering.permutation import Position, Share
 from ..pack import Pack
 from ..sample import Sample
-from .shard import ShardPacks, ShardSettings
+from .shard import ShardReader, ShardSettings
 
 
-class ShardedPacks:
+class StreamedPacks:
     """The sequence of packs of a sharded stream, readable from any state by any share."""
 
     def __init__(self, settings: ShardSettings, packs: int | None = None):
         self.settings, self.packs = settings, packs
-        self._streams: dict[int, ShardPacks] = {}
+        self._streams: dict[int, ShardReader] = {}
 
     def read(
         self, position: Position, share: Share, base: int, cursors: Mapping[int, dict]
@@ -57,7 +57,7 @@ class ShardedPacks:
         shards, streams = self.settings.shards, {}
         for pack in range(following, following + shards, share.stride):
             shard = pack % shards
-            streams[shard] = ShardPacks(self.settings, shard, position.epoch, position.until)
+            streams[shard] = ShardReader(self.settings, shard, position.epoch, position.until)
             if shard in cursors:
                 streams[shard].load(cursors[shard])
             elif shard < position.index:
@@ -80,7 +80,7 @@ class ShardedPacks:
                 "those before it this process knows nothing; say epochs= to have all in one pass, "
                 "or call stepped() with the packs that a DataLoader's workers read"
             )
-        shard = partial(ShardPacks, self.settings, epoch=position.epoch, until=position.until)
+        shard = partial(ShardReader, self.settings, epoch=position.epoch, until=position.until)
         return {number: shard(number).behind(cursor) for number, cursor in cursors.items()}
 
     def _all_ended(self, share: Share) -> bool:
@@ -109,9 +109,9 @@ class ShardedPacks:
         """Account for what was read here, or else for what the cursors say."""
         streams = list(self._streams.values())
         for shard, cursor in cursors.items() if not streams else ():
-            streams.append(ShardPacks(self.settings, shard, 0, None))
+            streams.append(ShardReader(self.settings, shard, 0, None))
             streams[-1].load_counts(cursor)
-        skipped = Skipped()
+        skipped = SkippedRows()
         for stream in streams:
             skipped.rows += stream.skipped.rows
             skipped.reasons += stream.skipped.reasons

@@ -3,4 +3,9 @@
 from .open_source import open_source
 from .source import Row, RowError, RowSource
 
-__all__ = ["Row", "RowError", "RowSource", "open_source"]
+__all__ = [
+    "Row",
+    "RowError",
+    "RowSource",
+    "open_source",
+]

@@ -24,13 +24,13 @@ from ..token_ids import check_masks
 from .in_memory import row_at
 from .paths import contained
 from .source import Indexed, Row, RowSource
-from .token_store import Shelf
+from .token_store import TokenArray
 
 FIRST = 1024
 """Rows looked at for padding."""
 
 
-def token_shelves(data: Any, name: str, source: int = 0) -> list[Shelf] | None:
+def token_shelves(data: Any, name: str, source: int = 0) -> list[TokenArray] | None:
     """Give the shelves of a Dataset with ready `input_ids`; None if it has none."""
     data = _plain(data)
     if "input_ids" not in data.column_names or _transforms(data):
@@ -71,7 +71,7 @@ def _check_masks(data: Any, name: str) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _shelf(arrays: list, name: str, row: int, source: int) -> Shelf:
+def _shelf(arrays: list, name: str, row: int, source: int) -> TokenArray:
     flat, lengths, nulls = _flat(arrays[0], name)
     labels = None
     if len(arrays) > 1:
@@ -83,7 +83,7 @@ def _shelf(arrays: list, name: str, row: int, source: int) -> Shelf:
                 f"{name}, row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
             )
     begins = np.cumsum(lengths) - lengths
-    return Shelf(name, flat, begins, np.where(nulls, 0, lengths), labels, source)
+    return TokenArray(name, flat, begins, np.where(nulls, 0, lengths), labels, source)
 
 
 def _flat(array: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

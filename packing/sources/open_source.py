@@ -1,6 +1,6 @@
 """Recognise what the user handed in, and open it as tokens or as rows.
 
-ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin   ─▶ [Shelf]
+ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin   ─▶ [TokenArray]
 rows to be encoded            jsonl, parquet, text files, Dataset, lists, streams  ─▶ RowSource
 
 A path that does not exist and reads `owner/name` is a dataset on the hub, which is streamed.
@@ -19,9 +19,9 @@ from .in_memory import Iterated, Listed
 from .paths import files_of
 from .source import RowSource
 from .text_files import TextFiles
-from .token_store import Shelf, TokenStore
+from .token_store import TokenArray, TokenStore
 
-Opened = list[Shelf] | RowSource
+Opened = list[TokenArray] | RowSource
 HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")
 FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|bin|gz|zst|txt|md|py|csv)")
 """What does not exist is on the hub if it reads owner/name, unless it reads like a file."""
@@ -48,7 +48,7 @@ def open_source(
         )
     if isinstance(source, RowSource):
         return source
-    if isinstance(source, Shelf):
+    if isinstance(source, TokenArray):
         return [source]
     if isinstance(source, TokenStore):
         return source.shelves

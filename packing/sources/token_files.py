@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ..jit import compiled
-from .token_store import Shelf
+from ..jit import jit
+from .token_store import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
-def megatron_shelf(prefix: Path, source: int = 0) -> Shelf:
+def megatron_shelf(prefix: Path, source: int = 0) -> TokenArray:
     """Open `prefix.bin` and `prefix.idx`; every document is one sample."""
     index, binary = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
     with index.open("rb") as file:
@@ -42,7 +42,7 @@ def megatron_shelf(prefix: Path, source: int = 0) -> Shelf:
     return _documents(_mapped(binary, kind), kind, lengths, pointers, bounds, prefix.name, source)
 
 
-def _documents(flat, kind, lengths, pointers, bounds, name: str, source: int) -> Shelf:
+def _documents(flat, kind, lengths, pointers, bounds, name: str, source: int) -> TokenArray:
     """Join the sequences of each document; they must lie one behind the other."""
     total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     covered = not len(bounds) or (bounds[0] == 0 and bounds[-1] == len(lengths))
@@ -57,10 +57,10 @@ def _documents(flat, kind, lengths, pointers, bounds, name: str, source: int) ->
         raise ValueError(f"{name}.bin holds {len(flat)} tokens, its index {total[-1]}: torn")
     first = bounds[:-1] if len(bounds) else np.arange(len(lengths))
     last = bounds[1:] if len(bounds) else np.arange(1, len(lengths) + 1)
-    return Shelf(name, flat, total[first], total[last] - total[first], None, source)
+    return TokenArray(name, flat, total[first], total[last] - total[first], None, source)
 
 
-def flat_shelves(paths: list[Path], dtype: str, eos: int, source: int = 0) -> list[Shelf]:
+def flat_shelves(paths: list[Path], dtype: str, eos: int, source: int = 0) -> list[TokenArray]:
     """Open flat streams of tokens, and refuse an `eos` that is in none of them."""
     shelves = [flat_shelf(path, dtype, eos, source) for path in paths]
     filled = [shelf for shelf in shelves if len(shelf.flat)]
@@ -72,7 +72,7 @@ def flat_shelves(paths: list[Path], dtype: str, eos: int, source: int = 0) -> li
     return shelves
 
 
-def flat_shelf(path: Path, dtype: str, eos: int, source: int = 0) -> Shelf:
+def flat_shelf(path: Path, dtype: str, eos: int, source: int = 0) -> TokenArray:
     """Open a flat stream of tokens; a document ends with `eos`, which it keeps."""
     try:
         kind = np.dtype(dtype)
@@ -85,10 +85,10 @@ def flat_shelf(path: Path, dtype: str, eos: int, source: int = 0) -> Shelf:
     if len(flat) and (not len(ends) or ends[-1] < len(flat)):
         ends = np.append(ends, len(flat))
     begins = np.concatenate([[0], ends])[: len(ends)].astype(np.int64)
-    return Shelf(path.name, flat, begins, ends - begins, None, source)
+    return TokenArray(path.name, flat, begins, ends - begins, None, source)
 
 
-@compiled
+@jit
 def _ends(flat, eos, room):
     """Find the places behind each eos."""
     count = 0

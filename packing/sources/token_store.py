@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..jit import compiled
+from ..jit import jit
 from ..planning.plan import Plan
-from ..sample import IGNORE, Sample
+from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
 
 NO_LIMIT = np.iinfo(np.int64).max
@@ -25,7 +25,7 @@ NO_LIMIT = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shelf:
+class TokenArray:
     """Documents in one flat array; a store has one shelf per file, or per source of a mixture."""
 
     name: str
@@ -40,7 +40,7 @@ class Shelf:
     source: int = 0
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> Shelf:
+    def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> TokenArray:
         """Put samples that are in memory on one shelf."""
         lengths = np.array([len(sample) for sample in samples], np.int64)
         empty = np.empty(0, np.int64)
@@ -48,7 +48,7 @@ class Shelf:
         labels = np.concatenate([empty, *(sample.labels for sample in samples)])
         begins = np.cumsum(lengths) - lengths
         plain = flat.copy()
-        plain[begins] = IGNORE
+        plain[begins] = IGNORE_INDEX
         kept = None if np.array_equal(plain, labels) else labels
         return cls(name, flat, begins, lengths, kept, source)
 
@@ -72,14 +72,14 @@ class Shelf:
 class TokenStore:
     """Documents of one or several shelves, numbered through.
 
-    >>> store = TokenStore([Shelf.of([Sample(np.array([5, 6, 7])), Sample(np.array([8, 9]))])])
+    >>> store = TokenStore([TokenArray.of([Sample(np.array([5, 6, 7])), Sample(np.array([8, 9]))])])
     >>> plan = Plan(*map(np.array, ([1, 0], [0, 1], [2, 2], [0, 2])))
     >>> rows = store.lay(plan, np.array([0]))
     >>> rows.tokens.tolist(), rows.bounds.tolist()
     ([8, 9, 6, 7], [0, 2, 4])
     """
 
-    def __init__(self, shelves: Sequence[Shelf]):
+    def __init__(self, shelves: Sequence[TokenArray]):
         self.shelves = list(shelves)
         self.firsts = np.cumsum([0, *(len(shelf.lengths) for shelf in shelves)])
         self.lengths = (
@@ -153,7 +153,7 @@ class TokenStore:
         bad = (ids < 0) | (ids >= limit)
         if not bad.any():
             what, ids = "label", rows.labels
-            bad = ((ids < 0) | (ids >= limit)) & (ids != IGNORE)
+            bad = ((ids < 0) | (ids >= limit)) & (ids != IGNORE_INDEX)
         place = int(np.argmax(bad))
         segment = int(np.searchsorted(rows.places, place, side="right")) - 1
         where = self.place(int(rows.documents[segment]))
@@ -177,9 +177,9 @@ class TokenStore:
         shelf, place = self.find(document)
         if shelf.labels is None:
             return place.stop - place.start - 1
-        return int(np.count_nonzero(shelf.labels[place][1:] != IGNORE))
+        return int(np.count_nonzero(shelf.labels[place][1:] != IGNORE_INDEX))
 
-    def find(self, document: int) -> tuple[Shelf, slice]:
+    def find(self, document: int) -> tuple[TokenArray, slice]:
         """Give the shelf a document stands on, and its place there."""
         number = int(self.shelf_of(np.array(document)))
         shelf, own = self.shelves[number], document - int(self.firsts[number])
@@ -231,20 +231,22 @@ class Rows(NamedTuple):
     """int64 [M+1]: where each segment begins in `tokens`, and the end of the last."""
 
 
-def _fill(shelf: Shelf, rows: Rows, documents: np.ndarray, some, pad: int, limit: int) -> bool:
+def _fill(shelf: TokenArray, rows: Rows, documents: np.ndarray, some, pad: int, limit: int) -> bool:
     """Copy the segments of one shelf to their places; say whether all ids are in the vocabulary."""
     sound = True
     froms = shelf.begins[documents] + rows.starts[some]
     where = froms, rows.lengths[some], rows.places[:-1][some], rows.places[1:][some]
     least, most = _copy(shelf.flat, *where, pad, rows.tokens)
     if len(rows.labels):
-        _copy(shelf.flat if shelf.labels is None else shelf.labels, *where, IGNORE, rows.labels)
-        rows.labels[where[2]] = IGNORE
+        _copy(
+            shelf.flat if shelf.labels is None else shelf.labels, *where, IGNORE_INDEX, rows.labels
+        )
+        rows.labels[where[2]] = IGNORE_INDEX
         sound = shelf.labels is None or _within(rows.labels, *where[2:], limit)
     return sound and least >= 0 and most < limit
 
 
-@compiled
+@jit
 def _outline(items, starts, lengths, offsets, packs, align, marked):
     """Choose the segments of some packs, make room for them, and set their boundaries."""
     count = 0
@@ -268,32 +270,32 @@ def _outline(items, starts, lengths, offsets, packs, align, marked):
     return tokens, labels, bounds, ends, cuts, documents, firsts, sizes, places
 
 
-@compiled
+@jit
 def _inside(flat, begins, ends, limit, ignores):
-    """Tell of each document whether all its values are ids below a limit, or IGNORE."""
+    """Tell of each document whether all its values are ids below a limit, or IGNORE_INDEX."""
     inside = np.empty(len(begins), np.bool_)
     for d in range(len(begins)):
         least = most = np.int64(0)
         for one in flat[begins[d] : ends[d]]:
-            value = np.int64(0) if ignores and one == IGNORE else np.int64(one)
+            value = np.int64(0) if ignores and one == IGNORE_INDEX else np.int64(one)
             least, most = min(least, value), max(most, value)
         inside[d] = least >= 0 and most < limit
     return inside
 
 
-@compiled
+@jit
 def _within(labels, begins, ends, limit):
-    """Tell whether the labels of some segments are ids of the vocabulary, or IGNORE."""
+    """Tell whether the labels of some segments are ids of the vocabulary, or IGNORE_INDEX."""
     least = most = np.int64(0)
     for s in range(len(begins)):
         for i in range(begins[s], ends[s]):
-            label = labels[i] if labels[i] != IGNORE else np.int64(0)
+            label = labels[i] if labels[i] != IGNORE_INDEX else np.int64(0)
             least = min(least, label)
             most = max(most, label)
     return least >= 0 and most < limit
 
 
-@compiled
+@jit
 def _copy(flat, froms, lengths, begins, ends, pad, row):
     """Copy segments to their places and pad behind them; gives the least and the most copied."""
     least = most = flat[froms[0]]

@@ -169,10 +169,10 @@ def run_recipe(recipe: str, main: Callable[[list[str] | None], None], argv: Any 
     """Run a recipe as a program whose last act this is; return its exit status."""
     status = exit_status(recipe, main, argv)
     if status == 0:
-        from nopad.runtime import leave_group  # here: torch is loaded by now
+        from nopad.runtime import destroy_group  # here: torch is loaded by now
         from nopad.trainer.graceful_stop import SIGNALS
 
         for number in SIGNALS:  # all is saved: a late one must not make a failure of it
             signal.signal(number, signal.SIG_IGN)
-        leave_group()
+        destroy_group()
     return status

@@ -57,12 +57,12 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
 
 def open_data(args: argparse.Namespace, tokenizer, column: str):
     """The source of `--data`, so that some of it can be held out."""
-    from nopad.packing.build import open_all
+    from nopad.packing.build import open_sources
     from nopad.packing.encoding import Encoder
     from nopad.packing.sources.token_store import TokenStore
 
     encoder = Encoder(tokenizer, column=column, eos=reading_choices(args)["eos"])
-    (opened,) = open_all([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
+    (opened,) = open_sources([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
     return TokenStore(opened) if isinstance(opened, list) else opened
 
 

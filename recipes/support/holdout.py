@@ -113,11 +113,11 @@ def continuing(
 
     Prompts of one's own, which have no reference, are shown and not measured.
     """
-    from nopad.inference import AllRanks, Engine, SamplingParams
+    from nopad.inference import DataParallelEngine, Engine, SamplingParams
 
     measured = all(example.reference is not None for example in examples)
     return GenerationEval(
-        AllRanks(Engine(model, tokenizer)).generate,
+        DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
         {"matched": matched} if measured else {},
         SamplingParams(temperature=0.7, max_tokens=32, seed=seed),

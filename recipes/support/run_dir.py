@@ -138,16 +138,16 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Whether any save of the run was finished, be it whole still or not."""
-        from nopad.trainer.checkpoint_manifest import SEAL
+        from nopad.trainer.checkpoint_manifest import MANIFEST
 
-        written = (f"checkpoint-*/{SEAL}", "*.ckpt", "*.safetensors")
+        written = (f"checkpoint-*/{MANIFEST}", "*.ckpt", "*.safetensors")
         return any(found for pattern in written for found in self.path.glob(pattern))
 
     def last_step(self) -> int:
         """The step of the newest whole checkpoint."""
-        from nopad.trainer.checkpoint_manifest import last_whole_checkpoint
+        from nopad.trainer.checkpoint_manifest import latest_intact_checkpoint
 
-        return int(last_whole_checkpoint(self.path).name.partition("-")[2])
+        return int(latest_intact_checkpoint(self.path).name.partition("-")[2])
 
     def unfinished(self, step: int) -> Path:
         """Where a checkpoint is written until it is whole."""
@@ -164,9 +164,9 @@ class RunFolder:
         keep: how many stay, this one and those before it; without it, all. What lies after it was
         passed over by a resume, being damaged, and goes.
         """
-        from nopad.trainer.checkpoint_manifest import seal
+        from nopad.trainer.checkpoint_manifest import write_manifest
 
-        seal(self.unfinished(step))
+        write_manifest(self.unfinished(step))
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         self.unfinished(step).rename(self.checkpoint(step))
         steps = sorted(_numbers(self.path, "checkpoint"))

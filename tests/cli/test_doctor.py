@@ -34,7 +34,7 @@ def test_a_leak_is_told_with_its_cure_and_status_one(capsys):
     assert main(["opt", "--attn", "nopad,sdpa"]) == 1
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "apart", "sdpa": "LEAK"}
-    assert "mended by nopad.attention.keep_apart" in text
+    assert "mended by nopad.attention.document_mask" in text
     assert "Do not train packed batches with sdpa." in text
 
 
@@ -138,7 +138,7 @@ def test_disagreement_is_status_one(capsys, monkeypatch):
     from nopad.cli import logprob_parity
 
     def apart(*args, **named):
-        return logprob_parity.Agreement(144, 0.5, 2.0, "float32", "cpu")
+        return logprob_parity.LogprobParity(144, 0.5, 2.0, "float32", "cpu")
 
     monkeypatch.setattr(logprob_parity, "agreement", apart)
     assert main(["llama", "--agreement"]) == 1
@@ -152,7 +152,7 @@ def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkey
     def sometimes(*args, attention, **named):
         if attention in fails:
             raise RuntimeError("no kernel image")
-        return logprob_parity.Agreement(144, 0.0, 0.0, "float32", "cpu")
+        return logprob_parity.LogprobParity(144, 0.0, 0.0, "float32", "cpu")
 
     monkeypatch.setattr(logprob_parity, "agreement", sometimes)
     assert main(["llama", "--agreement"]) == 1

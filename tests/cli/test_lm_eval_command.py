@@ -29,7 +29,7 @@ def test_lm_eval_takes_the_engine_by_name_and_scores_as_its_own_model(made, tmp_
             bootstrap_iters=0,
         )["results"]
 
-    ours, theirs = scores("nopad", max_running=8), scores("hf")
+    ours, theirs = scores("nopad", max_num_seqs=8), scores("hf")
     assert set(ours) == set(names)
     for name in names:
         numbers = {k: v for k, v in theirs[name].items() if isinstance(v, float)}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.collators import PackedCollator, PaddedCollator
-from nopad.packing import IGNORE, Pack, PackedDataset, Sample
+from nopad.packing import IGNORE_INDEX, Pack, PackedDataset, Sample
 
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
@@ -42,7 +42,7 @@ def test_every_sequence_comes_back_from_the_batch_as_it_went_in(rows, stack, fix
     for number, (a, b) in enumerate(parts):
         assert flat["position_ids"][a:b].tolist() == list(range(b - a))
         assert flat["seq_idx"][a:b].tolist() == [number] * (b - a)
-        assert flat["labels"][a] == IGNORE
+        assert flat["labels"][a] == IGNORE_INDEX
     assert batch["use_cache"] is False and "attention_mask" not in batch
     assert isinstance(batch["max_length_q"], int)
     assert batch["max_length_q"] >= max(b - a for a, b in parts)
@@ -80,17 +80,17 @@ def test_a_sequence_longer_than_the_fixed_length_raises():
 
 def test_an_empty_pack_is_one_token_that_counts_nothing():
     batch = PackedCollator()(Pack.of([], budget=8))
-    assert batch["input_ids"].shape == (1, 1) and batch["labels"].tolist() == [[IGNORE]]
+    assert batch["input_ids"].shape == (1, 1) and batch["labels"].tolist() == [[IGNORE_INDEX]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 1]
 
 
 def test_plain_lists_tensors_and_labels_of_one_s_own_are_taken():
     rows = [
-        {"input_ids": torch.tensor([5, 6, 7]), "labels": [IGNORE, IGNORE, 7]},
+        {"input_ids": torch.tensor([5, 6, 7]), "labels": [IGNORE_INDEX, IGNORE_INDEX, 7]},
         {"input_ids": np.array([8, 9]), "attention_mask": [1, 1]},
     ]
     batch = PackedCollator()(rows)
-    assert batch["labels"].tolist() == [[IGNORE, IGNORE, 7, IGNORE, 9]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, IGNORE_INDEX, 7, IGNORE_INDEX, 9]]
 
 
 def test_rows_without_tokens_raise():
@@ -145,8 +145,12 @@ def test_what_packing_refuses_is_refused_of_plain_rows_too(collator, row, told):
 
 
 def test_a_mask_that_says_no_more_than_the_labels_may_stand_beside_them():
-    row = {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1], "labels": [IGNORE, IGNORE, 7]}
-    assert PackedCollator()([row])["labels"].tolist() == [[IGNORE, IGNORE, 7]]
+    row = {
+        "input_ids": [5, 6, 7],
+        "completion_mask": [0, 0, 1],
+        "labels": [IGNORE_INDEX, IGNORE_INDEX, 7],
+    }
+    assert PackedCollator()([row])["labels"].tolist() == [[IGNORE_INDEX, IGNORE_INDEX, 7]]
 
 
 def test_the_batch_equals_that_of_the_stock_flattening_collator():
@@ -173,7 +177,7 @@ def test_sample_weights_give_every_sequence_the_same_weight():
 def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, strategy, marked):
     rows = [{"input_ids": [n + 1] * length} for n, length in enumerate((20, 4, 9, 8))]
     if marked:
-        rows[0]["labels"] = [IGNORE] * 15 + [1] * 5
+        rows[0]["labels"] = [IGNORE_INDEX] * 15 + [1] * 5
     data = PackedDataset(
         rows, budget=8, strategy=strategy, ahead=ahead, shards=1, shuffle=False, pool=4
     )
@@ -185,7 +189,7 @@ def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, s
                 batch[name][0].tolist() for name in ("input_ids", "labels", "loss_weights")
             )
             pairs = zip(ids, labels, strict=True)
-            wanted = [0 if label == IGNORE else 1 / whole[token] for token, label in pairs]
+            wanted = [0 if label == IGNORE_INDEX else 1 / whole[token] for token, label in pairs]
             assert np.allclose(weights, wanted)
     packs = list(data)
     stacked = PackedCollator(mean="sample", stack=True)(packs)["loss_weights"]

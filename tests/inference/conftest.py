@@ -14,15 +14,15 @@ import torch
 from nopad.attention import PageAllocator
 from nopad.inference.metrics.stats import Stats
 from nopad.inference.requests.request import Request
-from nopad.inference.requests.rng import scramble
-from nopad.inference.scheduling.cache_checker import Canary
-from nopad.inference.scheduling.loop import Loop, Results
+from nopad.inference.requests.rng import splitmix64
+from nopad.inference.scheduling.cache_checker import CacheChecker
+from nopad.inference.scheduling.loop import Loop, StepOutput
 from nopad.inference.scheduling.scheduler import Scheduler
-from nopad.inference.scheduling.slot_params import Slots
+from nopad.inference.scheduling.slot_params import SlotParams
 from nopad.inference.scheduling.step import Step
 
 VOCABULARY = 50
-PLACES = scramble(np.arange(1, 1025, dtype=np.uint64))
+PLACES = splitmix64(np.arange(1, 1025, dtype=np.uint64))
 
 SMALL = {
     "vocab_size": 97,
@@ -53,16 +53,16 @@ FAMILIES = {
 
 def content(positions, tokens) -> np.ndarray:
     """What a slot holds once a token was written there."""
-    return scramble(
+    return splitmix64(
         np.asarray(positions, np.uint64) * np.uint64(1009) + np.asarray(tokens, np.uint64)
     )
 
 
 def follow(contents: np.ndarray, draw: float = 0.0) -> int:
     """The token that follows what was read, slot by slot."""
-    total = scramble(contents ^ PLACES[: len(contents)]).sum(dtype=np.uint64)
+    total = splitmix64(contents ^ PLACES[: len(contents)]).sum(dtype=np.uint64)
     salt = np.uint64(int(draw * 2**40))
-    return int(scramble(np.array([total ^ salt]))[0] % np.uint64(VOCABULARY))
+    return int(splitmix64(np.array([total ^ salt]))[0] % np.uint64(VOCABULARY))
 
 
 class OracleRunner:
@@ -72,7 +72,7 @@ class OracleRunner:
         self.depth, self.page_size = depth, page_size
         self.kv = np.zeros((num_pages, page_size), np.uint64)
         self.newest = np.zeros(slots, np.int64)
-        self.canary = Canary(num_pages, page_size) if canary and depth == 0 else None
+        self.canary = CacheChecker(num_pages, page_size) if canary and depth == 0 else None
         self.scope = ""
         self.ran = 0
 
@@ -100,7 +100,7 @@ class OracleRunner:
             tokens.append(follow(read, float(draws[i]) if drawn else 0.0))
         self.newest[step.yield_slots] = tokens
         made = np.array(tokens, np.int64)
-        return lambda: Results(made)
+        return lambda: StepOutput(made)
 
 
 class World:
@@ -111,22 +111,22 @@ class World:
         num_pages,
         page_size,
         *,
-        max_running=4,
-        tokens_per_step=32,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
         depth=0,
         canary=True,
         **more,
     ):
-        self.columns = Slots(max_running)
+        self.columns = SlotParams(max_num_seqs)
         self.scheduler = Scheduler(
             PageAllocator(num_pages, page_size),
-            max_running=max_running,
-            tokens_per_step=tokens_per_step,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_length=1024,
             admit=self.columns.admit,
             **more,
         )
-        self.runner = OracleRunner(num_pages, page_size, max_running, depth, canary)
+        self.runner = OracleRunner(num_pages, page_size, max_num_seqs, depth, canary)
         self.time = 0.0
         self.stats = Stats()
         self.loop = Loop(self.scheduler, self.runner, self.columns, self.stats, lambda: self.time)
@@ -149,14 +149,14 @@ class World:
 
 def alone(request: Request) -> list[int]:
     """The tokens the request would get if nothing else existed."""
-    from nopad.inference.requests.rng import uniforms
+    from nopad.inference.requests.rng import uniform
 
     tokens = request.prompt.tolist()
     made: list[int] = []
     while len(tokens) < request.limit:
         draw = 0.0
         if request.params.temperature:
-            draw = float(uniforms(np.array([request.seed]), np.array([len(tokens)]))[0])
+            draw = float(uniform(np.array([request.seed]), np.array([len(tokens)]))[0])
         made.append(follow(content(np.arange(len(tokens)), tokens), draw))
         tokens.append(made[-1])
         if made[-1] in request.stop_ids:

@@ -57,8 +57,8 @@ def check_schedules(model, count: int) -> None:
                 memory=aside + page * rng.choice([5, 100]),
                 graphs=False,
                 page_size=rng.choice([16, 32]),
-                max_running=rng.randint(1, 6),
-                tokens_per_step=rng.choice([1, 3, 7, 20, 200]),
+                max_num_seqs=rng.randint(1, 6),
+                max_num_batched_tokens=rng.choice([1, 3, 7, 20, 200]),
             )
             order = rng.sample(range(len(requests)), len(requests))
             got = answers(engine, [requests[i] for i in order])

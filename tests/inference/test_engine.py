@@ -191,7 +191,7 @@ def test_submitted_requests_run_beside_a_blocking_call(engine):
 
 
 def test_a_full_queue_refuses_and_a_blocking_call_feeds_it_slowly(tiny):
-    engine = Engine(tiny("llama"), page_size=16, max_running=1, max_waiting=2)
+    engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=2)
     numbers = [engine.submit([5, 6, i + 7], GREEDY) for i in range(4)]
     done = {}
     while len(done) < 4:
@@ -216,7 +216,7 @@ def test_an_exhausted_deadline_returns_what_there_is(engine):
 
 def test_stats_and_traces_tell_what_happened(tiny, tmp_path):
     engine = Engine(
-        tiny("llama"), page_size=16, memory=4 * 16 * 2 * 2 * 2 * 8 * 4, tokens_per_step=64
+        tiny("llama"), page_size=16, memory=4 * 16 * 2 * 2 * 2 * 8 * 4, max_num_batched_tokens=64
     )
     long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     engine.generate([[5 + i] * 14 for i in range(4)], long)
@@ -302,7 +302,7 @@ def test_settings_that_cannot_be_meant_raise(tiny):
     for bad in ({"memory": -1}, {"memory": "all"}, {"memory": 10}, {"page_size": 20}):
         with pytest.raises(ValueError, match=r"memory|page"):
             Engine(model, **bad).generate([[3]], GREEDY)
-    for bad in ({"max_running": -2}, {"max_running": 0}, {"tokens_per_step": 1.5}):
+    for bad in ({"max_num_seqs": -2}, {"max_num_seqs": 0}, {"max_num_batched_tokens": 1.5}):
         with pytest.raises(ValueError, match="whole number"):
             Engine(model, **bad)
     with pytest.raises(ValueError, match="list of prompts"):

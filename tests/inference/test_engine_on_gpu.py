@@ -42,7 +42,7 @@ def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
         ids = torch.tensor([p], device="cuda")
         wanted.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(p) :].tolist())
     for graphs in (True, False):
-        engine = Engine(model, memory=1 << 28, graphs=graphs, max_running=8)
+        engine = Engine(model, memory=1 << 28, graphs=graphs, max_num_seqs=8)
         got = [c.tokens for c in engine.generate(prompts(9), GREEDY)]
         assert got == wanted
         assert (engine.stats.graph_steps > 0) == graphs
@@ -50,7 +50,7 @@ def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
 
 def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_weights():
     model = llama()
-    engine = Engine(model, memory=1 << 28, max_running=8)
+    engine = Engine(model, memory=1 << 28, max_num_seqs=8)
     engine.generate(prompts(6), GREEDY)
     before = engine.stats.graphs_captured
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -61,7 +61,7 @@ def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_wei
         optimizer.zero_grad()
     got = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
     fresh = [
-        c.tokens for c in Engine(model, memory=1 << 28, max_running=8).generate(prompts(6), GREEDY)
+        c.tokens for c in Engine(model, memory=1 << 28, max_num_seqs=8).generate(prompts(6), GREEDY)
     ]
     assert engine.stats.graphs_captured == before > 0
     assert got == fresh
@@ -81,7 +81,7 @@ def test_keep_false_gives_all_memory_back():
 def test_wide_weights_under_autocast_compute_in_the_narrow_dtype():
     model = llama(torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
-        engine = Engine(model, memory=1 << 28, max_running=8)
+        engine = Engine(model, memory=1 << 28, max_num_seqs=8)
         got = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert all(len(tokens) == 24 for tokens in got)
@@ -91,32 +91,32 @@ def test_wide_weights_under_autocast_compute_in_the_narrow_dtype():
 def test_samples_do_not_depend_on_the_batch(heat):
     model = llama(torch.float32)
     params = SamplingParams(temperature=heat, top_p=0.95, max_tokens=16, ignore_eos=True, seed=5)
-    engine = Engine(model, memory=1 << 28, max_running=16)
-    together = [c.tokens for c in engine.generate(prompts(7), params)]
+    engine = Engine(model, memory=1 << 28, max_num_seqs=16)
+    run_on_all_ranks = [c.tokens for c in engine.generate(prompts(7), params)]
     alone = [engine.generate([p], params)[0].tokens for p in prompts(7)]
-    assert together == alone
+    assert run_on_all_ranks == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
-    from nopad.attention import PagedCache, probe_layers
+    from nopad.attention import PagedCache, layer_shapes
     from nopad.inference.execution.capture import for_capture
-    from nopad.inference.fused.fused_ops import _step, fused, provable_parts
-    from nopad.inference.live_model.borrow import borrowed
+    from nopad.inference.fused.fused_ops import _step, fused, verified_ops
+    from nopad.inference.live_model.borrow import borrow_model
 
     model = llama(family=family)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
-    shapes = probe_layers(model)
-    parts = provable_parts(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), most=256)
+    shapes = layer_shapes(model)
+    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), most=256)
     assert len(parts) == 6
     for rows in (1, 16, 30, 64, 100, 200):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
         lengths = [1 + 37 * row % 200 for row in range(rows)]
         after = [range(n, n + 1) for n in lengths]
-        with borrowed(model), for_capture():
+        with borrow_model(model), for_capture():
             _step(model, cache, [range(n) for n in lengths])
             want = _step(model, cache, after).float()
             with fused(list(model.modules()), parts):
@@ -129,7 +129,7 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     from nopad.inference.execution.cuda_graphs import graph_bytes
 
     model = llama()
-    engine = Engine(model, memory=1 << 28, max_running=16)
+    engine = Engine(model, memory=1 << 28, max_num_seqs=16)
     for count in (16, 3):
         engine.generate(prompts(count), GREEDY)
     graphs = engine._machine.runner._graphs
@@ -141,7 +141,7 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
 
 
 def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
-    engine = Engine(llama(torch.float32), memory=1 << 28, max_running=8)
+    engine = Engine(llama(torch.float32), memory=1 << 28, max_num_seqs=8)
     want = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
     runner = engine._machine.runner
     runner.forget_graphs()
@@ -155,9 +155,9 @@ def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
         return logits
 
     monkeypatch.setattr(runner, "forward", full)
-    before = engine.tokens_per_step, engine.max_running
+    before = engine.max_num_batched_tokens, engine.max_num_seqs
     assert [c.tokens for c in engine.generate(prompts(4), GREEDY)] == want and len(broken) == 1
-    assert (engine.tokens_per_step, engine.max_running) == before
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs) == before
 
 
 def test_graphs_follow_adapters_that_are_switched():
@@ -171,8 +171,8 @@ def test_graphs_follow_adapters_that_are_switched():
     def tokens(engine):
         return [c.tokens for c in engine.generate(prompts(5), GREEDY)]
 
-    eager = Engine(lora, memory=1 << 28, max_running=8, graphs=False)
-    engine = Engine(lora, memory=1 << 28, max_running=8)
+    eager = Engine(lora, memory=1 << 28, max_num_seqs=8, graphs=False)
+    engine = Engine(lora, memory=1 << 28, max_num_seqs=8)
     on = tokens(engine)
     with lora.disable_adapter():
         off = tokens(engine)
@@ -184,7 +184,7 @@ def test_graphs_follow_adapters_that_are_switched():
 
 def test_calls_inside_inference_mode_and_outside_it_are_alike():
     model = llama(torch.float32)
-    engine = Engine(model, memory=1 << 28, max_running=8)
+    engine = Engine(model, memory=1 << 28, max_num_seqs=8)
     with torch.inference_mode():
         inside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
     outside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
@@ -199,13 +199,13 @@ def test_copies_of_wide_weights_follow_an_optimizer_under_the_same_graphs():
     model = llama(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with torch.autocast("cuda", torch.bfloat16):
-        engine = Engine(model, memory=1 << 28, max_running=8)
+        engine = Engine(model, memory=1 << 28, max_num_seqs=8)
         before = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
         captured = engine.stats.graphs_captured
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * 0.1
         optimizer.step()
         after = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
-        fresh = Engine(model, memory=1 << 28, max_running=8)
+        fresh = Engine(model, memory=1 << 28, max_num_seqs=8)
         assert after == [c.tokens for c in fresh.generate(prompts(4), GREEDY)] != before
     assert engine.stats.graphs_captured == captured > 0

@@ -47,8 +47,8 @@ def test_completions_equal_generate_alone(tiny, family, data):
         model,
         page_size=page,
         memory=page_bytes(model, page) * (least + data.draw(st.integers(0, 3))),
-        max_running=data.draw(st.integers(1, 5)),
-        tokens_per_step=data.draw(st.sampled_from([1, 5, 16, 256])),
+        max_num_seqs=data.draw(st.integers(1, 5)),
+        max_num_batched_tokens=data.draw(st.sampled_from([1, 5, 16, 256])),
         debug=data.draw(st.booleans()),
     )
     priorities = [data.draw(st.integers(0, 1)) for _ in asked]
@@ -60,9 +60,9 @@ def test_completions_equal_generate_alone(tiny, family, data):
 
 
 def page_bytes(model, page: int) -> int:
-    from nopad.attention import PagedCache, probe_layers
+    from nopad.attention import PagedCache, layer_shapes
 
-    return PagedCache.bytes_per_page(probe_layers(model), page, torch.float32)
+    return PagedCache.bytes_per_page(layer_shapes(model), page, torch.float32)
 
 
 def test_arrivals_and_cancellations_do_not_change_the_others(tiny):
@@ -70,7 +70,7 @@ def test_arrivals_and_cancellations_do_not_change_the_others(tiny):
     asked = requests(3, 8)
     for seed in range(6):
         rng = random.Random(seed)
-        engine = Engine(model, page_size=16, memory=page_bytes(model, 16) * 7, max_running=4)
+        engine = Engine(model, page_size=16, memory=page_bytes(model, 16) * 7, max_num_seqs=4)
         done, owner, left = {}, {}, list(range(len(asked)))
         for _ in range(400):
             if left and rng.random() < 0.4:
@@ -99,7 +99,7 @@ def test_the_real_small_model_tells_the_story_it_tells_alone(shared):
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = ["Once upon a time", "The dog", "Lily and Tom went", "One day, a big"]
-    engine = Engine(model, tokenizer, page_size=16, max_running=3, tokens_per_step=7)
+    engine = Engine(model, tokenizer, page_size=16, max_num_seqs=3, max_num_batched_tokens=7)
     out = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
     for prompt, completion in zip(prompts, out, strict=True):
         ids = tokenizer(prompt)["input_ids"]
@@ -115,7 +115,7 @@ def test_scores_equal_a_plain_forward(tiny, family):
     rng = random.Random(1)
     contexts = [[rng.randrange(3, 97) for _ in range(n)] for n in (1, 5, 40)]
     ends = [[[rng.randrange(3, 97) for _ in range(n)] for n in (1, 4, 9)] for _ in contexts]
-    engine = Engine(model, page_size=16, tokens_per_step=13)
+    engine = Engine(model, page_size=16, max_num_batched_tokens=13)
     for context, continuations, scores in zip(
         contexts, ends, engine.score(contexts, ends), strict=True
     ):

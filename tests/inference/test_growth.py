@@ -10,8 +10,8 @@ import nopad.inference
 import numpy as np
 import pytest
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.metrics.request_trace import Trace
-from nopad.inference.metrics.ring_buffer import Window
+from nopad.inference.metrics.request_trace import RequestTrace
+from nopad.inference.metrics.ring_buffer import RingBuffer
 from nopad.inference.metrics.stats import Stats
 from nopad.inference.requests.request import Request
 
@@ -77,7 +77,7 @@ def test_evaluations_leave_nothing_behind(tiny, rounds):
 def test_a_leak_would_be_seen(tiny, monkeypatch, leak):
     kept = []
     if leak == "trace":
-        monkeypatch.setattr(Trace, "clear", lambda self: None)
+        monkeypatch.setattr(RequestTrace, "clear", lambda self: None)
     else:
         note = Stats.note_step
         monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_a_leak_would_be_seen(tiny, monkeypatch, leak):
 
 
 def test_a_window_holds_the_newest_rows_in_order():
-    window = Window(2, limit=5)
+    window = RingBuffer(2, limit=5)
     rows = np.arange(34.0).reshape(17, 2)
     for start, stop in ((0, 3), (3, 4), (4, 9), (9, 9), (9, 17)):
         window.add(rows[start:stop])

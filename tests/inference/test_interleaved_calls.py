@@ -51,14 +51,14 @@ class Record:
 
     def add(self, event) -> None:
         assert not self.done, "something comes after the completion"
-        self.tokens.setdefault(event.sibling, []).extend(event.tokens)
-        self.text[event.sibling] = self.text.get(event.sibling, "") + event.text
+        self.tokens.setdefault(event.sample_index, []).extend(event.tokens)
+        self.text[event.sample_index] = self.text.get(event.sample_index, "") + event.text
         if event.completion is not None:
             self.done.append(event.completion)
 
 
 def all_of(completion: Completion) -> list[Completion]:
-    return [completion, *completion.siblings]
+    return [completion, *completion.others]
 
 
 class Caller:
@@ -189,8 +189,8 @@ ANY_ORDER = given(
 def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> None:
     with patch("nopad.inference.executor.Loop", partial(deep, depth)):
         engine = Engine(
-            model, Letters(), page_size=16, max_running=running, max_waiting=waiting,
-            tokens_per_step=40, memory=pages * PAGE, keep=keep,
+            model, Letters(), page_size=16, max_num_seqs=running, max_waiting=waiting,
+            max_num_batched_tokens=40, memory=pages * PAGE, keep=keep,
         )  # fmt: skip
         caller = Caller(engine, alone)
         for kind, i in calls:
@@ -251,7 +251,7 @@ def test_a_blocking_call_between_two_events_takes_nothing_from_the_stream(engine
 
 @pytest.mark.parametrize("waiting", [None, 1])
 def test_an_engine_that_keeps_nothing_streams_as_well(tiny, waiting):
-    engine = Engine(tiny("llama"), Letters(), keep=False, max_running=1, max_waiting=waiting)
+    engine = Engine(tiny("llama"), Letters(), keep=False, max_num_seqs=1, max_waiting=waiting)
     prompts = ["hello there", "", "x", "yz"]
     want = engine.generate(prompts, GREEDY)
     done = {}
@@ -263,7 +263,7 @@ def test_an_engine_that_keeps_nothing_streams_as_well(tiny, waiting):
 
 
 def test_a_stream_left_before_all_of_it_was_queued_leaves_the_queue_as_it_was(tiny):
-    engine = Engine(tiny("llama"), max_running=1, max_waiting=1)
+    engine = Engine(tiny("llama"), max_num_seqs=1, max_waiting=1)
     for _ in range(2):
         events = engine.stream([[5, 6], [7, 8], [9, 10], [11, 12]], GREEDY)
         next(events)

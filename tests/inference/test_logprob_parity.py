@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams, agreement, invariant
-from nopad.inference.logprob_parity import AgreementCheck
+from nopad.inference.logprob_parity import LogprobParityEval
 
 
 def prompts(count: int = 12) -> list[list[int]]:
@@ -54,7 +54,7 @@ def test_as_an_evaluation_it_gives_metrics_and_leaves_no_trace(tiny):
 
     model = tiny("llama").train()
     state = torch.get_rng_state()
-    check = AgreementCheck(model, Engine(model), prompts(3), new=4)
+    check = LogprobParityEval(model, Engine(model), prompts(3), new=4)
     report = GenerationEval(check, name="agreement").run(5, model)
     assert report.error is None and report.metrics["eval/agreement/largest"] < 1e-4
     assert report.metrics["eval/agreement/tokens"] == 12
@@ -67,7 +67,7 @@ def test_a_prompt_that_cannot_run_is_named(tiny):
         agreement(model, Engine(model), [[3], [4] * 300])
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_running": 3, "tokens_per_step": 20}])
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 3, "max_num_batched_tokens": 20}])
 def test_without_rounding_by_company_the_difference_is_exactly_nothing(tiny, settings):
     model = tiny("llama")
     plain = agreement(model, Engine(model, **settings), prompts(), new=10)

@@ -21,8 +21,8 @@ BAD = [
     ("dtype", torch.float8_e4m3fn),
     ("max_waiting", 0),
     ("max_waiting", "a"),
-    ("max_running", 2.5),
-    ("tokens_per_step", True),
+    ("max_num_seqs", 2.5),
+    ("max_num_batched_tokens", True),
     ("page_size", 17),
     ("max_length", -3),
 ]
@@ -36,7 +36,7 @@ def test_a_bad_value_is_named_where_it_is_given(tiny, name, value):
 
 
 def test_numbers_of_numpy_are_numbers(tiny):
-    settings = {"max_running": np.int64(2), "memory": np.float32(0.25), "seed": np.uint8(3)}
+    settings = {"max_num_seqs": np.int64(2), "memory": np.float32(0.25), "seed": np.uint8(3)}
     (done,) = Engine(tiny("llama"), **settings).generate([[3, 4]], {"max_tokens": 2})
     assert done.error is None
 

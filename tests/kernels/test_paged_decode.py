@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from nopad.attention import PagedCache, Pages, Varlen
-from nopad.attention.backends import Scores, triton_paged
+from nopad.attention.backends import ScoreParams, triton_paged
 from nopad.attention.reference import reference
 from nopad.kernels import paged_decode
 from nopad.kernels.paged_decode import LEAST_SHARE, DecodeTiles, _shares, decode
@@ -46,7 +46,7 @@ def test_any_cut_of_the_keys_gives_the_same_result(page_size, block, splits):
     keys, values = varlen.pages.cache.layer(0)
     where = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
     out = torch.full_like(q, torch.nan)
-    decode(q, keys, values, *where, Scores(DIM**-0.5), out, DecodeTiles(block, splits, 4, 2))
+    decode(q, keys, values, *where, ScoreParams(DIM**-0.5), out, DecodeTiles(block, splits, 4, 2))
     want = reference(q, *(q.new_empty(0, KV_HEADS, DIM) for _ in range(2)), varlen)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
@@ -65,8 +65,8 @@ def test_tokens_may_lie_further_apart_than_32_bits_count(splits):
     where = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
     near, far = torch.zeros_like(q), spread(torch.zeros_like(q))
     tiles = DecodeTiles(64, splits, 4, 2)
-    decode(q, keys, values, *where, Scores(DIM**-0.5), near, tiles)
-    decode(spread(q), keys, values, *where, Scores(DIM**-0.5), far, tiles)
+    decode(q, keys, values, *where, ScoreParams(DIM**-0.5), near, tiles)
+    decode(spread(q), keys, values, *where, ScoreParams(DIM**-0.5), far, tiles)
     assert torch.equal(near, far) and near.any()
 
 

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSS_AND_STEP = """
 import torch
-from nopad.trainer.counting import ask
-from nopad.trainer.cross_entropy import _losses_and_gradient
-from nopad.trainer.triton_loss import losses_and_gradient, scaled
+from nopad.trainer.loss.label_count import ask
+from nopad.trainer.loss.cross_entropy import _losses_and_gradient
+from nopad.kernels.cross_entropy import losses_and_gradient, scaled
 
 torch.manual_seed(0)
 for width in (5, 64, 8200):
@@ -35,7 +35,7 @@ for width in (5, 64, 8200):
 x, by = torch.randn(70, 80), torch.tensor(1 / 3)
 torch.testing.assert_close(scaled(x, by, x.dtype), x / 3, rtol=1e-6, atol=0)
 
-from nopad.trainer import adamw
+from nopad.trainer.fused import adamw
 
 adamw._fusible = lambda p: True  # the kernel, although this is no GPU
 torch.manual_seed(0)
@@ -76,10 +76,12 @@ FUSED = """
 import copy
 import torch
 from nopad.collators import PackedCollator
-from nopad.trainer import fused_attention, fused_layer, fused_mlp, fused_norm, fusing
+import sys
+from nopad.trainer.fused import attention_part, layer_part, mlp_part, norm_part
 from transformers import AutoConfig, AutoModelForCausalLM
 
-for module in (fusing, fused_norm, fused_mlp, fused_layer, fused_attention):
+fusing = sys.modules["nopad.trainer.fused.fuse_layers"]
+for module in (fusing, norm_part, mlp_part, layer_part, attention_part):
     module.serves = lambda x: True  # the kernels, although this is no GPU
 small = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
              num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=64)
@@ -134,7 +136,7 @@ for family, count in expected.items():
         assert "Forgetful" not in found.names, "its attention is given something else"
         found.undo()
 
-from nopad.trainer.triton_norm import passed_norm
+from nopad.kernels.norm import passed_norm
 
 x, delta, weight = torch.randn(2, 32).bfloat16(), torch.randn(2, 32), torch.randn(32).bfloat16()
 total, out = passed_norm(x, delta, weight, 1e-6)

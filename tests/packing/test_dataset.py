@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from nopad.packing import PackedDataset, Sample
-from nopad.packing.sources.token_store import Shelf, TokenStore
+from nopad.packing.sources.token_store import TokenArray, TokenStore
 from nopad.packing.state import merge_states
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -458,7 +458,7 @@ def test_a_document_that_is_too_long_is_named_by_its_own_place(jsonl, kind, skip
         source, place = jsonl(rows), "rows.jsonl, line 38"
     if kind == "store":
         samples = [Sample(np.array(row)) for row in rows]
-        shelves = [Shelf.of(samples[:30], "first"), Shelf.of(samples[30:], "second")]
+        shelves = [TokenArray.of(samples[:30], "first"), TokenArray.of(samples[30:], "second")]
         source, place = TokenStore(shelves), "second, document 37"
     with pytest.raises(ValueError, match=f"{place} has 100 tokens, a pack holds 8: raise the"):
         list(PackedDataset(source, **options))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from nopad.packing import PackedDataset, Sample
-from nopad.packing.sources.token_store import Shelf, TokenStore
+from nopad.packing.sources.token_store import TokenArray, TokenStore
 from nopad.packing.state import merge_states
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -29,7 +29,7 @@ def make(tools, jsonl):
     rows = tools.documents(60)
     path, other = jsonl(rows), jsonl(rows[:20], "other.jsonl")
     sources = {
-        "store": TokenStore([Shelf.of([Sample(row) for row in rows])]),
+        "store": TokenStore([TokenArray.of([Sample(row) for row in rows])]),
         "planned mixture": [(rows, 2), (rows[:20], 1)],
         "sharded": path,
         "sharded mixture": [(path, 2), (other, 1)],

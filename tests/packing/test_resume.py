@@ -9,7 +9,7 @@ import random
 
 import pytest
 from nopad.packing import PackedDataset, Sample
-from nopad.packing.sources.token_store import Shelf, TokenStore
+from nopad.packing.sources.token_store import TokenArray, TokenStore
 from nopad.packing.state import read_state, write_state
 
 TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (1, 2, 4)]
@@ -28,7 +28,7 @@ def open_stream(path, rank=0, world=1, **options):
 def kinds(tools, jsonl):
     """Give functions that open each kind of dataset for one rank."""
     rows, path = tools.documents(160), jsonl(tools.documents(240, seed=2))
-    store = TokenStore([Shelf.of([Sample(row) for row in rows])])
+    store = TokenStore([TokenArray.of([Sample(row) for row in rows])])
     other = jsonl(tools.documents(60, seed=3), "other.jsonl")
     mixture = [(path, 3), (other, 1)]
     return {

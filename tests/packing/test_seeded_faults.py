@@ -141,7 +141,7 @@ def check_packer():
 def check_laps(path):
     """Each pass over a stream has its own order."""
     source = jsonl_module.JsonLines([path])
-    reader = row_reader.RowsInOrder(source, window=8)
+    reader = row_reader.ShuffledRows(source, window=8)
     laps = []
     for _ in range(2):
         laps.append([])
@@ -209,7 +209,7 @@ FAULTS = {
     "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
                                     token_store_order(n, seed, 0, shuffle)),
     "a block's key forgets the lap": (
-        row_reader.RowsInOrder, "_key", lambda self, *parts: permutation.key(self.seed, self.shard)),
+        row_reader.ShuffledRows, "_key", lambda self, *parts: permutation.key(self.seed, self.shard)),
     "the last document of a window is lost": (
         planned, "epoch_order", lambda *a: (w[:-1] for w in token_store_order(*a))),
     "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
@@ -225,22 +225,22 @@ FAULTS = {
         packer.Packer, "state_dict", lambda self: {"planner": self.planner.state_dict(),
                                                    "waiting": [[n, 1] for n in self.held]}),
     "a shard's snapshot is taken after feeding": (
-        shard.ShardPacks, "_place", lambda self: {**place(self), "made": 0,
+        shard.ShardReader, "_place", lambda self: {**place(self), "made": 0,
                                                   "state": self._take_snapshot()}),
     "a resume passes over one pack too many": (
-        shard.ShardPacks, "_place", lambda self: {**place(self), "made": self._count + 1}),
+        shard.ShardReader, "_place", lambda self: {**place(self), "made": self._count + 1}),
     "a resume repeats a pack": (
-        shard.ShardPacks, "_place", lambda self: {**place(self), "made": max(0, self._count - 1)}),
+        shard.ShardReader, "_place", lambda self: {**place(self), "made": max(0, self._count - 1)}),
     "rows read ahead count as drawn": (
-        shard.ShardPacks, "_position", lambda self, source: self.rows[source].given),
+        shard.ShardReader, "_position", lambda self, source: self.rows[source].given),
     "a resumed reader starts its block again": (
-        row_reader.RowsInOrder, "restore", lambda self, marks, position, numbers:
+        row_reader.ShuffledRows, "restore", lambda self, marks, position, numbers:
             restore(self, marks, marks[-1][0], numbers)),
     "the marks of held rows are forgotten": (
-        row_reader.RowsInOrder, "forget", lambda self, needed: self.marks.__delitem__(
+        row_reader.ShuffledRows, "forget", lambda self, needed: self.marks.__delitem__(
             slice(0, len(self.marks) - 1))),
     "a shard of another rank is read": (
-        sharded.ShardedPacks, "_open", lambda self, position, share, following, cursors: opened(
+        sharded.StreamedPacks, "_open", lambda self, position, share, following, cursors: opened(
             self, position, share, following, {s: cursors.get((s + 2) % 4, c)
                                                for s, c in cursors.items()})),
     "progress counts the pack that was given as not done": (
@@ -280,9 +280,9 @@ def from_the_window(columns):
 
 
 hold = packer.Packer._hold
-place = shard.ShardPacks._place
-restore = row_reader.RowsInOrder.restore
-opened = sharded.ShardedPacks._open
+place = shard.ShardReader._place
+restore = row_reader.ShuffledRows.restore
+opened = sharded.StreamedPacks._open
 add = progress.Progress.add
 draw = Mixture.draw
 

@@ -8,12 +8,12 @@ import pytest
 import tiny_run
 import torch
 from nopad.trainer.checkpoint_manifest import (
-    SEAL,
+    MANIFEST,
     check_archive,
-    flaw,
-    last_whole_checkpoint,
-    seal,
-    unseal,
+    find_damage,
+    latest_intact_checkpoint,
+    remove_manifest,
+    write_manifest,
 )
 from nopad.trainer.data import PackedLoader, save_data_state
 from nopad.trainer.data.data_state import STATE_FILE
@@ -25,7 +25,7 @@ def folder(tmp_path):
         checkpoint = tmp_path / f"checkpoint-{step}"
         save_data_state(PackedLoader(tiny_run.dataset()), checkpoint)
         (checkpoint / "model.safetensors").write_bytes(bytes(range(256)))
-        seal(checkpoint)
+        write_manifest(checkpoint)
     return tmp_path
 
 
@@ -39,23 +39,23 @@ def damages(whole: bytes, flips: int) -> list[bytes]:
     return bad
 
 
-@pytest.mark.parametrize("name", [STATE_FILE, SEAL, "model.safetensors"])
+@pytest.mark.parametrize("name", [STATE_FILE, MANIFEST, "model.safetensors"])
 def test_every_torn_length_and_every_flipped_bit_is_noticed(folder, name):
-    assert last_whole_checkpoint(folder).name == "checkpoint-10"
+    assert latest_intact_checkpoint(folder).name == "checkpoint-10"
     path = folder / "checkpoint-10" / name
     for bad in damages(path.read_bytes(), 1000):
         path.write_bytes(bad)
-        assert last_whole_checkpoint(folder).name == "checkpoint-9"
+        assert latest_intact_checkpoint(folder).name == "checkpoint-9"
     path.unlink()
-    assert last_whole_checkpoint(folder).name == "checkpoint-9"
+    assert latest_intact_checkpoint(folder).name == "checkpoint-9"
 
 
 def test_without_a_whole_one_every_reason_is_named(folder):
-    (folder / "checkpoint-2" / SEAL).unlink()
+    (folder / "checkpoint-2" / MANIFEST).unlink()
     (folder / "checkpoint-9" / STATE_FILE).write_text("{}")
     (folder / "checkpoint-10" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no whole checkpoint") as error:
-        last_whole_checkpoint(folder)
+        latest_intact_checkpoint(folder)
     for part in ("checkpoint-10: model.safetensors is missing", "cut short",
                  "checkpoint-9: nopad_data.json is torn or damaged"):  # fmt: skip
         assert part in str(error.value)
@@ -65,26 +65,26 @@ def test_a_folder_may_be_sealed_again_and_again(folder):
     checkpoint = folder / "checkpoint-10"
     for weights in (b"a", b"b", b"c"):
         (checkpoint / "model.safetensors").write_bytes(weights)
-        seal(checkpoint)
-        assert flaw(checkpoint) is None
+        write_manifest(checkpoint)
+        assert find_damage(checkpoint) is None
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is_sealed(folder):
     checkpoint = folder / "checkpoint-10"
     for _ in range(2):
-        seal(checkpoint)
-    unseal(checkpoint)
-    assert "cut short" in str(flaw(checkpoint))
-    unseal(folder / "checkpoint-11")  # the first time there is nothing to unseal
+        write_manifest(checkpoint)
+    remove_manifest(checkpoint)
+    assert "cut short" in str(find_damage(checkpoint))
+    remove_manifest(folder / "checkpoint-11")  # the first time there is nothing to remove_manifest
 
 
 def test_large_files_are_known_by_their_size(folder, monkeypatch):
     monkeypatch.setattr("nopad.trainer.checkpoint_manifest.HASHED_UP_TO", 100)
     checkpoint = folder / "checkpoint-10"
-    seal(checkpoint)
-    assert flaw(checkpoint) is None
+    write_manifest(checkpoint)
+    assert find_damage(checkpoint) is None
     (checkpoint / "model.safetensors").write_bytes(bytes(255))
-    assert flaw(checkpoint) == "model.safetensors is torn or damaged"
+    assert find_damage(checkpoint) == "model.safetensors is torn or damaged"
 
 
 def test_a_torn_or_damaged_archive_is_refused_by_name(tmp_path):

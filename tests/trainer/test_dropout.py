@@ -45,7 +45,7 @@ def accelerate(folder: Path, steps: int, resume: bool) -> list:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from nopad.trainer.loss import attach_loss
-    from nopad.trainer.with_accelerate import AcceleratePacks
+    from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -53,7 +53,7 @@ def accelerate(folder: Path, steps: int, resume: bool) -> list:
     model = untouched.model()
     attach_loss(model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    loader = AcceleratePacks(accelerator, tiny_run.dataset(epochs=None))
+    loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(epochs=None))
     if resume:
         accelerator.load_state(str(folder))
     losses = []
@@ -103,18 +103,18 @@ def test_a_resumed_run_drops_what_the_uninterrupted_one_drops(trainer, tmp_path)
 
 
 def test_evaluations_by_loss_leave_the_dropout_of_the_training_alone(tmp_path):
-    evaluating = {"eval_strategy": "steps", "eval_steps": 2}
+    eval_mode = {"eval_strategy": "steps", "eval_steps": 2}
     without = hf(tmp_path, STEPS, False, save_strategy="no")
-    assert hf(tmp_path, STEPS, False, save_strategy="no", **evaluating) == without
+    assert hf(tmp_path, STEPS, False, save_strategy="no", **eval_mode) == without
 
 
 def test_other_ranks_than_those_that_saved_draw_their_own_numbers():
-    from nopad.runtime import gathered_random, load_random
+    from nopad.runtime import gather_rng_states, load_rng_states
 
     host = torch.device("cpu")
-    saved, drawn = gathered_random(host), torch.rand(3)
+    saved, drawn = gather_rng_states(host), torch.rand(3)
     here = torch.get_rng_state()
-    load_random([*saved, *saved], host)
+    load_rng_states([*saved, *saved], host)
     assert torch.equal(torch.get_rng_state(), here)
-    load_random(saved, host)
+    load_rng_states(saved, host)
     assert torch.equal(torch.rand(3), drawn)

@@ -16,8 +16,8 @@ from nopad.trainer.graceful_stop import RELAYED, SIGNALS, StopRequest
 
 BEGINNING = """
 import ctypes, os, signal, time
-from nopad.trainer import stop
-from nopad.trainer.stop import RELAYED, StopRequest
+from nopad.trainer import graceful_stop as stop
+from nopad.trainer.graceful_stop import RELAYED, StopRequest
 request = StopRequest()
 print("listening", flush=True)
 """

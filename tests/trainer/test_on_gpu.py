@@ -9,7 +9,7 @@ import torch
 from front_ends import gradient, hf
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
-from nopad.runtime import gathered_random, load_random
+from nopad.runtime import gather_rng_states, load_rng_states
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring.preflight import leak
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,7 +72,7 @@ def test_a_mixed_precision_step_of_the_hf_trainer_is_that_of_samples_one_by_one(
 
 def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():
     device = torch.device("cuda", 0)
-    saved = gathered_random(device)
+    saved = gather_rng_states(device)
     drawn = torch.rand(8, device=device).tolist() + torch.rand(8).tolist()
-    load_random(saved, device)
+    load_rng_states(saved, device)
     assert torch.rand(8, device=device).tolist() + torch.rand(8).tolist() == drawn

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from nopad.packing import PackedDataset
 from nopad.trainer.data import PackedLoader
-from nopad.trainer.with_accelerate import AcceleratePacks
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
 from nopad.trainer.with_hf import PackedTrainer
 from transformers import TrainingArguments
 
@@ -69,11 +69,11 @@ def test_an_iteration_left_at_its_last_batch_is_followed_by_the_next_pass():
 @pytest.mark.parametrize("kind", ["finite", "stream"])
 @pytest.mark.parametrize("inside", [True, False], ids=["at the last step", "after the loop"])
 def test_accelerate_goes_on_with_the_next_pass(kind, inside, tmp_path):
-    def begin() -> tuple[Accelerator, AcceleratePacks]:
+    def begin() -> tuple[Accelerator, PackedAccelerateLoader]:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        return accelerator, AcceleratePacks(accelerator, dataset(kind), check=False)
+        return accelerator, PackedAccelerateLoader(accelerator, dataset(kind), check=False)
 
     accelerator, loader = begin()
     for _ in loader:

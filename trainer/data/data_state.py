@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...packing.state import merge_states, read_state, write_state
-from ...runtime import gather_objects, rank, wait_for_all
+from ...runtime import barrier, gather_objects, rank
 from .loader import PackedLoader
 
 STATE_FILE = "nopad_data.json"
@@ -28,7 +28,7 @@ def save_data_state(
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_state(folder / name, whole)
-    wait_for_all()
+    barrier()
 
 
 def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
-from ...runtime import sum_over_ranks, world
+from ...runtime import sum_over_ranks, world_size
 from .worker_watch import WorkerWatch
 
 Batch = dict[str, Any]
@@ -222,7 +222,7 @@ class PackedLoader:
     def _items(self, infos: list[PackInfo]) -> Any:
         """Count a window over all ranks, per micro-batch and rank."""
         total = sum_over_ranks(sum(info.counted for info in infos))
-        return total.clamp(min=1).float() / (self.accumulation * world())
+        return total.clamp(min=1).float() / (self.accumulation * world_size())
 
     def place(self, batch: Batch) -> Batch:
         """Move a batch to where the model is."""
@@ -247,7 +247,7 @@ class EvaluationLoader(PackedLoader):
     ):
         """limit: of each rank, so many packs at most stand for the set."""
         super().__init__(dataset, collator)
-        whole = math.ceil(dataset.count() / world())
+        whole = math.ceil(dataset.count() / world_size())
         self.packs = whole if limit is None else min(whole, limit)
         """How many this rank is given; as many as the others."""
         self._share: Any = None
@@ -257,7 +257,7 @@ class EvaluationLoader(PackedLoader):
             self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))
             total = sum_over_ranks(sum(info.counted for info in infos))
-            self._share = total.clamp(min=1).float() / (self.packs * world())
+            self._share = total.clamp(min=1).float() / (self.packs * world_size())
         self.dataset.rewind()
         self._state = None
         return islice(super().__iter__(), self.packs)

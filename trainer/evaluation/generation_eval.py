@@ -13,18 +13,13 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
-from ...runtime import gather_objects, rank
+from ...runtime import RankError, all_ranks_or_none, gather_objects, preserve_rng, rank
 from ..fsdp_unshard import unsharded
 from ..monitoring.throughput import away
 from .budget import Allowance, Budget, subset
@@ -112,7 +107,7 @@ class GenerationEval:
             _say("evaluation after step %d %s", step, plan.note)
         if not plan.examples:
             return Report(step, note=plan.note, name=self.name, unknown=self._unknown({}))
-        with undisturbed(), away():
+        with preserve_rng(), away():
             found, rows, error = self._on_all_ranks(plan, model)
         seconds = time.monotonic() - began
         late = 0 if self._examples is None else int(found.get("unfinished", 0))
@@ -136,25 +131,18 @@ class GenerationEval:
         self, plan: Allowance, model: Any
     ) -> tuple[dict[str, float], list[Row], str | None]:
         """Evaluate; an error on one rank is an error on all."""
-        found, rows, error, trouble = {}, [], None, None
-        try:
+
+        def evaluate() -> tuple[dict[str, float], list[Row], str | None]:
             with unsharded(model):
-                found, rows, error = self._evaluate(plan)
-        except BaseException as raised:  # the other ranks must hear of it, else they would wait
-            trouble = raised
-        message = trouble and f"{type(trouble).__name__}: {trouble}"
-        leaves = trouble is not None and not isinstance(trouble, Exception)
-        told = gather_objects((found, rows, error, message, leaves))
-        failures = [(r, m) for r, (*_, m, _) in enumerate(told) if m is not None]
-        if not failures:
-            return told[0][:3]
-        _leave([(r, m) for r, (*_, m, leaving) in enumerate(told) if leaving], trouble)
-        if trouble is not None and self._on_error == "raise":
-            raise trouble
-        where, text = failures[0]
-        if self._on_error == "raise":
-            raise RuntimeError(f"the evaluation failed on rank {where}: {text}")
-        return {}, [], text
+                return self._evaluate(plan)
+
+        try:
+            return all_ranks_or_none(evaluate)[0]
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            own = not isinstance(error, RankError)
+            return {}, [], f"{type(error).__name__}: {error}" if own else str(error)
 
     def _evaluate(self, plan: Allowance) -> tuple[dict[str, float], list[Row], str | None]:
         if self._examples is None:
@@ -207,17 +195,6 @@ class GenerationEval:
         better = before is None or not math.isfinite(before) or self._sign * (value - before) > 0
         self.best = value if better else before
         return better
-
-
-def _leave(leaving: list[tuple[int, str]], own: BaseException | None) -> None:
-    """Leave on all ranks where one was told to, by Ctrl-C or an exit: it is no error to report."""
-    if any(message.startswith("KeyboardInterrupt") for _, message in leaving):
-        raise KeyboardInterrupt
-    if leaving and own is not None and not isinstance(own, Exception):
-        raise own
-    if leaving:
-        where, message = leaving[0]
-        raise SystemExit(f"rank {where} left in an evaluation: {message}")
 
 
 def _check(source: Any, metrics: Any, every: int | None, samples: int, on_error: str) -> None:
@@ -282,19 +259,6 @@ def load_states(evaluations: Sequence[GenerationEval], state: dict) -> None:
         )
     for evaluation, own in zip(evaluations, kept, strict=True):
         evaluation.load_state_dict(own)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Put back every random state: metrics and loggers may draw, the run must not notice."""
-    python, legacy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
 
 
 def _say(text: str, *values: Any, level: int = logging.WARNING) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime import world
+from ...runtime import world_size
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -84,7 +84,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
 def _a_piece(p: Tensor) -> bool:
     """Whether FSDP1 or DeepSpeed's ZeRO 3 has marked a parameter as theirs, and shares it out."""
-    return (hasattr(p, "_fsdp_flattened") and world() > 1) or hasattr(p, "ds_id")
+    return (hasattr(p, "_fsdp_flattened") and world_size() > 1) or hasattr(p, "ds_id")
 
 
 def _fusible(p: Tensor) -> bool:

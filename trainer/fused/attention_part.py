@@ -21,7 +21,7 @@ from .qkv_linear import joint_products
 NAMES = "q_proj", "k_proj", "v_proj"
 
 
-def looks_like_one(part: Any) -> bool:
+def matches(part: Any) -> bool:
     return set(NAMES) <= part._modules.keys() and all(map(is_plain_linear, _layers(part)))
 
 

@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 
 @cache
-def twin_of(kind: type, fused: Forward) -> type:
+def fused_subclass(kind: type, fused: Forward) -> type:
     """A subclass of the same name whose forward is fused where it can be."""
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
@@ -37,7 +37,7 @@ def twin_of(kind: type, fused: Forward) -> type:
 
 
 def _remade(kind: type, fused: Forward) -> Any:
-    twin: Any = twin_of(kind, fused)
+    twin: Any = fused_subclass(kind, fused)
     return object.__new__(twin)
 
 
@@ -48,7 +48,7 @@ def serves(x: Any) -> bool:
     return x.get_device() == torch.cuda.current_device()
 
 
-def is_bare(part: nn.Module) -> bool:
+def has_no_hooks(part: nn.Module) -> bool:
     """Whether calling a module is its forward and nothing else: no hook has to run."""
     own = part._forward_hooks or part._forward_pre_hooks
     own = own or part._backward_hooks or part._backward_pre_hooks
@@ -57,4 +57,4 @@ def is_bare(part: nn.Module) -> bool:
 
 def is_plain_linear(part: Any) -> bool:
     """No adapter, no quantized weight, no hook that has to run before a weight is there."""
-    return type(part) is nn.Linear and is_bare(part)
+    return type(part) is nn.Linear and has_no_hooks(part)

@@ -32,11 +32,11 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     if stack is None or not len(stack):
         raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
     for layer in stack:
-        layer.compile(**{"fullgraph": True, "backend": frugal, **options})
+        layer.compile(**{"fullgraph": True, "backend": recompute_backend, **options})
     return len(stack)
 
 
-def frugal(
+def recompute_backend(
     graph: Any, inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
     """torch.compile's own backend, told to keep little for the backward."""

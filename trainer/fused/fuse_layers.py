@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from . import attention_part, layer_part, mlp_part, norm_part
-from .class_swap import FUSED, serves, twin_of
+from .class_swap import FUSED, fused_subclass, serves
 from .equivalence import agree, wave
 
 log = logging.getLogger("nopad.trainer")
@@ -89,9 +89,9 @@ def _fuse_parts(model: nn.Module, fused: FusedLayers, device: torch.device) -> N
     done = {type(part).__name__ for part in model.modules() if hasattr(type(part), FUSED)}
     fused.names += sorted(done)
     for source in PARTS:
-        for kind in _kinds(model, source.looks_like_one):
+        for kind in _kinds(model, source.matches):
             alike = [part for part in model.modules() if type(part) is kind]
-            twin = twin_of(kind, source.forward)
+            twin = fused_subclass(kind, source.forward)
             if all(_holds(source.agrees, part, twin, device) for part in _different(alike)):
                 fused.names.append(kind.__name__)
                 for part in alike:
@@ -107,10 +107,10 @@ def _holds(proof: Callable[..., bool], *given: Any) -> bool:
         return False
 
 
-def _kinds(model: nn.Module, looks_like_one: Callable[[nn.Module], bool]) -> list[type]:
+def _kinds(model: nn.Module, matches: Callable[[nn.Module], bool]) -> list[type]:
     """The classes that look as if they could be fused, in the order they come."""
     parts = (part for part in model.modules() if not hasattr(type(part), FUSED))
-    return list(dict.fromkeys(type(part) for part in parts if looks_like_one(part)))
+    return list(dict.fromkeys(type(part) for part in parts if matches(part)))
 
 
 def _different(parts: Iterable[nn.Module]) -> list[nn.Module]:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .class_swap import FUSED, is_bare, serves
+from .class_swap import FUSED, has_no_hooks, serves
 from .equivalence import agree, copies, wave
 from .norm_part import eps_of
 
 NAMES = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
 
 
-def looks_like_one(part: Any) -> bool:
+def matches(part: Any) -> bool:
     return set(NAMES) == part._modules.keys() and all(map(_fused, _norms(part)))
 
 
@@ -74,4 +74,4 @@ def _norms(part: Any) -> tuple[Any, Any]:
 
 
 def _fused(norm: Any) -> bool:
-    return hasattr(type(norm), FUSED) and is_bare(norm) and eps_of(norm) is not None
+    return hasattr(type(norm), FUSED) and has_no_hooks(norm) and eps_of(norm) is not None

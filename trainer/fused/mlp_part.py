@@ -13,7 +13,7 @@ from .equivalence import agrees as agrees
 NAMES = "gate_proj", "up_proj", "down_proj"
 
 
-def looks_like_one(part: Any) -> bool:
+def matches(part: Any) -> bool:
     return {*NAMES, "act_fn"} <= part._modules.keys() and _plain(part)
 
 

@@ -10,7 +10,7 @@ from .class_swap import serves
 from .equivalence import agrees as agrees
 
 
-def looks_like_one(part: Any) -> bool:
+def matches(part: Any) -> bool:
     return eps_of(part) is not None
 
 

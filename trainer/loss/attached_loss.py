@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import keep_apart
-from ...packing import IGNORE
+from ...attention import document_mask
+from ...packing import IGNORE_INDEX
+from ...runtime import unwrap_peft
 from .cross_entropy import linear_cross_entropy
-from .label_count import LabelCount, ask
+from .label_count import AsyncLabelCount, ask
 
 CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 """What configurations call a tanh over the logits."""
 
 
-class ModelLoss:
+class AttachedLoss:
     """The loss of one model: made by `attach_loss`, taken off by `detach`."""
 
     def __init__(self, model: Any, label_smoothing: float, z_loss: float):
@@ -42,7 +43,7 @@ class ModelLoss:
         self.apart = False
         """Whether stock masks are told the boundaries, for models that do not pass positions on."""
         self._request: tuple[Tensor, Any, Tensor | None] | None = None
-        self._count: LabelCount | None = None
+        self._count: AsyncLabelCount | None = None
         self._forward = model.forward
         self._asked = _calls_loss_function(model)
         model.forward = MethodType(_asking(model.forward), model)
@@ -81,7 +82,7 @@ class ModelLoss:
         del self.model.forward
         del self.model.nopad_loss
 
-    def __deepcopy__(self, memo: dict) -> ModelLoss:
+    def __deepcopy__(self, memo: dict) -> AttachedLoss:
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(deepcopy(vars(self), memo))
         return copied
@@ -126,7 +127,7 @@ class ModelLoss:
 
     def _boundaries(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
         if self.apart and "cu_seq_lens_q" in kwargs:
-            return keep_apart(kwargs["cu_seq_lens_q"], targets.shape[-1])
+            return document_mask(kwargs["cu_seq_lens_q"], targets.shape[-1])
         return nullcontext()
 
     def _loss(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -160,7 +161,7 @@ class ModelLoss:
             reduction="none",
             label_smoothing=self.options["label_smoothing"],
         )
-        squares = torch.logsumexp(logits, -1).square() * (targets.flatten() != IGNORE)
+        squares = torch.logsumexp(logits, -1).square() * (targets.flatten() != IGNORE_INDEX)
         losses = (losses + self.options["z_loss"] * squares).view_as(targets)
         self.token_losses = losses.detach().roll(1, -1)
         total = (losses if weights is None else losses * weights).sum()
@@ -185,33 +186,20 @@ class _Gate:
         del self.head.forward
 
 
-def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> ModelLoss:
+def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> AttachedLoss:
     """Let `model(**batch).loss` be the exact mean of a step, without logits of T x vocabulary.
 
     Call it before DDP, FSDP or torch.compile wrap the causal LM; before or after PEFT does. Where
     PEFT trains or adapts the LM head, logits are computed. Virtual tokens of PEFT are refused.
     """
-    model = bare(model)
+    model = unwrap_peft(model)
     if hasattr(model, "nopad_loss"):
         model.nopad_loss.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
         raise ValueError(f"{type(model).__name__} has no LM head to take a loss from")
-    loss = ModelLoss(model, label_smoothing, z_loss)
+    loss = AttachedLoss(model, label_smoothing, z_loss)
     object.__setattr__(model, "nopad_loss", loss)  # no submodule, nothing in the state dict
     return loss
-
-
-def bare(model: Any) -> Any:
-    """The causal LM inside PEFT's wrappers, whose forward is another's and knows no loss."""
-    if not hasattr(model, "get_base_model"):
-        return model
-    if getattr(model.active_peft_config, "is_prompt_learning", False):
-        kind = type(model.active_peft_config).__name__
-        raise ValueError(
-            f"{kind} puts virtual tokens before a pack, whose boundaries do not count them: "
-            "use LoRA, or train without packing"
-        )
-    return model.get_base_model()
 
 
 def _asking(original: Any) -> Callable:
@@ -226,10 +214,10 @@ def _asking(original: Any) -> Callable:
         loss_weights: Tensor | None = None,
         **kwargs: Any,
     ):
-        loss: ModelLoss = model.nopad_loss
+        loss: AttachedLoss = model.nopad_loss
         if labels is None and shift_labels is None:
             return loss._forward(*args, **kwargs)
-        targets: Any = shift_labels if labels is None else _shift(labels, IGNORE)
+        targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)
         weights = None if loss_weights is None else _shift(loss_weights, 0.0)
         return loss.run(targets, num_items_in_batch, weights, args, kwargs)
 
@@ -278,7 +266,7 @@ def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
         return items or 1
     if weights is not None:
         return weights.sum().clamp(min=1e-8)
-    return (targets != IGNORE).sum().clamp(min=1)
+    return (targets != IGNORE_INDEX).sum().clamp(min=1)
 
 
 @contextmanager

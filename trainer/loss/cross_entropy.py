@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...packing import IGNORE
+from ...packing import IGNORE_INDEX
 
 CHUNK_BYTES = 1 << 31
 """How large a chunk of logits may be on an accelerator."""
@@ -42,12 +42,12 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of token losses over `divisor`, and each loss (detached, fp32).
 
-    hidden [T, H], weight [V, H], targets [T] with IGNORE where nothing counts. `z_loss` adds
+    hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX where nothing counts. `z_loss` adds
     that multiple of the squared log-normalizer to every counted token. `counted` is the number of
     targets that count; left out, the device is asked, and waited for.
 
     >>> hidden, weight = torch.eye(2), torch.zeros(4, 2)
-    >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE]))
+    >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE_INDEX]))
     >>> round(total.item(), 4), [round(x, 4) for x in losses.tolist()]
     (1.3863, [1.3863, 0.0])
     """
@@ -208,11 +208,11 @@ def _rows_that_count(targets: Tensor, counted: int) -> Tensor | None:
     if counted < 0:
         if targets.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # cannot wait for a number
-        counted = int((targets != IGNORE).sum())
+        counted = int((targets != IGNORE_INDEX).sum())
     if counted >= NEARLY_ALL * len(targets):
         return None
     # Unlike `nonzero`, sorting does not wait for the device.
-    return torch.argsort((targets == IGNORE).byte(), stable=True)[:counted]
+    return torch.argsort((targets == IGNORE_INDEX).byte(), stable=True)[:counted]
 
 
 def _spread(picked: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -244,7 +244,7 @@ def _losses_and_gradient(
     logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
 ) -> Tensor:
     """Return the losses of a chunk, and overwrite its logits by the gradient of their sum."""
-    counted = targets != IGNORE
+    counted = targets != IGNORE_INDEX
     x = logits.float()
     normalizer = torch.logsumexp(x, dim=-1)
     picked = x.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]

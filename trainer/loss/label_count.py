@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...packing import IGNORE
+from ...packing import IGNORE_INDEX
 
 
-class LabelCount:
+class AsyncLabelCount:
     """Ask at once, read later."""
 
     def __init__(self, targets: Tensor):
-        self._number = (targets != IGNORE).sum()
+        self._number = (targets != IGNORE_INDEX).sum()
         self._arrived: torch.cuda.Event | None = None
         if targets.is_cuda:
             here = torch.empty((), dtype=self._number.dtype, device="cpu", pin_memory=True)
@@ -30,7 +30,7 @@ class LabelCount:
     def read(self) -> int:
         """Return the number, once the device has begun with the batch.
 
-        >>> LabelCount(torch.tensor([[5, IGNORE, 7]])).read()
+        >>> AsyncLabelCount(torch.tensor([[5, IGNORE_INDEX, 7]])).read()
         2
         """
         if self._arrived is not None:
@@ -38,10 +38,10 @@ class LabelCount:
         return int(self._number)
 
 
-def ask(targets: Tensor) -> LabelCount | None:
+def ask(targets: Tensor) -> AsyncLabelCount | None:
     """Ask, unless this call is being traced or captured: there a number cannot come back."""
     if torch.compiler.is_compiling():
         return None
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return LabelCount(targets)
+    return AsyncLabelCount(targets)

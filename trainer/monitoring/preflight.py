@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ...attention.hf import evaluating, installed, keep_apart
+from ...attention.hf import document_mask, eval_mode, installed
 from ...collators import PackedCollator
-from ...packing import IGNORE, Pack, PackedDataset, Planner, Sample
+from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
 from ...runtime import rank, sum_over_ranks
 from ..data.loader import PackedLoader
 
@@ -40,7 +40,7 @@ def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str
     return [first, *_foretell(data)]
 
 
-def say_start(lines: list[str]) -> None:
+def print_banner(lines: list[str]) -> None:
     """Print the banner, on the first rank."""
     if rank() == 0:
         for line in lines:
@@ -60,7 +60,7 @@ def leak(model: Any, collator: Any = None, apart: bool = False) -> float:
     if len(rows) < 2:
         return 0.0  # a sequence alone in its pack has no neighbour
     other = [(rows[0] + 1) % vocabulary, *rows[1:]]
-    with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         before, after = (_logits(model, collator, ids, apart) for ids in (rows, other))
     moved = (before - after)[0, len(rows[0]) :].abs().max() / before.abs().max()
     weight = next(model.parameters())
@@ -84,7 +84,7 @@ def _logits(model: Any, collator: Any, rows: list[np.ndarray], apart: bool) -> t
     batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
     if not apart:
         return model(**batch).logits.float()
-    with keep_apart(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
+    with document_mask(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
         return model(**batch).logits.float()
 
 
@@ -160,7 +160,7 @@ def check_batches(batches: list[dict], vocabulary: int) -> None:
     """Refuse the first step's batches if they cannot be what the model was meant for."""
     counted = 0
     for batch in batches:
-        labels = batch["labels"][batch["labels"] != IGNORE]
+        labels = batch["labels"][batch["labels"] != IGNORE_INDEX]
         counted += len(labels)
         for name, ids in (("token", batch["input_ids"].flatten()), ("label", labels)):
             outside = ids[(ids < 0) | (ids >= vocabulary)]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...packing import IGNORE
-from ...runtime import world
+from ...packing import IGNORE_INDEX
+from ...runtime import world_size
 from ..data.loader import PackedLoader, PackInfo
 from .flops import ModelFlops, stated_peak
 
@@ -87,7 +87,7 @@ class Meter:
     def of(cls, loader: PackedLoader, model: Any) -> Meter:
         """Measure the training of a causal LM on a loader's batches."""
         return cls(
-            world(),
+            world_size(),
             flops=ModelFlops.of_model(model),
             peak=stated_peak(next(model.parameters()).device),
             waited=lambda: loader.waited,
@@ -129,7 +129,7 @@ class Meter:
         owner = torch.from_numpy(np.repeat(info.sources, info.lengths).astype(np.int64))
         owner = owner.to(labels.device, non_blocking=True)
         losses, labels = token_losses.flatten()[: len(owner)], labels.flatten()[: len(owner)]
-        counted = (labels != IGNORE).float()
+        counted = (labels != IGNORE_INDEX).float()
         for source in np.unique(info.sources).tolist():
             here = counted * (owner == source)
             pair = torch.stack([(losses * here).sum(), here.sum()])

@@ -1,9 +1,9 @@
 """Packs and evaluation in training loops written with Accelerate."""
 
 from .evaluation import AccelerateEval
-from .loader import AcceleratePacks
+from .loader import PackedAccelerateLoader
 
 __all__ = [
     "AccelerateEval",
-    "AcceleratePacks",
+    "PackedAccelerateLoader",
 ]

@@ -1,6 +1,6 @@
 """Packs in an Accelerate loop: one line for the loader, nothing else changes.
 
-    loader = AcceleratePacks(accelerator, dataset)
+    loader = PackedAccelerateLoader(accelerator, dataset)
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)      # the exact token mean of the step
@@ -25,16 +25,16 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from ...packing import Pack, PackedDataset
+from ...runtime import unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
-from ..loss.attached_loss import bare
-from ..monitoring.preflight import check_run, guard, say_start
+from ..monitoring.preflight import check_run, guard, print_banner
 
 _made: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 """How many loaders each accelerator has."""
 
 
-class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
+class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     """The batches of this process, on its device, in step with Accelerate's gradient state.
 
     After `load_state` it goes on by itself: leave `skip_first_batches` out.
@@ -84,10 +84,10 @@ class AcceleratePacks(PackedLoader, DataLoaderStateMixin):
 
     def _check(self) -> None:
         for prepared in self.accelerator._models:
-            model = bare(self.accelerator.unwrap_model(prepared))
+            model = unwrap_peft(self.accelerator.unwrap_model(prepared))
             if hasattr(model, "get_output_embeddings"):
                 with self.accelerator.autocast():
-                    say_start(check_run(model, self.dataset, self.collator))
+                    print_banner(check_run(model, self.dataset, self.collator))
                 guard(self, model)
 
     def place(self, batch: Batch) -> Batch:

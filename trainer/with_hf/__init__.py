@@ -2,11 +2,11 @@
 
 from .evaluation import EvalCallback
 from .stopping import StopCallback
-from .trainer import Packed, PackedTrainer
+from .trainer import PackedTrainer, PackedTrainerMixin
 
 __all__ = [
     "EvalCallback",
-    "Packed",
     "PackedTrainer",
+    "PackedTrainerMixin",
     "StopCallback",
 ]

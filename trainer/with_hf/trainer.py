@@ -24,19 +24,19 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ...packing import PackedDataset
-from ...runtime import rank, sum_over_ranks, wait_for_all
-from ..checkpoint_manifest import last_whole_checkpoint, seal, unseal
+from ...runtime import barrier, rank, sum_over_ranks, unwrap_peft
+from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
-from ..loss.attached_loss import attach_loss, bare
-from ..monitoring.preflight import check_run, guard, say_start
+from ..loss.attached_loss import attach_loss
+from ..monitoring.preflight import check_run, guard, print_banner
 from ..monitoring.throughput import Meter, away
 from .stopping import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
 
 
-class Packed(_Base):
+class PackedTrainerMixin(_Base):
     """Mix this in before a Trainer whose `train_dataset` is a `PackedDataset`."""
 
     def __init__(
@@ -111,10 +111,10 @@ class Packed(_Base):
         )
         if self._resume is not None:
             load_data_state(self._loader, self._resume)
-        model = bare(self.accelerator.unwrap_model(self.model))
+        model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         if self.packed_check:
             with self.accelerator.autocast():
-                say_start(check_run(model, self.train_dataset, self._loader.collator))
+                print_banner(check_run(model, self.train_dataset, self._loader.collator))
             guard(self._loader, model)
         self._meter = Meter.of(self._loader, model)
         return self._loader
@@ -137,7 +137,7 @@ class Packed(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(last_whole_checkpoint(Path(str(self.args.output_dir))))
+            resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
         self._resume = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -195,8 +195,8 @@ class Packed(_Base):
         run = self._get_output_dir(trial=trial)
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
         if rank() == 0:
-            unseal(folder)
-        wait_for_all()
+            remove_manifest(folder)
+        barrier()
         if self._loader is not None:
             save_data_state(self._loader, folder)
         # Older ones go when the new one is whole: were it cut short, none might be left.
@@ -205,14 +205,14 @@ class Packed(_Base):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
-        wait_for_all()
+        barrier()
         if rank() == 0:
-            seal(folder)
+            write_manifest(folder)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run, limit, best_model_checkpoint=best, use_mtime=True)
 
 
-class PackedTrainer(Packed, Trainer):
+class PackedTrainer(PackedTrainerMixin, Trainer):
     """The HF Trainer on packs."""
 
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import gathered_random, load_random
+from ...runtime import gather_rng_states, load_rng_states, unwrap_peft
 from ..data.data_state import gathered_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
-from ..loss.attached_loss import attach_loss, bare
-from ..monitoring.preflight import check_run, guard, say_start
+from ..loss.attached_loss import attach_loss
+from ..monitoring.preflight import check_run, guard, print_banner
 from ..monitoring.throughput import Meter, away
 
 if TYPE_CHECKING:
@@ -168,13 +168,13 @@ class PackedCallback(pl.Callback):
         model = causal_lm(pl_module)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                say_start(check_run(model, self.data.train, self.data.collator))
+                print_banner(check_run(model, self.data.train, self.data.collator))
             self.data.checked = model
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._measure(pl_module)
         if self._random is not None:
-            load_random(self._random, trainer.strategy.root_device)
+            load_rng_states(self._random, trainer.strategy.root_device)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.data.loader is not self._measured:  # Lightning was asked to reload it
@@ -239,7 +239,7 @@ class PackedCallback(pl.Callback):
         if self.data.loader is not None:
             checkpoint[KEY] = gathered_state(self.data.loader, self.data.loader.stepped)
             checkpoint[WINDOW] = trainer.accumulate_grad_batches
-            checkpoint[RANDOM] = gathered_random(trainer.strategy.root_device)
+            checkpoint[RANDOM] = gather_rng_states(trainer.strategy.root_device)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
@@ -306,5 +306,5 @@ def causal_lm(module: nn.Module) -> nn.Module:
     """Find the HF causal LM inside a Lightning module."""
     for part in module.modules():
         if hasattr(part, "get_output_embeddings") and hasattr(part, "loss_function"):
-            return bare(part)
+            return unwrap_peft(part)
     raise ValueError(f"{type(module).__name__} holds no HF causal LM: keep it as an attribute")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from nopad.attention import Varlen
-from nopad.attention.backends import Scores, cudnn_graph, cudnn_ragged
+from nopad.attention.backends import ScoreParams, cudnn_graph, cudnn_ragged
 from nopad.attention.hf.interface import attention
 from nopad.attention.reference import reference
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +99,7 @@ def test_rows_of_other_counts_and_lengths_share_a_plan_and_agree_with_the_oracle
         got, want = (
             [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
             for out in (
-                cudnn_ragged.packed(q, k, v, varlen, Scores(0.3)),
+                cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3)),
                 reference(q, k, v, varlen, scale=0.3),
             )
         )
@@ -112,7 +112,7 @@ def test_a_longer_longest_length_compiles_no_second_graph():
     torch._dynamo.reset()
     seen = torch._dynamo.testing.CompileCounter()
     function = torch.compile(
-        lambda q, k, v, varlen: cudnn_ragged.packed(q, k, v, varlen, Scores(0.3)).sum(),
+        lambda q, k, v, varlen: cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3)).sum(),
         backend=seen, fullgraph=True, dynamic=True,
     )  # fmt: skip
     for lengths in ([5, 3], [2, 6], [1, 7]):
@@ -126,18 +126,18 @@ def test_how_a_row_is_cut_is_worked_out_once_and_again_when_it_changes(monkeypat
     made, ragged = [], cudnn_graph.Ragged
     monkeypatch.setattr(cudnn_ragged, "Ragged", lambda *a: made.append(a[0].tolist()) or ragged(*a))
     q, k, v, varlen = row([5, 3])
-    layers = [cudnn_ragged.packed(q, k, v, varlen, Scores(0.3)) for _ in range(3)]
+    layers = [cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3)) for _ in range(3)]
     torch.stack(layers).sum().backward()
     assert made == [[0, 5, 8]]
     varlen.cu_seqlens[1] = 2  # in place, as a buffer that is filled again
-    other = cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
+    other = cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3))
     torch.testing.assert_close(other, reference(q, k, v, varlen, scale=0.3))
-    cudnn_ragged.packed(q, k, v, row([4, 4])[3], Scores(0.3)).sum().backward()
+    cudnn_ragged.packed(q, k, v, row([4, 4])[3], ScoreParams(0.3)).sum().backward()
     assert made == [[0, 5, 8], [0, 2, 8], [0, 4, 8]]
     with torch.inference_mode():  # what has no version is never kept
         varlen = row([4, 4])[3]
         for _ in range(2):
-            cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
+            cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3))
     assert made[3:] == [[0, 4, 8]] * 2
 
 
@@ -145,7 +145,7 @@ def test_a_buffer_filled_again_without_a_sign_is_seen_in_the_next_batch():
     q, k, v, varlen = row([5, 3])
 
     def layer(q):
-        return cudnn_ragged.packed(q, k, v, varlen, Scores(0.3))
+        return cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3))
 
     for cut in (2, 6, 4):
         varlen.cu_seqlens.data[1] = cut  # no new version, as a broadcast leaves none
@@ -193,5 +193,5 @@ def test_a_graph_is_run_on_the_device_of_its_tensors(monkeypatch):
 def test_heads_that_lie_apart_are_laid_side_by_side():
     q, k, v, varlen = row([5, 3])
     odd = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    got = cudnn_ragged.packed(odd, k, v, varlen, Scores(0.3))
+    got = cudnn_ragged.packed(odd, k, v, varlen, ScoreParams(0.3))
     torch.testing.assert_close(got, reference(q, k, v, varlen, scale=0.3))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nopad.attention import Varlen
-from nopad.attention.backends import Ask, Scores, flash2, flash3, flash_library, selection
+from nopad.attention.backends import CallSpec, ScoreParams, flash2, flash3, flash_library, selection
 from nopad.attention.reference import one_sequence
 
-HOPPER_CALL = Ask("cuda", torch.bfloat16, 4, 2, 64, 64, False, False, False, False, 0, False)
+HOPPER_CALL = CallSpec("cuda", torch.bfloat16, 4, 2, 64, 64, False, False, False, False, 0, False)
 PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
 BUILDS = {"flash2": "kernels-community/flash-attn2", "flash3": "kernels-community/flash-attn3"}
 
@@ -80,7 +80,7 @@ def test_the_package_goes_before_the_build(monkeypatch):
 def test_the_best_build_there_is_gets_chosen(monkeypatch, builds, first):
     offer_builds(monkeypatch, *builds)
     facts = tuple(getattr(HOPPER_CALL, name) for name in HOPPER_CALL.__slots__)
-    assert selection.choose(facts) == first
+    assert selection.select(facts) == first
 
 
 @pytest.mark.parametrize("backend", [flash2, flash3], ids=["flash2", "flash3"])
@@ -89,7 +89,7 @@ def test_the_library_is_told_scale_window_and_softcap(monkeypatch, backend, wind
     monkeypatch.setattr(backend, "_flash", LIBRARY)
     q, k, v = (torch.randn(7, heads, 8) for heads in (4, 2, 2))
     varlen = Varlen(torch.tensor([0, 5, 7], dtype=torch.int32), 5)
-    scores = Scores(scale=0.3, window=window, softcap=2.0)
+    scores = ScoreParams(scale=0.3, window=window, softcap=2.0)
     want = varlen_func(
         q, k, v, varlen.cu_seqlens, None, 5, 5,
         softmax_scale=0.3, softcap=2.0, window_size=(-1, -1) if window is None else (2, 0),

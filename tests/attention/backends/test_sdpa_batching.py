@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from nopad.attention import PagedCache, Pages, Varlen
-from nopad.attention.backends import Scores, sdpa
+from nopad.attention.backends import ScoreParams, sdpa
 from nopad.attention.backends.sdpa_batching import Layout, plan
 from nopad.attention.reference import reference
 
@@ -87,5 +87,5 @@ def test_shared_pages_are_read_in_wide_dtypes(dtype):
     varlen = Varlen(torch.arange(6).int(), 1, Pages(cache, table, lengths, torch.zeros(0), 672))
     q = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     unused = torch.zeros(5, 2, 8, dtype=dtype)
-    got = sdpa.paged(q, *cache.layer(0), varlen, Scores(0.3))
+    got = sdpa.paged(q, *cache.layer(0), varlen, ScoreParams(0.3))
     torch.testing.assert_close(got, reference(q, unused, unused, varlen, scale=0.3))

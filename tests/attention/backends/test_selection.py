@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 from nopad.attention import PagedCache, Pages, Varlen, attend
 from nopad.attention.attend import _facts
-from nopad.attention.backends import Ask, selection
+from nopad.attention.backends import CallSpec, selection
 
 VARLEN = Varlen(torch.tensor([0, 3], dtype=torch.int32), 3)
 
@@ -26,14 +26,14 @@ def qkv():
 
 
 def test_sdpa_serves_the_cpu():
-    assert selection.choose(facts()) == selection.choose(facts(page_size=16)) == "sdpa"
+    assert selection.select(facts()) == selection.select(facts(page_size=16)) == "sdpa"
 
 
 def test_a_kind_of_call_seen_before_is_looked_up_and_not_built_anew(monkeypatch):
     kinds = [facts(), facts(page_size=16)]
-    names = list(map(selection.choose, kinds))
+    names = list(map(selection.select, kinds))
     monkeypatch.setattr(selection, "Ask", None)
-    assert list(map(selection.choose, kinds)) == names
+    assert list(map(selection.select, kinds)) == names
 
 
 def test_a_forced_backend_that_cannot_raises_with_the_reason():
@@ -55,11 +55,11 @@ def test_the_environment_forces_a_backend(monkeypatch):
 
 
 def test_who_reads_pages_can_be_named_for_a_while():
-    with selection.reading_pages_by("flash2"):
-        assert selection.choose(facts()) == "sdpa"
+    with selection.force_paged_backend("flash2"):
+        assert selection.select(facts()) == "sdpa"
         with pytest.raises(ValueError, match="'flash2' cannot serve"):
-            selection.choose(facts(page_size=256))
-    assert selection.choose(facts(page_size=256)) == "sdpa"
+            selection.select(facts(page_size=256))
+    assert selection.select(facts(page_size=256)) == "sdpa"
 
 
 def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
@@ -77,7 +77,7 @@ def test_a_backend_that_computes_wrongly_is_passed_over(monkeypatch):
     monkeypatch.setattr(
         selection.module("sdpa"), "packed", lambda q, k, v, varlen, scores: v.clone()
     )
-    reason = selection.why_not("sdpa", Ask(*facts()))
+    reason = selection.why_not("sdpa", CallSpec(*facts()))
     assert reason is not None and "off by" in reason
 
 
@@ -90,7 +90,7 @@ def test_a_head_dim_that_a_build_left_out_is_the_reason_told(monkeypatch):
         return right(q, k, v, *rest) if q.shape[-1] > 32 else v.clone()
 
     monkeypatch.setattr(module, "packed", without_narrow_heads)
-    reason = selection.why_not("sdpa", Ask(*facts())) or ""
+    reason = selection.why_not("sdpa", CallSpec(*facts())) or ""
     assert reason.startswith("it does not serve head dim 16 here: its trial call was off by")
     assert reason.endswith("with 64 it was right")
 
@@ -100,13 +100,13 @@ def test_a_backend_that_raises_is_passed_over_with_its_words(monkeypatch):
         raise RuntimeError("built without softcap")
 
     monkeypatch.setattr(selection.module("sdpa"), "packed", broken)
-    assert "built without softcap" in (selection.why_not("sdpa", Ask(*facts())) or "")
+    assert "built without softcap" in (selection.why_not("sdpa", CallSpec(*facts())) or "")
 
 
 @pytest.mark.parametrize("name", selection.NAMES)
 def test_trials_do_not_move_the_random_state(name):
     before = torch.get_rng_state()
-    selection.why_not(name, Ask(*facts(page_size=16)))
+    selection.why_not(name, CallSpec(*facts(page_size=16)))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -129,7 +129,7 @@ def test_trials_do_not_move_the_random_state(name):
 )
 def test_declared_limits_are_told(name, changes, reason):
     known = {"device": "cuda", "dtype": torch.bfloat16} | changes
-    assert reason in (selection.why_not(name, Ask(*facts(**known))) or "")
+    assert reason in (selection.why_not(name, CallSpec(*facts(**known))) or "")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_sequences_that_would_fill_memory_when_spread_out_are_not_called_many(
 ):
     q = torch.empty(tokens, 2, 16, device="meta")
     varlen = Varlen(torch.zeros(sequences + 1, dtype=torch.int32), longest)
-    assert Ask(*_facts(q, q, q, (1.0, None, None, None), varlen)).many == many
+    assert CallSpec(*_facts(q, q, q, (1.0, None, None, None), varlen)).many == many
 
 
 def test_rows_of_other_lengths_and_counts_compile_no_third_graph():
@@ -163,18 +163,18 @@ def test_a_right_backend_passes_its_trial_whatever_the_size(heads, kv_heads, dim
     for grad, page_size in ((True, 0), (False, 0), (False, 16)):
         shape = {"heads": heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim}
         asked = facts(**shape, dtype=dtype, grad=grad, page_size=page_size)
-        assert selection.why_not("sdpa", Ask(*asked)) is None
+        assert selection.why_not("sdpa", CallSpec(*asked)) is None
 
 
 @pytest.mark.parametrize("which", range(3), ids=["queries", "keys", "values"])
 def test_a_gradient_is_asked_for_where_any_input_needs_one(which):
     """LoRA on the values alone: in the first layer, nothing else needs a gradient."""
     inputs = qkv()
-    assert not Ask(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+    assert not CallSpec(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
     inputs[which].requires_grad_()
-    assert Ask(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+    assert CallSpec(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
     with torch.no_grad():
-        assert not Ask(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+        assert not CallSpec(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
 
 
 def test_pages_refuse_gradients_instead_of_keeping_the_graph_alive():
@@ -193,12 +193,14 @@ def test_pages_refuse_gradients_instead_of_keeping_the_graph_alive():
 def test_the_environment_speaks_only_of_calls_that_the_backend_offers(monkeypatch):
     """A run that trains and generates makes both kinds; no one name serves them all."""
     monkeypatch.setenv("NOPAD_ATTENTION", "cudnn")
-    assert selection.choose(facts(page_size=16)) == "sdpa" and selection.reader_of_pages() is None
+    assert (
+        selection.select(facts(page_size=16)) == "sdpa" and selection.forced_paged_backend() is None
+    )
     with pytest.raises(ValueError, match="'cudnn' cannot serve"):
-        selection.choose(facts())
+        selection.select(facts())
     monkeypatch.setenv("NOPAD_ATTENTION", "triton")
-    assert selection.choose(facts()) == "sdpa" and selection.reader_of_pages() == "triton"
-    assert selection.choose(facts(page_size=16)) == "triton"  # interpreted
+    assert selection.select(facts()) == "sdpa" and selection.forced_paged_backend() == "triton"
+    assert selection.select(facts(page_size=16)) == "triton"  # interpreted
     monkeypatch.setenv("NOPAD_ATTENTION", "flsh")
     with pytest.raises(ValueError, match="no attention backend is called 'flsh'"):
-        selection.choose(facts())
+        selection.select(facts())

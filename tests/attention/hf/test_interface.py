@@ -11,10 +11,10 @@ from nopad.attention import (
     Pages,
     Varlen,
     attend,
-    carry,
-    expect_layers,
-    probe_layers,
-    why_refused,
+    check_every_layer,
+    forward_context,
+    layer_shapes,
+    unsupported_reason,
 )
 from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
 from nopad.attention.hf.selfcheck import worst
@@ -162,7 +162,9 @@ def test_boundaries_that_were_cut_off_are_refused_by_their_shape_alone(compiled,
     batch = batch_of(draw_documents(model))
     run = torch.compile(model, backend="eager") if compiled else model
     cut = batch["cu_seq_lens_q"][:entries]
-    with pytest.raises(ValueError, match=f"cut to {entries} of its entries.*AcceleratePacks"):
+    with pytest.raises(
+        ValueError, match=f"cut to {entries} of its entries.*PackedAccelerateLoader"
+    ):
         run(**{**batch, "cu_seq_lens_q": cut, "cu_seq_lens_k": cut})
     assert run(**batch).logits.isfinite().all()
     torch.compiler.reset()  # what raised is never compiled again
@@ -212,13 +214,13 @@ def test_chunked_attention_is_refused_beyond_one_chunk():
     ],
 )
 def test_models_that_cannot_be_served_are_refused_with_the_reason(kind, reason):
-    assert reason in (why_refused(tiny(kind, "eager")) or "")
+    assert reason in (unsupported_reason(tiny(kind, "eager")) or "")
 
 
 def test_shapes_of_the_cache_are_probed_without_a_trace():
     model = tiny("deepseek_v3", attention="eager").train()
     state = torch.get_rng_state()
-    assert probe_layers(model) == [(4, 24, 16)] * 2
+    assert layer_shapes(model) == [(4, 24, 16)] * 2
     assert model.training and model.config._attn_implementation == "eager"
     assert torch.equal(state, torch.get_rng_state())
 
@@ -227,15 +229,15 @@ def test_the_proof_passes_where_every_layer_is_told_and_fails_where_one_is_not()
     model = tiny("nemotron")
     batch = batch_of(draw_documents(model))
     varlen = Varlen(batch["cu_seq_lens_q"], batch["max_length_q"])
-    with expect_layers(model), carry(varlen):
+    with check_every_layer(model), forward_context(varlen):
         model(**batch)
-    with pytest.raises(ValueError, match="did not receive"), expect_layers(model):
+    with pytest.raises(ValueError, match="did not receive"), check_every_layer(model):
         model(**batch)  # nemotron drops the keywords, and nobody carries them
 
 
 def test_the_proof_fails_on_a_layer_that_does_not_call_the_function():
     model = tiny()
-    with pytest.raises(ValueError, match="never called"), expect_layers(model):
+    with pytest.raises(ValueError, match="never called"), check_every_layer(model):
         with_attention(model, "eager")(input_ids=torch.arange(8)[None], use_cache=False)
 
 
@@ -258,7 +260,7 @@ def test_fixed_shapes_compile_to_one_graph_without_breaks():
 
 def test_paged_steps_compile_to_one_graph_without_breaks():
     model = tiny()
-    cache = PagedCache(4, 16, probe_layers(model), torch.float32, "cpu")
+    cache = PagedCache(4, 16, layer_shapes(model), torch.float32, "cpu")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for place in range(3):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from nopad.attention import keep_apart
+from nopad.attention import document_mask
 from nopad.attention.hf import check_packed, mask_patch
 from nopad.cli.tiny_model import scramble, shrink
 from transformers import AutoModelForCausalLM
@@ -40,7 +40,7 @@ def test_outside_of_keep_apart_nothing_is_changed():
     (model, _), *_ = models("opt")
     ids = torch.arange(3, 12)[None]
     before = model(input_ids=ids, use_cache=False).logits
-    with keep_apart(torch.tensor([0, 4, 9]), 9):
+    with document_mask(torch.tensor([0, 4, 9]), 9):
         inside = model(input_ids=ids, use_cache=False).logits
     assert not torch.equal(before, inside)
     assert torch.equal(before, model(input_ids=ids, use_cache=False).logits)

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from nopad.attention import expect_layers, why_refused
+from nopad.attention import check_every_layer, unsupported_reason
 from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
 from nopad.cli.tiny_model import scramble, shrink
 from transformers import AutoModelForCausalLM
@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LARGEST = 3_000_000
 REFUSED, TOO_BIG = "refused", "not built small"
-# `why_refused` gives each one's reason: state beside attention, no attention interface, sparse
+# `unsupported_reason` gives each one's reason: state beside attention, no attention interface, sparse
 # choice of keys, positions that cannot restart.
 _REFUSED = """
 axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
@@ -78,7 +78,7 @@ def examine(kind):
         config, oracle = build(kind)
     except NotBuiltSmall as error:
         return TOO_BIG, str(error)
-    reason = why_refused(oracle)
+    reason = unsupported_reason(oracle)
     if reason is not None:
         return REFUSED, reason
     model = with_nopad(config, oracle)
@@ -108,7 +108,7 @@ def unused_rules(model):
     interface.attend = spy
     try:
         with torch.no_grad():
-            with expect_layers(model, positions_suffice=True):
+            with check_every_layer(model, positions_suffice=True):
                 whole = model(**batch).logits
             for name in sorted(asked):
                 dropped = {name}

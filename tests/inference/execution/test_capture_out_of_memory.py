@@ -42,9 +42,9 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
     assert engine._machine is not None
     monkeypatch.setattr(made, "_capture", capture)
     engine._machine.runner._graphs = made
-    before = engine.tokens_per_step, engine.max_running
+    before = engine.max_num_batched_tokens, engine.max_num_seqs
     got = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
-    assert got == want and (engine.tokens_per_step, engine.max_running) == before
+    assert got == want and (engine.max_num_batched_tokens, engine.max_num_seqs) == before
     assert len(tried) == 1 and "without" in caplog.text
     assert engine.stats.preemptions == 0
 

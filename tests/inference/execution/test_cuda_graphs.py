@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nopad.attention.backends import NotInAGraph, reading_pages_by
+from nopad.attention.backends import NotCapturable, force_paged_backend
 from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import DecodeGraphs
-from nopad.inference.execution.model_runner import DeviceRunner
+from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.slot_params import Slots
+from nopad.inference.scheduling.slot_params import SlotParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:
@@ -33,7 +33,7 @@ def graphs(monkeypatch) -> DecodeGraphs:
 
 def test_a_backend_asked_for_by_name_has_graphs_of_its_own(graphs, monkeypatch):
     plain = graphs._key(step())
-    with reading_pages_by("flash2"):
+    with force_paged_backend("flash2"):
         named = graphs._key(step())
     monkeypatch.setenv("NOPAD_ATTENTION", "flash2")
     assert plain != named == graphs._key(step())
@@ -43,7 +43,7 @@ def test_without_room_no_backend_replays_the_graph_of_another(graphs):
     graphs._captured = {graphs._key(step(rows=8)): None}
     graphs._taken = graphs._room
     assert graphs._key(step()) == (None, 8, 4)
-    with reading_pages_by("flash2"):
+    with force_paged_backend("flash2"):
         assert graphs._key(step()) is None and not graphs.serves(step())
 
 
@@ -56,13 +56,13 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
         def run(self, step, forward):
             tried.append(1)
-            raise NotInAGraph("it reads lengths on the host")
+            raise NotCapturable("it reads lengths on the host")
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = DeviceRunner(nothing, nothing, Slots(4), Stats(), cpu, room_for_graphs=0)
+    runner = ModelRunner(nothing, nothing, SlotParams(4), Stats(), cpu, room_for_graphs=0)
     runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
-    with caplog.at_level(logging.INFO, "nopad.inference"), reading_pages_by("sdpa"):
+    with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):
             assert runner._replay(step()) is None
     assert len(tried) == len(caplog.records) == 1 and "lengths" in caplog.text

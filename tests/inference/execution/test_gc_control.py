@@ -6,8 +6,8 @@ import gc
 
 import pytest
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution.gc_control import full_collections_later, no_collections
-from nopad.inference.requests.request_group import Group
+from nopad.inference.execution.gc_control import defer_full_gc, gc_disabled
+from nopad.inference.requests.request_group import RequestGroup
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def fill() -> None:
 
 
 def test_full_collections_wait_and_young_ones_go_on(collected):
-    with pytest.raises(KeyError), full_collections_later():
+    with pytest.raises(KeyError), defer_full_gc():
         fill()
         raise KeyError
     assert collected and 2 not in collected and gc.get_threshold() == (50, 2, 2)
@@ -45,7 +45,7 @@ def test_full_collections_wait_and_young_ones_go_on(collected):
 
 
 def test_blocks_that_overlap_leave_what_was_set_before_the_first(collected):
-    first, second = full_collections_later(), full_collections_later()
+    first, second = defer_full_gc(), defer_full_gc()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -59,7 +59,7 @@ def test_blocks_that_overlap_leave_what_was_set_before_the_first(collected):
 def test_none_runs_inside_a_capture(collected, enabled):
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(KeyError), no_collections():
+        with pytest.raises(KeyError), gc_disabled():
             collected.clear()
             fill()
             assert not collected
@@ -84,6 +84,6 @@ def test_a_call_has_no_full_collection(tiny, collected, monkeypatch):
         return call
 
     monkeypatch.setattr(engine._loop, "step", filling(engine._loop.step))
-    monkeypatch.setattr(Group, "result", filling(Group.result))
+    monkeypatch.setattr(RequestGroup, "result", filling(RequestGroup.result))
     engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert {0, 1} == set(seen) and gc.get_threshold() == (50, 2, 2)

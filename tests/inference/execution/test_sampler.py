@@ -8,8 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution.sampler import Choice, Edits, Filters, Penalties, likelihoods, sample
-from nopad.inference.requests.rng import stream_seed, uniforms
+from nopad.inference.execution.sampler import (
+    Filters,
+    LogitEdits,
+    Penalties,
+    SamplingInputs,
+    gather_logprobs,
+    sample,
+)
+from nopad.inference.requests.rng import stream_seed, uniform
 
 V = 23
 
@@ -18,13 +25,13 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def choice(heat, uniform, k=0, p=1.0, m=0.0) -> Choice:
+def choice(heat, uniform, k=0, p=1.0, m=0.0) -> SamplingInputs:
     n = len(uniform)
     filters = Filters(
         torch.arange(n), torch.full((n,), k), torch.full((n,), p), torch.full((n,), m)
     )
     u = torch.tensor(uniform, dtype=torch.float64)
-    return Choice(None, None, torch.full((n,), heat), u, filters)
+    return SamplingInputs(None, None, torch.full((n,), heat), u, filters)
 
 
 def allowed(logits, heat, k, p, m) -> np.ndarray:
@@ -61,14 +68,14 @@ def test_a_draw_inverts_the_filtered_distribution(seed, heat, k, p, m, u):
 
 def test_many_draws_have_the_distribution_they_should():
     logits = rows(1, 5)
-    u = uniforms(np.full(20000, 9), np.arange(20000))
+    u = uniform(np.full(20000, 9), np.arange(20000))
     tokens = sample(logits.expand(len(u), -1), choice(0.8, u.tolist(), 0, 0.9, 0.0))
     found = np.bincount(tokens.numpy(), minlength=V) / len(u)
     np.testing.assert_allclose(found, allowed(logits[0], 0.8, 0, 0.9, 0.0), atol=0.012)
 
 
 def test_uniforms_are_uniform_and_independent_of_each_other():
-    u = uniforms(np.repeat(np.arange(100), 100), np.tile(np.arange(100), 100))
+    u = uniform(np.repeat(np.arange(100), 100), np.tile(np.arange(100), 100))
     counts = np.histogram(u, bins=20, range=(0, 1))[0]
     assert ((counts - 500) ** 2 / 500).sum() < 45  # chi-square, 19 degrees of freedom
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.03
@@ -99,8 +106,10 @@ def test_penalties_follow_their_definitions():
 def test_bias_and_bans_change_single_logits_only():
     logits = rows(3, 4)
     best = int(logits[0].argmax())
-    edits = Edits(torch.tensor([0, 1]), torch.tensor([best, 7]), torch.tensor([-torch.inf, 100.0]))
-    got = sample(logits, Choice(edits=edits)).tolist()
+    edits = LogitEdits(
+        torch.tensor([0, 1]), torch.tensor([best, 7]), torch.tensor([-torch.inf, 100.0])
+    )
+    got = sample(logits, SamplingInputs(edits=edits)).tolist()
     assert got[0] == int(logits[0].topk(2).indices[1]) and got[1] == 7
     assert got[2] == int(logits[2].argmax())
 
@@ -108,7 +117,7 @@ def test_bias_and_bans_change_single_logits_only():
 def test_logits_that_are_no_numbers_fail_their_row_alone():
     logits = rows(3, 6)
     logits[1, 4] = torch.nan
-    for how in (Choice(), choice(1.0, [0.3, 0.3, 0.3])):
+    for how in (SamplingInputs(), choice(1.0, [0.3, 0.3, 0.3])):
         tokens = sample(logits, how).tolist()
         assert tokens[1] == -1 and min(tokens[0], tokens[2]) >= 0
 
@@ -123,7 +132,7 @@ def test_rows_without_a_distribution_fail_alone(knobs):
     assert set(tokens) == {-1}, "cooled, they are more than floats hold"
     heat = torch.tensor([0.0, 0.0, 1.0, 1.0])
     uniform = torch.full((4,), 0.5, dtype=torch.float64)
-    tokens = sample(logits, Choice(temperature=heat, uniform=uniform)).tolist()
+    tokens = sample(logits, SamplingInputs(temperature=heat, uniform=uniform)).tolist()
     assert tokens[1] == 4 and tokens[2] == -1, "greedy rows take what is largest"
 
 
@@ -146,7 +155,7 @@ HOT = torch.tensor([5])
 def test_likelihoods_are_log_softmax():
     logits = rows(4, 8)
     tokens = torch.tensor([0, 5, int(logits[2].argmax()), 22])
-    found = likelihoods(logits, tokens, 3)
+    found = gather_logprobs(logits, tokens, 3)
     want = logits.log_softmax(-1)
     torch.testing.assert_close(found.logprob, want[torch.arange(4), tokens])
     torch.testing.assert_close(found.top_logprobs, want.topk(3).values)
@@ -163,12 +172,12 @@ def test_samples_do_not_depend_on_batch_order_chunks_or_preemption(tiny, knobs):
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=9, ignore_eos=True, **knobs)
     alone = [Engine(model).generate([p], params)[0].tokens for p in prompts]
     assert len({tuple(t) for t in alone}) == len(prompts)
-    together = [c.tokens for c in Engine(model).generate(prompts, params)]
-    assert together == alone
+    run_on_all_ranks = [c.tokens for c in Engine(model).generate(prompts, params)]
+    assert run_on_all_ranks == alone
     back = [c.tokens for c in Engine(model).generate(prompts[::-1], params)]
     assert back[::-1] == alone
     # Memory for 5 pages of 16 tokens: they take turns.
-    tight = Engine(model, memory=5 * 16 * 2 * 2 * 2 * 8 * 4, page_size=16, tokens_per_step=7)
+    tight = Engine(model, memory=5 * 16 * 2 * 2 * 2 * 8 * 4, page_size=16, max_num_batched_tokens=7)
     assert [c.tokens for c in tight.generate(prompts, params)] == alone
     assert tight.stats.preemptions > 0
 
@@ -188,7 +197,7 @@ def test_n_completions_share_their_prompt_and_differ(tiny):
     prompt = list(range(3, 83))
     params = SamplingParams(temperature=1.0, n=4, max_tokens=3, seed=2, ignore_eos=True)
     (done,) = engine.generate([prompt], params)
-    every = [done, *done.siblings]
+    every = [done, *done.others]
     assert len({tuple(c.tokens) for c in every}) == 4
     # The prompt once, the last 16 tokens for each of the others, two decodes each.
     assert engine.stats.tokens_run == 80 + 3 * 16 + 4 * 2
@@ -204,7 +213,7 @@ def test_the_same_prompt_twice_without_a_seed_is_answered_twice(tiny):
 
 
 def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
-    engine = Engine(tiny("llama"), max_running=2)
+    engine = Engine(tiny("llama"), max_num_seqs=2)
     hot = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
 
     def submitted(count: int, **more) -> list[list[int]]:
@@ -229,7 +238,7 @@ def test_prompt_logprobs_and_logprobs_equal_a_plain_forward(tiny):
     params = SamplingParams(
         temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True
     )
-    (done,) = Engine(model, tokens_per_step=2).generate([prompt], params)
+    (done,) = Engine(model, max_num_batched_tokens=2).generate([prompt], params)
     with torch.no_grad():
         want = model(torch.tensor([prompt + done.tokens])).logits[0].log_softmax(-1)
     assert done.prompt_logprobs[0] is None

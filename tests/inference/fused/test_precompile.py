@@ -33,7 +33,7 @@ def launch(module: str, key: str = "1") -> bool | None:
 
 
 def test_kernels_of_ours_are_left_out_and_compiled_once_each(compiled):
-    with stage.rehearsal(torch.device("cpu")):
+    with stage.precompile_kernels(torch.device("cpu")):
         assert launch("nopad.kernels.skinny_kernels") and launch("nopad.kernels.skinny_kernels")
         assert launch("nopad.kernels.paged_decode", "2")
         assert not launch("liger_kernel.ops")
@@ -43,34 +43,34 @@ def test_kernels_of_ours_are_left_out_and_compiled_once_each(compiled):
 
 def test_nothing_is_left_changed_even_if_the_call_fails(compiled, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", theirs := lambda **launch: False)
-    choose = selection.choose
-    with pytest.raises(ZeroDivisionError), stage.rehearsal(torch.device("cpu")):
-        assert selection.choose is not choose
+    select = selection.select
+    with pytest.raises(ZeroDivisionError), stage.precompile_kernels(torch.device("cpu")):
+        assert selection.select is not select
         raise ZeroDivisionError
-    assert selection.choose is choose and knobs.runtime.jit_cache_hook is theirs
+    assert selection.select is select and knobs.runtime.jit_cache_hook is theirs
     assert not compiled
 
 
 def test_no_backend_is_judged_by_what_a_rehearsal_computes(compiled, monkeypatch):
     """Once one was: its trial's kernels were left out, so it was found wrong, and passed over."""
     monkeypatch.setattr(selection, "_trial", lambda name, ask: pytest.fail("a trial was made"))
-    with stage.rehearsal(torch.device("cpu")):
-        assert selection.choose(DECODE) == "triton"
-        with selection.reading_pages_by("flash2"):
-            assert selection.choose(DECODE) == "flash2"
+    with stage.precompile_kernels(torch.device("cpu")):
+        assert selection.select(DECODE) == "triton"
+        with selection.force_paged_backend("flash2"):
+            assert selection.select(DECODE) == "flash2"
 
 
 def test_other_threads_choose_as_ever_during_a_rehearsal(compiled, monkeypatch):
     monkeypatch.setattr(selection, "choose", lambda facts, forced=None: "theirs")
     chosen = []
-    with stage.rehearsal(torch.device("cpu")):
-        other = Thread(target=lambda: chosen.append(selection.choose(DECODE)))
+    with stage.precompile_kernels(torch.device("cpu")):
+        other = Thread(target=lambda: chosen.append(selection.select(DECODE)))
         other.start()
         other.join()
-        assert selection.choose(DECODE) == "triton"
+        assert selection.select(DECODE) == "triton"
     assert chosen == ["theirs"]
 
 
 def test_a_call_without_pages_is_not_given_to_the_reader_of_pages(compiled):
-    with stage.rehearsal(torch.device("cpu")), selection.reading_pages_by("triton"):
-        assert selection.choose(PACKED) == "sdpa"
+    with stage.precompile_kernels(torch.device("cpu")), selection.force_paged_backend("triton"):
+        assert selection.select(PACKED) == "sdpa"

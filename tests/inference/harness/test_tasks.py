@@ -16,7 +16,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 import lm_tasks  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
-from nopad.inference.execution.sampler import likelihoods  # noqa: E402
+from nopad.inference.execution.sampler import gather_logprobs  # noqa: E402
 from nopad.inference.harness import EngineLM, Harness  # noqa: E402
 from small_checkpoint import (  # noqa: E402
     CHAT,
@@ -123,7 +123,7 @@ def test_over_a_wide_vocabulary_the_rounding_is_that_of_lm_evals_softmax():
     logits = 3 * torch.randn(12, 49152)
     tokens = torch.arange(12)
     exact = logits.double().log_softmax(-1)[tokens, tokens].sum().item()
-    ours = likelihoods(logits, tokens, 0).logprob.double().sum().item()
+    ours = gather_logprobs(logits, tokens, 0).logprob.double().sum().item()
     assert abs(ours - exact) < 2e-5
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import model_runner as running
-from nopad.inference.executor import kind_of
-from nopad.inference.live_model.cast_weights import Shadow
+from nopad.inference.executor import build_key
+from nopad.inference.live_model.cast_weights import CastWeights
 from torch import nn
 
 PROMPT = list(range(5, 45))
@@ -112,7 +112,7 @@ def test_a_call_that_fails_gives_the_new_parameters_back_too(model):
 def test_weights_tied_no_more_have_copies_of_their_own():
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     b.weight = a.weight
-    shadow = Shadow([a, b], torch.bfloat16)
+    shadow = CastWeights([a, b], torch.bfloat16)
     assert shadow.bytes == 18 and not shadow.refresh([a, b])
     b.weight = nn.Parameter(torch.full((3, 3), 5.0))
     assert shadow.refresh([a, b]) and shadow.bytes == 36
@@ -124,7 +124,7 @@ def test_weights_tied_no_more_have_copies_of_their_own():
 def test_what_someone_else_put_in_meanwhile_stays():
     a = nn.Linear(3, 3, bias=False)
     theirs = nn.Parameter(torch.ones(3, 3))
-    with Shadow([a], torch.bfloat16).active():
+    with CastWeights([a], torch.bfloat16).active():
         a.weight = theirs
     assert a.weight is theirs
 
@@ -143,10 +143,10 @@ def test_the_cache_takes_the_dtype_of_the_model(model, first, then):
 
 def test_another_device_or_other_modules_are_another_kind_of_model():
     here, there = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
-    assert kind_of([here], None) == kind_of([here], None)
-    assert kind_of([here], None) != kind_of([there], None)
-    assert kind_of([here], None) != kind_of([here, nn.Identity()], None)
-    assert kind_of([here], None) != kind_of([here], torch.bfloat16)
+    assert build_key([here], None) == build_key([here], None)
+    assert build_key([here], None) != build_key([there], None)
+    assert build_key([here], None) != build_key([here, nn.Identity()], None)
+    assert build_key([here], None) != build_key([here], torch.bfloat16)
 
 
 def test_a_change_of_dtype_is_refused_while_requests_run_and_they_live_on(model):
@@ -254,7 +254,7 @@ def test_calls_inside_and_outside_inference_mode_alternate(model, inside):
 
 @pytest.mark.parametrize("how", ["cancel", "close", "run out", "queue"])
 def test_an_engine_that_keeps_nothing_gives_all_back_when_the_last_request_ends(model, how):
-    engine = Engine(model, keep=False, max_waiting=1, max_running=1)
+    engine = Engine(model, keep=False, max_waiting=1, max_num_seqs=1)
     other = engine.submit([5, 6], GREEDY) if how == "cancel" else None
     if how == "cancel":
         engine.step()

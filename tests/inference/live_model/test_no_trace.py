@@ -244,16 +244,16 @@ def test_the_current_device_is_the_models_while_it_is_borrowed(monkeypatch):
     current = [torch.device("cuda", 0)]
 
     @contextmanager
-    def switched(device):
+    def adapters_changed(device):
         current.append(device)
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "device", switched)
-    monkeypatch.setattr(borrow, "random_states", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", adapters_changed)
+    monkeypatch.setattr(borrow, "preserve_rng", nullcontext)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     second = torch.device("cuda", 1)
     placed: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=second)]))
-    with borrow.borrowed(placed, modules=[]):
+    with borrow.borrow_model(placed, modules=[]):
         assert current[-1] == second
     assert current == [torch.device("cuda", 0)]

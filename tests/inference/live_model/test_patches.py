@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nopad.inference.fused.fused_ops import Fused
-from nopad.inference.live_model.patches import StandIns
+from nopad.inference.fused.fused_ops import FusedOps
+from nopad.inference.live_model.patches import Patches
 from torch import nn
 
 
@@ -12,7 +12,7 @@ def double(x):
 
 
 def test_stand_ins_go_and_come_back():
-    module, places, told = nn.Identity(), StandIns(), []
+    module, places, told = nn.Identity(), Patches(), []
     places.put(module, "forward", lambda x: x + 1)
     places.put(module, "forward", lambda x: x + 2)
     places.after(lambda: told.append(1))
@@ -25,7 +25,7 @@ def test_stand_ins_go_and_come_back():
 
 
 def test_what_someone_put_in_meanwhile_stays():
-    module, other, places = nn.Identity(), nn.Identity(), StandIns()
+    module, other, places = nn.Identity(), nn.Identity(), Patches()
     places.put(other, "forward", lambda x: x + 1)
     places.put(module, "forward", lambda x: x + 1)
     places.out()
@@ -42,7 +42,7 @@ def test_parts_are_put_in_anew_only_for_other_weights_or_a_changed_model():
         for one in modules:
             places.put(one, "forward", lambda x: x + 1)
 
-    fused = Fused([part])
+    fused = FusedOps([part])
     for stale in (True, False, False):
         with fused.active([module], stale):
             assert module(1) == 2

@@ -82,11 +82,11 @@ def test_ticks_are_few_and_within_the_axis(most):
 
 
 def test_a_dial_turned_below_what_runs_leaves_running_within_the_slots(tiny, tmp_path):
-    engine = Engine(tiny("llama"), max_running=4)
+    engine = Engine(tiny("llama"), max_num_seqs=4)
     for i in range(8):
         engine.submit([5, 6, i], GREEDY)
     engine.step()
-    engine.max_running = 2  # while four run
+    engine.max_num_seqs = 2  # while four run
     while engine._loop.busy:
         engine.step()
     engine.stats.plot(tmp_path / "plot.svg")

@@ -8,14 +8,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from nopad.inference import Engine
-from nopad.inference.metrics.request_trace import Trace
+from nopad.inference.metrics.request_trace import RequestTrace
 from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 
 LIFE = ["queued", "admitted", "prefilled", "finished"]
 
 
-def lives(trace: Trace) -> dict[int, list[str]]:
+def lives(trace: RequestTrace) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for _, request, what, _ in trace.events:
         found.setdefault(request, []).append(what)
@@ -23,7 +23,7 @@ def lives(trace: Trace) -> dict[int, list[str]]:
 
 
 def test_a_request_is_prefilled_once_between_admission_and_its_end(tiny, tmp_path):
-    engine = Engine(tiny("llama"), tokens_per_step=4)
+    engine = Engine(tiny("llama"), max_num_batched_tokens=4)
     params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
     engine.generate([list(range(3, 40)), [3, 4]], params)
     assert list(lives(engine.trace).values()) == [LIFE] * 2
@@ -37,8 +37,8 @@ def test_a_request_is_prefilled_once_between_admission_and_its_end(tiny, tmp_pat
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_prompt_computed_anew_is_prefilled_anew(world, depth):
-    trace = Trace()
-    w = world(num_pages=4, page_size=4, max_running=3, depth=depth, trace=trace)
+    trace = RequestTrace()
+    w = world(num_pages=4, page_size=4, max_num_seqs=3, depth=depth, trace=trace)
     params = SamplingParams(temperature=0, max_tokens=12)
     for number in range(3):
         w.scheduler.add(Request(number, np.arange(4 + number), 15, params))

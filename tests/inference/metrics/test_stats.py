@@ -13,20 +13,20 @@ PAGE = 16 * 2 * 2 * 2 * 8 * 4
 
 
 def test_a_turned_dial_leaves_the_steps_before_it_as_they_were(tiny):
-    engine = Engine(tiny("llama"), max_running=4)
+    engine = Engine(tiny("llama"), max_num_seqs=4)
     engine.generate([[5, 6, i] for i in range(7, 10)], GREEDY)
     assert engine.stats.occupancy == 3 / 4
-    engine.max_running = 1
+    engine.max_num_seqs = 1
     engine.generate([[5, 6, i] for i in range(7, 10)], GREEDY)
     assert engine.stats.occupancy == (5 * 3 / 4 + 15) / 20
 
 
 def test_no_more_than_all_slots_and_pages_are_ever_in_use(tiny):
-    engine = Engine(tiny("llama"), max_running=4, memory=8 * PAGE)
+    engine = Engine(tiny("llama"), max_num_seqs=4, memory=8 * PAGE)
     for i in range(4):
         engine.submit([5, 6, i] * 9, GREEDY)
     engine.step()
-    engine.max_running = 1  # while four run
+    engine.max_num_seqs = 1  # while four run
     while engine._loop.busy:
         engine.step()
     assert engine.stats.occupancy == 1 and engine.stats.page_use == 1
@@ -38,7 +38,7 @@ def test_no_more_than_all_slots_and_pages_are_ever_in_use(tiny):
 
 def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
     """With a step under way an end is noticed late: the token after it is dropped, here as well."""
-    w = world(64, 16, max_running=1, tokens_per_step=64, depth=1)
+    w = world(64, 16, max_num_seqs=1, max_num_batched_tokens=64, depth=1)
     admit = w.scheduler._on_admit
     w.scheduler._on_admit = lambda r: (admit(r), w.stats.note_admitted(r, w.time))
     first = Request(0, np.arange(9), 30, SamplingParams(temperature=0))
@@ -58,7 +58,7 @@ def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
 
 
 def test_a_reset_while_requests_run_starts_the_counts_anew_and_harms_nobody(tiny):
-    engine = Engine(tiny("llama"), max_running=3)
+    engine = Engine(tiny("llama"), max_num_seqs=3)
     long = GREEDY | {"max_tokens": 12}
     prompts = [[5, 6, 7], [8, 9], [3, 4]]
     want = [c.tokens for c in engine.generate(prompts, long)]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from nopad.inference import AllRanks, Engine
+from nopad.inference import DataParallelEngine, Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 PROMPT = [5, 6, 7]
@@ -96,7 +96,7 @@ def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
     engine.step()
     for call in (
         engine.generate,
-        AllRanks(engine).generate,
+        DataParallelEngine(engine).generate,
         lambda *a, **k: list(engine.stream(*a, **k)),
     ):
         with pytest.raises(ValueError, match=r"^deadline is 'x'; give seconds or None"):
@@ -117,7 +117,7 @@ def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
 
 def test_every_request_may_have_a_deadline_of_its_own(engine, want):
     each = [None, 0, 1e9, -1.0, "x"]
-    for generate in (engine.generate, AllRanks(engine).generate):
+    for generate in (engine.generate, DataParallelEngine(engine).generate):
         done = generate([PROMPT] * 5, GREEDY, deadline=each)
         assert done[0] == done[2] == want
         assert [c.finish_reason for c in done[1::2]] == ["deadline", "deadline"]
@@ -152,20 +152,20 @@ def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, 
 
 
 def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
-    engine = Engine(tiny("llama"), page_size=16, max_running=1, max_waiting=3)
+    engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=3)
     drawn = GREEDY | {"temperature": 1.0}
     fits, full = (engine.submit(PROMPT, drawn | {"n": n}) for n in (2, 2))
     never = engine.submit(PROMPT, drawn | {"n": 5})
     assert engine._loop.scheduler.waiting == 2
     done = finished(engine)
-    assert done[fits].error is None and len(done[fits].siblings) == 1
+    assert done[fits].error is None and len(done[fits].others) == 1
     assert done[full].error == "the queue is full (2 waiting, at most 3): step() first"
     assert "n is 5, and max_waiting is 3" in done[never].error
 
 
 def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
     def drawn(full: bool) -> list[int]:
-        engine = Engine(tiny("llama"), page_size=16, max_running=1, max_waiting=1)
+        engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=1)
         engine.submit([1, 2], {**GREEDY, "max_tokens": 30})
         engine.step()
         if full:
@@ -181,24 +181,24 @@ def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
 
 
 def test_the_dial_goes_back_up_and_outlives_what_it_turned(tiny):
-    for engine in (Engine(tiny("llama"), max_running=16, keep=keep) for keep in (True, False)):
+    for engine in (Engine(tiny("llama"), max_num_seqs=16, keep=keep) for keep in (True, False)):
         for calls in range(2):
-            engine.max_running, engine.tokens_per_step = 4, 32
-            engine.max_running = 16
-            assert (engine.max_running, engine.tokens_per_step) == (16, 32)
-            engine.max_running = 2
+            engine.max_num_seqs, engine.max_num_batched_tokens = 4, 32
+            engine.max_num_seqs = 16
+            assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (16, 32)
+            engine.max_num_seqs = 2
             engine.generate([PROMPT] * 3, GREEDY)
             assert engine.stats.steps_log[:, 1].max() == 2, f"in call {calls}"
             engine.release()
-            assert (engine.max_running, engine.tokens_per_step) == (2, 32)
+            assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (2, 32)
 
 
 @pytest.mark.parametrize("bad", [0, 17, 2.5, "a", None, True])
 def test_a_dial_is_turned_to_whole_numbers_within_its_range(tiny, bad):
-    engine = Engine(tiny("llama"), max_running=16)
-    with pytest.raises(ValueError, match=f"^max_running is {bad!r}; "):
-        engine.max_running = bad
+    engine = Engine(tiny("llama"), max_num_seqs=16)
+    with pytest.raises(ValueError, match=f"^max_num_seqs is {bad!r}; "):
+        engine.max_num_seqs = bad
     if bad != 17:
-        with pytest.raises(ValueError, match=f"^tokens_per_step is {bad!r}; "):
-            engine.tokens_per_step = bad
-    assert engine.max_running == 16
+        with pytest.raises(ValueError, match=f"^max_num_batched_tokens is {bad!r}; "):
+            engine.max_num_batched_tokens = bad
+    assert engine.max_num_seqs == 16

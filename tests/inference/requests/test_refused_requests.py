@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nopad.inference import AllRanks, Engine, SamplingParams
+from nopad.inference import DataParallelEngine, Engine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CHAT = [{"role": "user", "content": "x"}]
@@ -56,14 +56,14 @@ PARAMS = [{"max_tokens": "x"}, {"max_tokens": None}, "ab", 3]
 )
 def test_all_ranks_refuse_what_one_engine_refuses(engine, prompt, params):
     prompts, each = [prompt, "abc"], [params, GREEDY]
-    assert AllRanks(engine).generate(prompts, each) == engine.generate(prompts, each)
+    assert DataParallelEngine(engine).generate(prompts, each) == engine.generate(prompts, each)
     contexts, after = ["abc", prompt, "abc"], ["d", "d", prompt]
-    scores, want = AllRanks(engine).score(contexts, after), engine.score(contexts, after)
+    scores, want = DataParallelEngine(engine).score(contexts, after), engine.score(contexts, after)
     assert repr(scores) == repr(want)  # nan equals nothing
 
 
 def test_arguments_that_fit_no_prompt_are_named(engine):
-    for generate in (engine.generate, AllRanks(engine).generate):
+    for generate in (engine.generate, DataParallelEngine(engine).generate):
         with pytest.raises(ValueError, match=r"params is 3; give SamplingParams"):
             generate(["abc"], 3)
         with pytest.raises(ValueError, match=r"prompts is one int; give a list"):
@@ -79,4 +79,4 @@ def test_arguments_that_fit_no_prompt_are_named(engine):
 def test_a_list_of_no_continuations_gives_a_list_of_no_scores(engine):
     none, one, two = engine.score(["abc", "abc", "abc"], [[], "d", ["d", [5, 6]]])
     assert none == [] and one == two[0] and len(two) == 2
-    assert AllRanks(engine).score(["abc"], [[]]) == [[]]
+    assert DataParallelEngine(engine).score(["abc"], [[]]) == [[]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nopad.inference import AllRanks, Engine
+from nopad.inference import DataParallelEngine, Engine
 
 
 class Letters:
@@ -52,7 +52,7 @@ def test_an_empty_continuation_is_told_as_what_it_is(engine):
 
 
 def test_one_text_is_not_taken_for_a_list_of_letters(engine):
-    for score in (engine.score, AllRanks(engine).score):
+    for score in (engine.score, DataParallelEngine(engine).score):
         with pytest.raises(ValueError, match="contexts is one str; give a list of contexts"):
             score("once", "upon")
         with pytest.raises(ValueError, match="continuations is one str; give a list"):

@@ -39,12 +39,12 @@ def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
     ]
     least = max(-(-(r.limit - 1) // page) for r in requests)
     pages = least if tight else least + rng.choice([0, 0, 0, 1, 8])
-    max_running = rng.choice([1, 2, 3, 4, 5, 8])
+    max_num_seqs = rng.choice([1, 2, 3, 4, 5, 8])
     w = world(
         pages,
         page,
-        max_running=max_running,
-        tokens_per_step=rng.choice([2, 5, 8, 17, 64, 64]),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.choice([2, 5, 8, 17, 64, 64]),
         depth=rng.choice([0, 1]),
         rows_per_step=rng.choice([1, 100]),
         admit_at_once=rng.choice([1, 1, 3]),
@@ -112,7 +112,7 @@ def test_a_request_may_be_cancelled_at_any_step_and_the_others_do_not_notice(
     world, expected, depth
 ):
     def play(cancel_at: int | None) -> list[list[int]]:
-        w = world(7, 16, max_running=3, tokens_per_step=12, depth=depth)
+        w = world(7, 16, max_num_seqs=3, max_num_batched_tokens=12, depth=depth)
         requests = [simple(i, 20 + i, 10) for i in range(4)]
         for r in requests:
             w.scheduler.add(r)
@@ -137,7 +137,7 @@ def test_a_request_may_be_cancelled_at_any_step_and_the_others_do_not_notice(
 
 
 def test_a_shared_prefix_is_computed_once_even_when_all_arrive_together(world):
-    w = world(64, 64, max_running=32, tokens_per_step=1024)
+    w = world(64, 64, max_num_seqs=32, max_num_batched_tokens=1024)
     prefix = list(range(40))
     for i in range(8):
         prompt = np.array([*prefix, i, i + 1, i + 2])
@@ -149,7 +149,7 @@ def test_a_shared_prefix_is_computed_once_even_when_all_arrive_together(world):
 
 
 def test_a_long_prefix_computed_in_chunks_is_still_computed_once(world):
-    w = world(64, 16, max_running=32, tokens_per_step=20)
+    w = world(64, 16, max_num_seqs=32, max_num_batched_tokens=20)
     for i in range(4):
         prompt = np.array([*range(48), 40 + i])
         w.scheduler.add(Request(i, prompt, 50, SamplingParams(temperature=0, max_tokens=1)))
@@ -167,7 +167,7 @@ def test_a_step_costs_the_same_whether_a_hundred_or_ten_thousand_wait(world, mon
     )
     counts = []
     for waiting in (100, 10_000):
-        w = world(8, 16, max_running=2, tokens_per_step=16)
+        w = world(8, 16, max_num_seqs=2, max_num_batched_tokens=16)
         for i in range(waiting):
             w.scheduler.add(simple(i, 5, 5))
         looked.clear()
@@ -178,7 +178,7 @@ def test_a_step_costs_the_same_whether_a_hundred_or_ten_thousand_wait(world, mon
 
 
 def test_higher_priority_runs_first_and_is_not_preempted(world, expected):
-    w = world(4, 16, max_running=4, tokens_per_step=64)
+    w = world(4, 16, max_num_seqs=4, max_num_batched_tokens=64)
     low = [simple(i, 10, 30, priority=5) for i in range(3)]
     for r in low:
         w.scheduler.add(r)
@@ -192,7 +192,7 @@ def test_higher_priority_runs_first_and_is_not_preempted(world, expected):
 
 
 def test_a_deadline_returns_what_there_is(world, expected):
-    w = world(16, 16, max_running=1, tokens_per_step=64)
+    w = world(16, 16, max_num_seqs=1, max_num_batched_tokens=64)
     first, second = simple(0, 5, 40, deadline=10.0), simple(1, 5, 40, deadline=5.0)
     w.scheduler.add(first)
     w.scheduler.add(second)
@@ -203,12 +203,12 @@ def test_a_deadline_returns_what_there_is(world, expected):
 
 
 def test_the_dial_may_be_turned_while_requests_run(world, expected):
-    w = world(64, 16, max_running=8, tokens_per_step=64)
+    w = world(64, 16, max_num_seqs=8, max_num_batched_tokens=64)
     requests = [simple(i, 10 + i, 12) for i in range(12)]
     for r in requests:
         w.scheduler.add(r)
     for running, tokens in [(8, 64), (2, 3), (1, 1), (8, 40)] * 3:
-        w.scheduler.max_running, w.scheduler.tokens_per_step = running, tokens
+        w.scheduler.max_num_seqs, w.scheduler.max_num_batched_tokens = running, tokens
         w.step()
     w.drain(500)
     assert all(r.output == expected(r) for r in requests)
@@ -218,8 +218,8 @@ def test_the_dial_may_be_turned_while_requests_run(world, expected):
 def test_waiting_requests_join_once_a_quarter_of_the_slots_is_free_wherever_the_dial_stands(
     world, running
 ):
-    w = world(200, 16, max_running=16, tokens_per_step=512, admit_at_once=32)
-    w.scheduler.max_running = running
+    w = world(200, 16, max_num_seqs=16, max_num_batched_tokens=512, admit_at_once=32)
+    w.scheduler.max_num_seqs = running
     for i in range(40):
         w.scheduler.add(simple(i, 10, 4 + 3 * (i % 16)))
     w.step()
@@ -237,7 +237,7 @@ def test_waiting_requests_join_once_a_quarter_of_the_slots_is_free_wherever_the_
 def test_a_step_that_does_not_fit_is_made_smaller_and_nothing_is_lost(world, expected, depth):
     from nopad.inference.scheduling.loop import OutOfMemory
 
-    w = world(64, 16, max_running=8, tokens_per_step=512, depth=depth)
+    w = world(64, 16, max_num_seqs=8, max_num_batched_tokens=512, depth=depth)
     real, fits = w.runner.launch, 3
 
     def launch(step):
@@ -251,7 +251,7 @@ def test_a_step_that_does_not_fit_is_made_smaller_and_nothing_is_lost(world, exp
         w.scheduler.add(r)
     w.drain(600)
     assert all(r.output == expected(r) for r in requests)
-    assert w.scheduler.max_running <= 8 and w.scheduler.tokens_per_step <= 64
+    assert w.scheduler.max_num_seqs <= 8 and w.scheduler.max_num_batched_tokens <= 64
     fits = 0
     w.scheduler.add(simple(9, 5, 5))
     with pytest.raises(MemoryError, match="does not fit"):

@@ -11,7 +11,7 @@ from nopad.attention import PageAllocator
 from nopad.inference.requests.request import Request
 from nopad.inference.scheduling import loop, step
 from nopad.inference.scheduling.scheduler import Scheduler
-from nopad.inference.scheduling.slot_params import Slots
+from nopad.inference.scheduling.slot_params import SlotParams
 
 
 def schedules():
@@ -100,14 +100,14 @@ FAULTS = {
     "positions one off": (loop, "build", spoil_step("positions", lambda a: a + 1)),
     "lengths one short": (loop, "build", spoil_step("lengths", lambda a: np.maximum(a - 1, 1))),
     "tables reversed": (loop, "build", spoil_step("table", lambda a: a[:, ::-1].copy())),
-    "draws by position off": (step, "uniforms", after(step.uniforms, lambda u, *_: u * 0.5)),
+    "draws by position off": (step, "uniforms", after(step.uniform, lambda u, *_: u * 0.5)),
     "page copies forgotten": (Scheduler, "plan", after(Scheduler.plan, forget_copies)),
     "outputs lost on restart": (Request, "tokens", skip_in_flight),
     "the oldest is preempted": (Scheduler, "_grow", preempt_the_oldest),
     "prefix offered too early": (Scheduler, "_offer", offer_too_much),
     "a hit covers all": (Request, "reusable", property(reuse_everything)),
     "pages not given back": (Scheduler, "_release", release_without_pages),
-    "settings of the slot's last tenant": (Slots, "admit", admit_without_settings),
+    "settings of the slot's last tenant": (SlotParams, "admit", admit_without_settings),
     "one token too many counted": (Scheduler, "commit", commit_one_more),
     "an owner's pages in any order": (
         PageAllocator,

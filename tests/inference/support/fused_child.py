@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from nopad.attention import PagedCache, Pages, Varlen, attend, probe_layers
-from nopad.inference.fused.fused_ops import _logits, _rehearse_step, fused, provable_parts
-from nopad.inference.live_model.borrow import borrowed
-from nopad.kernels.decode_attention import Turn, attend_parts, place
+from nopad.attention import PagedCache, Pages, Varlen, attend, layer_shapes
+from nopad.inference.fused.fused_ops import _logits, _rehearse_step, fused, verified_ops
+from nopad.inference.live_model.borrow import borrow_model
+from nopad.kernels.decode_attention import QKTransform, fused_decode_attention, place
 from nopad.kernels.elementwise import rms_norm, rotary, silu_mul
 from nopad.kernels.paged_decode import DecodeTiles
 from nopad.kernels.settling import settle
@@ -95,12 +95,14 @@ def check_attention(heads: int, kv: int, dim: int, norm: bool, bias: bool) -> No
     ))  # fmt: skip
     bounds = torch.arange(count + 1, dtype=torch.int32)
     want = attend(q, k, v, Varlen(bounds, 1, of[1]), layer=0)
-    turn = Turn(angles.cos(), angles.sin(), shift, *gains, 1e-6)
+    turn = QKTransform(angles.cos(), angles.sin(), shift, *gains, 1e-6)
     assert_close(place(parts, turn, of[0], 0, heads, late=False), q, rtol=1e-4, atol=1e-5)
     for splits in (1, 2, 4):
         ended = torch.zeros(count, kv, dtype=torch.int32)
         tiles = DecodeTiles(32, splits, 4, 2)
-        got = attend_parts(parts, turn, of[0], 0, heads, dim**-0.5, tiles, ended, late=False)
+        got = fused_decode_attention(
+            parts, turn, of[0], 0, heads, dim**-0.5, tiles, ended, late=False
+        )
         real = [0, 1, 2, 4]
         assert_close(got[real], want[real], rtol=1e-4, atol=1e-5)
         assert not ended.any()
@@ -128,11 +130,11 @@ def check_models() -> None:
             for name, parameter in model.named_parameters():
                 scale = 1.6 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
                 parameter.mul_("norm" in name).add_(torch.randn_like(parameter) * scale)
-        like = PagedCache(1, 16, probe_layers(model), torch.float32, "cpu")
+        like = PagedCache(1, 16, layer_shapes(model), torch.float32, "cpu")
         before = [dict(m.__dict__) for m in model.modules()]
-        parts = provable_parts(model, like)
+        parts = verified_ops(model, like)
         counts[family] = len(parts)
-        with borrowed(model):
+        with borrow_model(model):
             want = _logits(model, like)
             with fused(list(model.modules()), parts):
                 got = _logits(model, like)

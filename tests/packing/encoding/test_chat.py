@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nopad.packing import IGNORE
+from nopad.packing import IGNORE_INDEX
 from nopad.packing.encoding import Encoder, encode_chat
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -50,10 +50,10 @@ def counted(tokenizer, sample):
     """The text of each run of counted tokens."""
     runs, open_run = [], False
     for token, label in zip(sample.tokens.tolist(), sample.labels.tolist(), strict=True):
-        if label != IGNORE:
+        if label != IGNORE_INDEX:
             assert label == token
             runs = [*runs[:-1], runs[-1] + [token]] if open_run else [*runs, [token]]
-        open_run = label != IGNORE
+        open_run = label != IGNORE_INDEX
     return ["".join(tokenizer.convert_ids_to_tokens(run)) for run in runs]
 
 
@@ -112,7 +112,9 @@ def texts(tokenizer, sample, chat):
     """The text of each counted token."""
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     places = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
-    return [whole[a:b] for (a, b), x in zip(places, sample.labels, strict=True) if x != IGNORE]
+    return [
+        whole[a:b] for (a, b), x in zip(places, sample.labels, strict=True) if x != IGNORE_INDEX
+    ]
 
 
 def test_a_token_that_holds_something_of_an_answer_counts():
@@ -205,6 +207,6 @@ def test_a_real_tokenizer_agrees(tokenizer):
     real = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
     real.chat_template = TEMPLATES["chatml"]
     sample = encode_chat(real, CHAT)
-    text = "".join(real.decode([t]) for t in sample.tokens[sample.labels != IGNORE])
+    text = "".join(real.decode([t]) for t in sample.tokens[sample.labels != IGNORE_INDEX])
     assert "yes!" in text.replace(" ", "") and "again" not in text
-    assert np.count_nonzero(sample.labels != IGNORE) < len(sample) / 2
+    assert np.count_nonzero(sample.labels != IGNORE_INDEX) < len(sample) / 2

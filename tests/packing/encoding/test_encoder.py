@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from nopad.packing import IGNORE, Sample
+from nopad.packing import IGNORE_INDEX, Sample
 from nopad.packing.encoding import Encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,7 @@ def one(encoder, row):
 def test_text_gets_what_the_tokenizer_adds_and_an_end(tokenizer):
     sample = one(Encoder(tokenizer), {"text": "hello world"})
     assert sample.tokens.tolist() == [1, 3, 4, 2]
-    assert sample.labels.tolist() == [IGNORE, 3, 4, 2]
+    assert sample.labels.tolist() == [IGNORE_INDEX, 3, 4, 2]
 
 
 def test_the_end_can_be_another_or_none_and_is_not_doubled(tokenizer):
@@ -46,7 +46,7 @@ def test_the_end_can_be_another_or_none_and_is_not_doubled(tokenizer):
 def test_only_the_completion_counts(tokenizer):
     sample = one(Encoder(tokenizer), {"prompt": "what is up ?", "completion": "fine"})
     assert sample.tokens.tolist() == [1, 5, 6, 7, 8, 9, 2]
-    assert sample.labels.tolist() == [IGNORE] * 5 + [9, 2]
+    assert sample.labels.tolist() == [IGNORE_INDEX] * 5 + [9, 2]
 
 
 MERGES = [("▁", "a"), ("t", "i"), ("m", "e"), ("ti", "me"), ("▁", "time"), ("▁", "y")]
@@ -101,14 +101,14 @@ def test_a_prompt_and_its_completion_are_tokenized_as_one_text(
 ):
     sample = one(Encoder(kind(spaced)), {"prompt": prompt, "completion": completion})
     assert sample.tokens.tolist() == spaced(prompt + completion)["input_ids"]
-    marks = spaced.convert_ids_to_tokens(sample.tokens[sample.labels != IGNORE].tolist())
+    marks = spaced.convert_ids_to_tokens(sample.tokens[sample.labels != IGNORE_INDEX].tolist())
     assert marks == [*(counted or ["▁time"]), "</s>"]
 
 
 @pytest.mark.parametrize("call", [None, lambda text: [ord(letter) for letter in text]])
 def test_a_prompt_may_be_empty(tokenizer, call):
     sample = one(Encoder(call or tokenizer, eos=2), {"prompt": "", "completion": "hello"})
-    assert sample.labels.tolist() == [IGNORE, *sample.tokens.tolist()[1:]] and len(sample) > 2
+    assert sample.labels.tolist() == [IGNORE_INDEX, *sample.tokens.tolist()[1:]] and len(sample) > 2
 
 
 @pytest.mark.parametrize("row", [{"text": "hello"}, {"prompt": "what", "completion": "hello"}])
@@ -141,8 +141,14 @@ def test_the_column_can_be_named(tokenizer):
 
 
 def test_ready_ids_and_labels_are_taken_as_they_are(tokenizer):
-    sample = one(Encoder(tokenizer), {"input_ids": [3, 4, 5], "labels": [IGNORE, IGNORE, 5]})
-    assert sample.tokens.tolist() == [3, 4, 5] and sample.labels.tolist() == [IGNORE, IGNORE, 5]
+    sample = one(
+        Encoder(tokenizer), {"input_ids": [3, 4, 5], "labels": [IGNORE_INDEX, IGNORE_INDEX, 5]}
+    )
+    assert sample.tokens.tolist() == [3, 4, 5] and sample.labels.tolist() == [
+        IGNORE_INDEX,
+        IGNORE_INDEX,
+        5,
+    ]
     assert one(Encoder(), np.array([7, 8], np.uint16)).tokens.tolist() == [7, 8]
     assert one(Encoder(), Sample(np.array([7, 8]))).tokens.tolist() == [7, 8]
 

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, pack_lengths
 from nopad.packing.planning import Cost, level
-from nopad.packing.planning.leveling import Leveller
+from nopad.packing.planning.leveling import Leveler
 
 
 def lognormal_plan(n=100_000, budget=8192, seed=0):
@@ -40,10 +40,10 @@ def test_every_pack_comes_out_whole_exactly_once_whatever_the_calls(packs, first
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     items = np.arange(offsets[-1])
     plan = Plan(items, items % 3, items * 7 % 50 + 1, offsets)
-    whole = Leveller(window=64, seed=seed, first=first)
+    whole = Leveler(window=64, seed=seed, first=first)
     out = Plan.join([whole.feed(plan), whole.finish()])
     assert sorted(pack_list(out)) == sorted(pack_list(plan))
-    by_one = Leveller(window=64, seed=seed, first=first)
+    by_one = Leveler(window=64, seed=seed, first=first)
     parts = [by_one.feed(plan.take(np.array([p]))) for p in range(len(plan))]
     assert_same(Plan.join([*parts, by_one.finish()]), out)
 
@@ -61,7 +61,7 @@ def test_ranks_that_step_together_work_alike():
 
 @pytest.mark.parametrize("first", [0, 5, 61, 64, 1000])
 def test_groups_stay_aligned_in_a_run_that_began_elsewhere(first):
-    leveller = Leveller(first=first)
+    leveller = Leveler(first=first)
     costs = Cost().of_packs(leveller.feed(lognormal_plan(40_000)))
     for ranks, most in ((8, 1.003), (64, 1.02)):
         assert spread(costs[-first % ranks :], ranks) <= most
@@ -105,7 +105,7 @@ def test_a_seed_changes_the_order_and_nothing_else():
 
 def test_a_window_that_cuts_groups_is_refused():
     with pytest.raises(ValueError, match="multiple of 64"):
-        Leveller(window=100)
+        Leveler(window=100)
 
 
 def test_a_cost_that_does_not_grow_is_refused():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nopad.packing import IGNORE, Packer, Sample
+from nopad.packing import IGNORE_INDEX, Packer, Sample
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=120)
 SETTINGS = st.fixed_dictionaries(
@@ -42,8 +42,8 @@ def check(packs, samples, budget, align, continued):
             tokens = pack.tokens[a:b]
             tokens = tokens[tokens > 0]
             labels = pack.labels[a : a + len(tokens)]
-            assert labels[0] == IGNORE and (labels[1:] == tokens[1:]).all()
-            assert (pack.labels[a + len(tokens) : b] == IGNORE).all()
+            assert labels[0] == IGNORE_INDEX and (labels[1:] == tokens[1:]).all()
+            assert (pack.labels[a + len(tokens) : b] == IGNORE_INDEX).all()
             start = tokens[0] - samples[number].tokens[0]
             assert pack.first_positions[s] == (start if continued else 0)
             found[number].append(tokens)
@@ -92,11 +92,11 @@ def test_a_sample_longer_than_the_budget_is_treated_and_counted_as_asked(overflo
 
 
 def test_labels_of_the_sample_are_kept_and_the_head_of_every_part_does_not_count():
-    labels = np.array([1, IGNORE, 3, 4, 5, IGNORE, 7])
+    labels = np.array([1, IGNORE_INDEX, 3, 4, 5, IGNORE_INDEX, 7])
     packs = pack_all(Packer(4, pool=1), [Sample(np.arange(1, 8), labels)])
     assert [pack.labels.tolist() for pack in packs] == [
-        [IGNORE, IGNORE, 3, 4],
-        [IGNORE, IGNORE, 7],
+        [IGNORE_INDEX, IGNORE_INDEX, 3, 4],
+        [IGNORE_INDEX, IGNORE_INDEX, 7],
     ]
 
 

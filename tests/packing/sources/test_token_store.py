@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nopad.packing import IGNORE, Pack, Plan, Sample
-from nopad.packing.sources.token_store import Shelf, TokenStore
+from nopad.packing import IGNORE_INDEX, Pack, Plan, Sample
+from nopad.packing.sources.token_store import TokenArray, TokenStore
 
 
 def naive(samples, segments, align, pad):
@@ -14,7 +14,7 @@ def naive(samples, segments, align, pad):
         width = -(-length // align) * align
         tokens += samples[document].tokens[start : start + length].tolist()
         own = samples[document].labels[start : start + length].tolist()
-        labels += [IGNORE, *own[1:]] + [IGNORE] * (width - length)
+        labels += [IGNORE_INDEX, *own[1:]] + [IGNORE_INDEX] * (width - length)
         tokens += [pad] * (width - length)
         bounds.append(len(tokens))
     return tokens, labels, bounds
@@ -31,10 +31,12 @@ def test_laying_out_equals_the_naive_way(data):
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=8))
         own = [Sample(np.arange(n) + 100 * (len(samples) + i)) for i, n in enumerate(lengths)]
         if number == 1:  # a shelf with labels of its own
-            own = [Sample(s.tokens, np.where(s.tokens % 3, s.tokens, IGNORE)) for s in own]
-        shelf = Shelf.of(own, source=number)
+            own = [Sample(s.tokens, np.where(s.tokens % 3, s.tokens, IGNORE_INDEX)) for s in own]
+        shelf = TokenArray.of(own, source=number)
         shelves.append(
-            Shelf("x", shelf.flat.astype(kind), shelf.begins, shelf.lengths, shelf.labels, number)
+            TokenArray(
+                "x", shelf.flat.astype(kind), shelf.begins, shelf.lengths, shelf.labels, number
+            )
         )
         samples += own
     store, segments = TokenStore(shelves), []
@@ -51,13 +53,15 @@ def test_laying_out_equals_the_naive_way(data):
     assert rows.tokens.tolist() == tokens
     marks = rows.labels if len(rows.labels) else None  # made from the tokens when asked for
     pack = Pack(rows.tokens, marks, rows.bounds, len(tokens), *[rows.documents] * 3)
-    assert pack.counted == sum(label != IGNORE for label in labels)
+    assert pack.counted == sum(label != IGNORE_INDEX for label in labels)
     assert pack.labels.tolist() == labels
     assert rows.bounds.tolist() == bounds
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_document():
-    store = TokenStore([Shelf.of([Sample(np.array([1, 2])), Sample(np.array([3, 99, 4]))], "mine")])
+    store = TokenStore(
+        [TokenArray.of([Sample(np.array([1, 2])), Sample(np.array([3, 99, 4]))], "mine")]
+    )
     plan = Plan(*map(np.array, ([0, 1], [0, 0], [2, 3], [0, 2])))
     store.lay(plan, np.array([0]), vocab_size=100)
     with pytest.raises(ValueError, match="mine, document 1 holds the id 99"):
@@ -65,23 +69,25 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_document():
 
 
 def test_a_negative_id_is_named_whatever_the_vocabulary():
-    shelf = Shelf("mine", np.array([1, -2, 3]), np.array([0]), np.array([3]))
+    shelf = TokenArray("mine", np.array([1, -2, 3]), np.array([0]), np.array([3]))
     with pytest.raises(ValueError, match="mine, document 0 holds the id -2"):
         plan = Plan(*map(np.array, ([0], [0], [3], [0, 1])))
         TokenStore([shelf]).lay(plan, np.array([0]))
 
 
 def test_an_empty_document_is_named():
-    shelf = Shelf("mine", np.arange(5), np.array([0, 2, 2]), np.array([2, 0, 3]))
+    shelf = TokenArray("mine", np.arange(5), np.array([0, 2, 2]), np.array([2, 0, 3]))
     with pytest.raises(ValueError, match="mine, document 1 is empty"):
         TokenStore([shelf]).check()
 
 
 @pytest.mark.parametrize("label", [-5, -101, 10])
 def test_a_label_outside_the_vocabulary_is_refused_with_its_document(label):
-    good = Shelf("good", np.arange(4), np.array([0]), np.array([4]), np.array([-100, 1, -100, 9]))
+    good = TokenArray(
+        "good", np.arange(4), np.array([0]), np.array([4]), np.array([-100, 1, -100, 9])
+    )
     flat, labels = np.arange(5), np.array([0, 1, 2, label, 4])
-    bad = Shelf("bad", flat, np.array([0, 2]), np.array([2, 3]), labels)
+    bad = TokenArray("bad", flat, np.array([0, 2]), np.array([2, 3]), labels)
     plan = Plan(*map(np.array, ([0, 1, 2], [0, 0, 0], [4, 2, 3], [0, 3])))
     store = TokenStore([good, bad])
     with pytest.raises(ValueError, match=f"bad, document 2 holds the label {label}: ids go"):
@@ -94,7 +100,7 @@ def test_a_label_outside_the_vocabulary_is_refused_with_its_document(label):
     ("begin", "length", "labels"), [(-1, 3, None), (2, 4, None), (0, 5, np.arange(4))]
 )
 def test_documents_that_reach_beyond_their_tokens_are_refused(begin, length, labels):
-    shelf = Shelf("x", np.arange(5), np.array([begin]), np.array([length]), labels)
+    shelf = TokenArray("x", np.arange(5), np.array([begin]), np.array([length]), labels)
     with pytest.raises(ValueError, match=f"documents reach from {begin} to {begin + length}"):
         TokenStore([shelf]).check()
-    TokenStore([Shelf("x", np.arange(5), np.array([0]), np.array([5]))]).check()
+    TokenStore([TokenArray("x", np.arange(5), np.array([0]), np.array([5]))]).check()

@@ -82,7 +82,7 @@ def test_prompts_without_an_answer_are_not_said_to_be_missed(monkeypatch, refere
         def generate(self, prompts, params, deadline=None):
             return [SimpleNamespace(text=" up", tokens=[1], error=None, finish_reason="eos")]
 
-    monkeypatch.setattr(data_parallel, "AllRanks", Ranks)
+    monkeypatch.setattr(data_parallel, "DataParallelEngine", Ranks)
     monkeypatch.setattr("nopad.inference.Engine", lambda model, tokenizer: None)
     evaluation = holdout.continuing(None, None, [Example("Once", reference)], every=1, seed=0)
     found = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]

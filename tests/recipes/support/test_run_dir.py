@@ -124,7 +124,7 @@ def test_the_newest_checkpoints_are_kept_and_they_are_whole(tmp_path, keep, left
         saved(folder, step, keep)
     found = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.partition("-")[2]))
     assert [path.name for path in found] == [f"checkpoint-{step}" for step in left]
-    assert [checkpoint_manifest.flaw(path) for path in found] == [None] * len(left)
+    assert [checkpoint_manifest.find_damage(path) for path in found] == [None] * len(left)
     assert folder.last_step() == 100
 
 

@@ -33,7 +33,7 @@ import small_inputs  # noqa: E402
 import torch  # noqa: E402
 from forking import Ranks, compile_once, fresh  # noqa: E402
 from nopad.inference import (  # noqa: E402
-    AllRanks,  # noqa: F401
+    DataParallelEngine,  # noqa: F401
     Engine,  # noqa: F401
 )
 from nopad.packing.state import atomic_file  # noqa: E402
@@ -112,14 +112,14 @@ class Recipe:
         if self.name == "pretrain_lightning":
             return checkpoint_manifest.check_archive(at / "out" / "last.ckpt")
         for path in (at / "out").glob("checkpoint-*"):
-            assert checkpoint_manifest.flaw(path) is None, (
-                f"{path.name}: {checkpoint_manifest.flaw(path)}"
+            assert checkpoint_manifest.find_damage(path) is None, (
+                f"{path.name}: {checkpoint_manifest.find_damage(path)}"
             )
 
     def go_on(self, at: Path, world: int) -> None:
         """Resume, or start anew where nothing was saved, and arrive where the whole run did."""
         found = (at / "out").glob("checkpoint-*")
-        saved = any(checkpoint_manifest.flaw(path) is None for path in found)
+        saved = any(checkpoint_manifest.find_damage(path) is None for path in found)
         saved = saved or (at / "out" / "last.ckpt").exists()
         if not saved:
             fresh(at)
@@ -207,7 +207,7 @@ def signals(recipe: Recipe, number: int) -> str:
 CRASHES = {
     "before the save": ((with_accelerate, with_hf), "save_data_state", 1),
     "state gathered, not written": ((data_state,), "write_state", 1),
-    "state written": ((data_state,), "wait_for_all", 1),
+    "state written": ((data_state,), "barrier", 1),
     "all written, not sealed": ((checkpoint_manifest, with_hf), "seal", 1),
     "some written": ((with_hf.PackedTrainer,), "_save_optimizer_and_scheduler", 1),
     "gathered, not written": ((accelerate.accelerator,), "save_accelerator_state", 1),
@@ -299,7 +299,7 @@ def _other_version(out: Path) -> None:
     for folder in out.glob("checkpoint-*"):
         path = folder / data_state.STATE_FILE
         atomic_file.write_state(path, {**atomic_file.read_state(path), "version": 99})
-        checkpoint_manifest.seal(folder)
+        checkpoint_manifest.write_manifest(folder)
     return None
 
 

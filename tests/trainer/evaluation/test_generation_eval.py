@@ -315,7 +315,7 @@ def test_random_states_are_put_back_whatever_a_metric_draws(monkeypatch):
         return not torch.equal(before, torch.get_rng_state())
 
     assert not changes()
-    monkeypatch.setattr(module, "undisturbed", nullcontext)
+    monkeypatch.setattr(module, "preserve_rng", nullcontext)
     assert changes(), "the test would see it"
 
 

@@ -58,7 +58,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(two):
     assert first["interrupted"].startswith("KeyboardInterrupt")
     assert second["interrupted"].startswith("KeyboardInterrupt")
     assert second["left"] == "SystemExit: seeded"
-    assert first["left"] == "SystemExit: rank 1 left in an evaluation: SystemExit: seeded"
+    assert first["left"] == "SystemExit: rank 1 exited: SystemExit: seeded"
     assert [child["reports"]["broken"].split(":")[-1] for child in two] == [" seeded"] * 2
 
 

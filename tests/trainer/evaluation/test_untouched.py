@@ -98,7 +98,7 @@ def _forgetting_attention(modules):
 
 @pytest.mark.parametrize(
     ("fault", "seen"),
-    [("_training_flags", "flags"), ("_attention", "attention"), ("random_states", "torch")],
+    [("_training_flags", "flags"), ("_attention", "attention"), ("preserve_rng", "torch")],
 )
 def test_an_engine_that_forgets_to_restore_is_noticed(fault, seen, plain, tmp_path, monkeypatch):
     from nopad.inference.live_model import borrow
@@ -106,11 +106,11 @@ def test_an_engine_that_forgets_to_restore_is_noticed(fault, seen, plain, tmp_pa
     forgetting = {
         "_training_flags": _forgetting_flags,
         "_attention": _forgetting_attention,
-        "random_states": lambda device: nullcontext(),
+        "preserve_rng": lambda device: nullcontext(),
     }
     monkeypatch.setattr(borrow, fault, forgetting[fault])
-    if fault == "random_states":  # held twice: by the engine, and around the metrics
-        monkeypatch.setattr(generation_eval, "undisturbed", nullcontext)
+    if fault == "preserve_rng":  # held twice: by the engine, and around the metrics
+        monkeypatch.setattr(generation_eval, "preserve_rng", nullcontext)
     steps, every = STEPS["fast"]
     without, _ = plain("accelerate", steps, every)
     diary = untouched.Diary("sampled", "ends", every)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_run
 import torch
-from nopad.trainer.fused.class_swap import FUSED, is_bare, serves, twin_of
+from nopad.trainer.fused.class_swap import FUSED, fused_subclass, has_no_hooks, serves
 from nopad.trainer.fused.equivalence import agree, agrees, wave
 from nopad.trainer.fused.fuse_layers import PARTS, _different
 from torch import nn
@@ -34,8 +34,8 @@ def test_a_fused_model_is_saved_whole_and_copied(again):
     model = tiny_run.model()
     for source in PARTS:
         for part in model.modules():
-            if source.looks_like_one(part):
-                part.__class__ = twin_of(type(part), source.forward)
+            if source.matches(part):
+                part.__class__ = fused_subclass(type(part), source.forward)
     assert sum(hasattr(type(part), FUSED) for part in model.modules()) > 4 * 2
     ids = torch.randint(1, 61, (1, 9))
     gold, other = model(ids).logits, again(model)
@@ -54,7 +54,7 @@ class Dropping(nn.Module):
 
 
 def test_what_drops_out_in_training_is_not_fused_although_it_does_not_now():
-    twin = twin_of(Dropping, lambda part, x: x * part.weight)
+    twin = fused_subclass(Dropping, lambda part, x: x * part.weight)
     assert agrees(Dropping(0.0).eval(), twin, torch.device("cpu"))
     assert not agrees(Dropping(0.5).eval(), twin, torch.device("cpu"))
 
@@ -77,7 +77,7 @@ class Scaled(nn.Module):
 
 
 def test_a_difference_that_bf16_would_hide_is_seen_in_fp32():
-    cpu, twin = torch.device("cpu"), twin_of(Scaled, lambda part, x: x * part.weight)
+    cpu, twin = torch.device("cpu"), fused_subclass(Scaled, lambda part, x: x * part.weight)
     assert agrees(Scaled(1.0).bfloat16(), twin, cpu)
     assert not agrees(Scaled(0.99).bfloat16(), twin, cpu)
 
@@ -89,7 +89,7 @@ def test_what_tf32_rounds_is_forgiven_and_a_multiplier_is_not():
 
 
 def test_a_share_too_small_to_drop_anything_in_a_trial_is_seen_and_no_random_number_is_used_up():
-    twin = twin_of(Dropping, lambda part, x: x * part.weight)
+    twin = fused_subclass(Dropping, lambda part, x: x * part.weight)
     state = torch.get_rng_state()
     assert not agrees(Dropping(1e-6), twin, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
@@ -112,7 +112,7 @@ def scaled(part, x):
 def fusible(monkeypatch):
     """Fuses `Scaled` and `Dropping`, without a kernel, here."""
     source = SimpleNamespace(
-        looks_like_one=lambda part: isinstance(part, Scaled | Dropping),
+        matches=lambda part: isinstance(part, Scaled | Dropping),
         forward=scaled,
         agrees=agrees,
     )
@@ -173,13 +173,13 @@ HOOKS = (
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_of_any_kind_keeps_a_module_from_being_passed_over(name):
     part = nn.Linear(2, 2)
-    assert is_bare(part)
+    assert has_no_hooks(part)
     everywhere = getattr(nn.modules.module, name.replace("register_", "register_module_"))
     for register in (getattr(part, name), everywhere):
         handle = register(lambda *_: None)
-        assert not is_bare(part)
+        assert not has_no_hooks(part)
         handle.remove()
-        assert is_bare(part)
+        assert has_no_hooks(part)
 
 
 def test_the_kernels_are_for_tensors_of_the_current_device_only(monkeypatch):

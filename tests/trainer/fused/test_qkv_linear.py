@@ -6,7 +6,7 @@ import pytest
 import tiny_run
 import torch
 from nopad.trainer.fused import attention_part
-from nopad.trainer.fused.class_swap import twin_of
+from nopad.trainer.fused.class_swap import fused_subclass
 from nopad.trainer.fused.qkv_linear import _merged, joint_products
 from torch import nn
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 def test_only_modules_that_ask_for_products_of_their_input_are_fused():
     cpu = torch.device("cpu")
-    assert attention_part.looks_like_one(Attention())
+    assert attention_part.matches(Attention())
     assert attention_part.agrees(Attention(), None, cpu)
     assert not attention_part.agrees(Attention(of=torch.tanh), None, cpu)
     assert not attention_part.agrees(Attention(of=lambda x: 1 / 0), None, cpu)
@@ -89,7 +89,7 @@ def test_asked_for_something_else_a_layer_answers_as_ever(monkeypatch):
     monkeypatch.setattr(attention_part, "serves", lambda x: True)
     part, x = Attention(of=torch.tanh), torch.randn(1, 3, 6)
     gold = part(x, angles=2.0)
-    part.__class__ = twin_of(Attention, attention_part.forward)
+    part.__class__ = fused_subclass(Attention, attention_part.forward)
     torch.testing.assert_close(part(x, angles=2.0), gold)
     torch.testing.assert_close(part(hidden_states=x, angles=2.0), gold)
     part.k_proj.register_forward_hook(lambda module, given, out: 2 * out)
@@ -99,7 +99,7 @@ def test_asked_for_something_else_a_layer_answers_as_ever(monkeypatch):
 def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
     monkeypatch.setattr(attention_part, "serves", lambda x: True)
     part, x = Attention(of=lambda x: 1 / 0), torch.randn(1, 3, 6)
-    part.__class__ = twin_of(Attention, attention_part.forward)
+    part.__class__ = fused_subclass(Attention, attention_part.forward)
     with pytest.raises(ZeroDivisionError):
         part(x, angles=2.0)
     assert not any("forward" in vars(layer) for layer in part.children())
@@ -126,7 +126,7 @@ def test_gradients_of_a_model_are_what_they_were(monkeypatch):
     gold = weights()
     monkeypatch.setattr(attention_part, "serves", lambda x: True)
     for part in model.modules():
-        if attention_part.looks_like_one(part):
-            part.__class__ = twin_of(type(part), attention_part.forward)
+        if attention_part.matches(part):
+            part.__class__ = fused_subclass(type(part), attention_part.forward)
     for ours, theirs in zip(weights(), gold, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

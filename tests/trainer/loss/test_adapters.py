@@ -10,7 +10,7 @@ import tiny_run
 from accelerate import Accelerator
 from front_ends import FIRST_STEP
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.with_accelerate import AcceleratePacks
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
 peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
@@ -30,7 +30,7 @@ def test_adapters_get_the_gradient_of_the_samples_one_by_one(front_end, tmp_path
 @pytest.mark.parametrize("front_end", FIRST_STEP)
 def test_adapters_of_virtual_tokens_are_refused(front_end, kind, tmp_path):
     """PEFT's forward puts them before a pack, where its boundaries do not count them."""
-    with pytest.raises(ValueError, match=rf"^{kind} puts virtual tokens before a pack.*use LoRA"):
+    with pytest.raises(ValueError, match=rf"^{kind} adds virtual tokens .*use LoRA"):
         FIRST_STEP[front_end](_virtual(tiny_run.model(), kind), tiny_run.dataset(), tmp_path)
 
 
@@ -38,8 +38,8 @@ def test_adapters_of_virtual_tokens_around_an_attached_loss_are_refused():
     accelerator, model = Accelerator(cpu=True), tiny_run.model()
     attach_loss(model)
     accelerator.prepare(_virtual(model, "PrefixTuningConfig"))
-    with pytest.raises(ValueError, match=r"^PrefixTuningConfig puts virtual tokens"):
-        next(iter(AcceleratePacks(accelerator, tiny_run.dataset())))
+    with pytest.raises(ValueError, match=r"^PrefixTuningConfig adds virtual tokens"):
+        next(iter(PackedAccelerateLoader(accelerator, tiny_run.dataset())))
 
 
 def _virtual(model, kind: str):

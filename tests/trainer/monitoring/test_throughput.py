@@ -27,8 +27,8 @@ def test_matrix_flops_are_those_that_run():
 
 def test_attention_is_counted_per_sample():
     flops = ModelFlops.of_model(tiny_run.model())
-    apart, together = flops.of([16, 16]), flops.of([32])
-    assert together - apart == flops.per_pair * 2 * 16 * 16
+    apart, run_on_all_ranks = flops.of([16, 16]), flops.of([32])
+    assert run_on_all_ranks - apart == flops.per_pair * 2 * 16 * 16
     assert flops.per_pair == 12 * 32
 
 

@@ -10,9 +10,9 @@ import tiny_run
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from nopad.runtime import leave_group
+from nopad.runtime import destroy_group
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.with_accelerate import AcceleratePacks
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
 
 def prepare(accumulation: int, workers: int = 0, attached: bool = True, **data):
@@ -23,7 +23,7 @@ def prepare(accumulation: int, workers: int = 0, attached: bool = True, **data):
     if attached:
         attach_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = AcceleratePacks(accelerator, tiny_run.dataset(**data), num_workers=workers)
+    loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(**data), num_workers=workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     return accelerator, model, optimizer, loader
 
@@ -118,4 +118,4 @@ def main(folder: Path, world: int, other: Path | None) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)
-    leave_group()
+    destroy_group()

@@ -9,8 +9,8 @@ import sys
 import tiny_run
 import torch
 import torch.distributed as dist
-from nopad.inference import AllRanks, Engine, SamplingParams
-from nopad.inference.execution.model_runner import DeviceRunner
+from nopad.inference import DataParallelEngine, Engine, SamplingParams
+from nopad.inference.execution.model_runner import ModelRunner
 from nopad.trainer import fsdp_unshard
 from nopad.trainer.evaluation import Example, GenerationEval
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +39,7 @@ def failing(engine: Engine, where: int, kind: type[BaseException]):
         return Engine.generate(engine, *args, **kwargs)
 
     engine.generate = generate
-    return AllRanks(engine).generate
+    return DataParallelEngine(engine).generate
 
 
 def rank() -> int:
@@ -55,7 +55,7 @@ def told(work) -> str:
 
 def dealt(model) -> dict:
     """What all ranks together answer, whatever there is to answer."""
-    ranks = AllRanks(Engine(model))
+    ranks = DataParallelEngine(Engine(model))
     contexts = prompts(5, 1)
     choices = [[[1, 2], [3], [4, 5, 6]][: 1 + i % 3] for i in range(len(contexts))]
     scores = ranks.score(contexts, choices)
@@ -73,7 +73,7 @@ def reports(model) -> dict:
     examples = [Example(p, "x") for p in prompts(7, 2)]
     metrics = {"length": lambda text, _: len(text.split())}
     good = GenerationEval(
-        AllRanks(Engine(model)).generate, examples, metrics, GREEDY, watch="length"
+        DataParallelEngine(Engine(model)).generate, examples, metrics, GREEDY, watch="length"
     )
     long = [*examples, Example(list(range(1, 60)) * 3, "too long")]
     poison = {**metrics, "bad": lambda text, _: 1 / (len(text.split()) - 5)}
@@ -88,8 +88,12 @@ def reports(model) -> dict:
     broken = GenerationEval(failing(Engine(model), last, RuntimeError), examples, metrics, GREEDY)
     return {
         "good": run(good),
-        "too long": run(GenerationEval(AllRanks(Engine(model)).generate, long, metrics, GREEDY)),
-        "metric": run(GenerationEval(AllRanks(Engine(model)).generate, examples, poison, GREEDY)),
+        "too long": run(
+            GenerationEval(DataParallelEngine(Engine(model)).generate, long, metrics, GREEDY)
+        ),
+        "metric": run(
+            GenerationEval(DataParallelEngine(Engine(model)).generate, examples, poison, GREEDY)
+        ),
         "broken": run(broken)[1],
     }
 
@@ -128,7 +132,7 @@ def sharded(evaluated: bool, fits: bool = True, breaks: bool = False) -> list:
     if breaks:
         examples = [Example([3 + i, 4, 5]) for i in range(4)]
         fail_in_second_step(engine)
-    evaluation = GenerationEval(AllRanks(engine).generate, examples, None, SAMPLED)
+    evaluation = GenerationEval(DataParallelEngine(engine).generate, examples, None, SAMPLED)
     texts = []
     data = iter(tiny_run.dataset(epochs=None))
     for step in range(6):
@@ -139,7 +143,9 @@ def sharded(evaluated: bool, fits: bool = True, breaks: bool = False) -> list:
         optimizer.step()
         optimizer.zero_grad()
     kinds = sorted({type(p.data).__name__ for p in model.parameters()})
-    single = None if breaks or fits else lists(AllRanks(engine).generate([[1, 2, 3]], GREEDY))
+    single = (
+        None if breaks or fits else lists(DataParallelEngine(engine).generate([[1, 2, 3]], GREEDY))
+    )
     return [tiny_run.digest(model), kinds, texts, single]
 
 
@@ -147,7 +153,7 @@ def fail_in_second_step(engine: Engine) -> None:
     generate = engine.generate
 
     def failing(*args, **kwargs):
-        launch, steps = DeviceRunner.launch, []
+        launch, steps = ModelRunner.launch, []
 
         def second(self, step):
             steps.append(step)
@@ -155,18 +161,18 @@ def fail_in_second_step(engine: Engine) -> None:
                 raise ValueError("seeded")
             return launch(self, step)
 
-        DeviceRunner.launch = second if rank() == dist.get_world_size() - 1 else launch
+        ModelRunner.launch = second if rank() == dist.get_world_size() - 1 else launch
         try:
             return generate(*args, **kwargs)
         finally:
-            DeviceRunner.launch = launch
+            ModelRunner.launch = launch
 
     engine.generate = failing
 
 
 def uneven(model, runs: int) -> int:
     """Calls with 0 to n prompts, one after the other; how many gave what one rank alone gives."""
-    ranks, alone = AllRanks(Engine(model)), Engine(model)
+    ranks, alone = DataParallelEngine(Engine(model)), Engine(model)
     rng, right = random.Random(5), 0
     for number in range(runs):
         asked = prompts(rng.randint(0, 5), number)

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from hf_child import Watch
 from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.with_accelerate import AcceleratePacks
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
 from nopad.trainer.with_hf import PackedTrainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 from transformers import TrainingArguments
@@ -29,7 +29,7 @@ def accelerate(
     attach_loss(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in AcceleratePacks(accelerator, data, collator):
+    for batch in PackedAccelerateLoader(accelerator, data, collator):
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
             if accelerator.sync_gradients:

@@ -10,7 +10,7 @@ import tiny_run
 import torch
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
-from nopad.runtime import leave_group
+from nopad.runtime import destroy_group
 from nopad.trainer.with_hf import PackedTrainer
 from transformers import TrainerCallback, TrainingArguments
 
@@ -138,4 +138,4 @@ def main(folder: Path, world: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]))
-    leave_group()
+    destroy_group()

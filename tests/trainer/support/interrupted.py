@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import untouched
 from forking import Ranks, compile_once, fresh
-from nopad.inference.execution.model_runner import DeviceRunner
+from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.live_model import borrow
 from nopad.trainer.evaluation import GenerationEval
 
@@ -34,7 +34,7 @@ def train(trainer: str, forgets: bool) -> None:
     torch.set_num_threads(1)
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     diary, before = untouched.Diary("sampled", "ends", every=2), []
-    run, launch = GenerationEval.run, DeviceRunner.launch
+    run, launch = GenerationEval.run, ModelRunner.launch
 
     def noted(self, step, model=None):
         before.append(diary.look())
@@ -45,7 +45,7 @@ def train(trainer: str, forgets: bool) -> None:
         time.sleep(0.3)
         return launch(self, step)
 
-    GenerationEval.run, DeviceRunner.launch = noted, slow
+    GenerationEval.run, ModelRunner.launch = noted, slow
     if forgets:
         borrow._training_flags = forgetting
     ended = "finished"

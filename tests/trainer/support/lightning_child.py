@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import tiny_run
 import torch
 import untouched
-from nopad.runtime import leave_group
+from nopad.runtime import destroy_group
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
 warnings.filterwarnings("ignore")
@@ -126,4 +126,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     WORLD = int(sys.argv[2])
     main(Path(sys.argv[1]))
-    leave_group()
+    destroy_group()

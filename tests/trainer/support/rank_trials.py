@@ -28,7 +28,7 @@ from forking import Ranks, compile_once, fresh
 from front_ends import Module
 from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.with_accelerate import AcceleratePacks
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
 from nopad.trainer.with_hf import PackedTrainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 from transformers import LlamaForCausalLM, TrainingArguments  # noqa: F401
@@ -43,7 +43,7 @@ def accelerate(data, accumulation: int, steps: int, workers=0, load=None, save=N
     model = tiny_run.model()
     attach_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = AcceleratePacks(accelerator, data, num_workers=workers)
+    loader = PackedAccelerateLoader(accelerator, data, num_workers=workers)
     model, optimizer = accelerator.prepare(model, optimizer)
     if load:
         accelerator.load_state(load)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from nopad.collators import PackedCollator
-from nopad.packing import IGNORE, PackedDataset
+from nopad.packing import IGNORE_INDEX, PackedDataset
 
 VOCABULARY = 61
 BUDGET = 32
@@ -27,7 +27,7 @@ def samples(count: int = 40, seed: int = 0) -> list[dict]:
         ids = rng.integers(1, VOCABULARY, rng.integers(2, 21))
         labels = ids.copy()
         if number % 3 == 0:
-            labels[: len(ids) - 1] = IGNORE
+            labels[: len(ids) - 1] = IGNORE_INDEX
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     return rows
 
@@ -75,7 +75,7 @@ def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Te
             ids, labels = (
                 torch.from_numpy(x[a:b].copy())[None].to(device) for x in (pack.tokens, pack.labels)
             )
-            counted = int((labels != IGNORE).sum())
+            counted = int((labels != IGNORE_INDEX).sum())
             if not counted:
                 continue
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]

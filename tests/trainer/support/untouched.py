@@ -184,7 +184,7 @@ def in_accelerate(diary: Diary, steps: int, folder: Path) -> dict:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from nopad.trainer.loss import attach_loss
-    from nopad.trainer.with_accelerate import AccelerateEval, AcceleratePacks
+    from nopad.trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -193,7 +193,7 @@ def in_accelerate(diary: Diary, steps: int, folder: Path) -> dict:
     attach_loss(live)
     bare = torch.optim.AdamW(live.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(bare, total_iters=steps)
-    loader = AcceleratePacks(accelerator, tiny_run.dataset(epochs=None), num_workers=1)
+    loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(epochs=None), num_workers=1)
     wrapped, optimizer, loader = accelerator.prepare(live, bare, loader)
 
     def look() -> dict:

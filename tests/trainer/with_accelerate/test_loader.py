@@ -66,11 +66,11 @@ def test_one_rank_goes_on_where_two_stopped(one, two):
 
 def two_loaders(seeds: tuple[int, ...] = (3, 4)):
     from accelerate import Accelerator
-    from nopad.trainer.with_accelerate import AcceleratePacks
+    from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
     accelerator = Accelerator(cpu=True)
     sets = [tiny_run.dataset(seed=seed, epochs=None) for seed in seeds]
-    return accelerator, [AcceleratePacks(accelerator, data, check=False) for data in sets]
+    return accelerator, [PackedAccelerateLoader(accelerator, data, check=False) for data in sets]
 
 
 @pytest.mark.parametrize("seeds", [(3, 4), (3, 3)])

@@ -105,7 +105,7 @@ def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_
     seals: list[list[str]] = []
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     run, _ = trainer(tmp_path, tiny_run.dataset(), 1, **settings)
-    wholes, stock = trainer.seal, trainer.Trainer._save_checkpoint
+    wholes, stock = trainer.write_manifest, trainer.Trainer._save_checkpoint
 
     def sealing(folder):
         seals.append(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
@@ -123,7 +123,7 @@ def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_
 
     monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", unsealed)
     run._save_checkpoint(run.model, None)
-    assert trainer.last_whole_checkpoint(tmp_path).name == "checkpoint-2"
+    assert trainer.latest_intact_checkpoint(tmp_path).name == "checkpoint-2"
 
 
 def test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data(tmp_path):
@@ -215,10 +215,10 @@ def test_a_stop_callback_serves_one_training_after_another_and_ends_with_each(tm
 
 def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
-    from nopad.trainer.with_hf import Packed
+    from nopad.trainer.with_hf import PackedTrainerMixin
     from transformers import TrainingArguments
 
-    class PackedSFTTrainer(Packed, sft.SFTTrainer):
+    class PackedSFTTrainer(PackedTrainerMixin, sft.SFTTrainer):
         pass
 
     for args in (None, TrainingArguments(str(tmp_path), max_steps=1)):
@@ -229,11 +229,11 @@ def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
 def trl_trainer(folder: Path, model, data: PackedDataset, more=None, **settings):
     """TRL's SFTTrainer on packs; `more` is the trainer's, the settings are its arguments'."""
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
-    from nopad.trainer.with_hf import Packed
+    from nopad.trainer.with_hf import PackedTrainerMixin
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    class PackedSFTTrainer(Packed, sft.SFTTrainer):
+    class PackedSFTTrainer(PackedTrainerMixin, sft.SFTTrainer):
         pass
 
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))

@@ -11,7 +11,7 @@ import tiny_run
 import torch
 from front_ends import Noting
 from nopad.collators import PackedCollator
-from nopad.packing import IGNORE
+from nopad.packing import IGNORE_INDEX
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -47,7 +47,7 @@ def exact(packs: int, mean: str) -> float:
             )
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
             losses = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")
-            counted = losses[labels[0, 1:] != IGNORE]
+            counted = losses[labels[0, 1:] != IGNORE_INDEX]
             if len(counted):
                 total += float(counted.sum() if mean == "token" else counted.mean())
                 count += len(counted) if mean == "token" else 1
