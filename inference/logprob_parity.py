@@ -98,14 +98,14 @@ def packed_logprobs(
 ) -> Tensor:
     """Log-probabilities of all completions' tokens, from one forward over all sequences packed."""
     device = next(model.parameters()).device
-    whole = [[*map(int, p), *c.tokens] for p, c in zip(prompts, made, strict=True)]
+    whole = [[*map(int, p), *c.token_ids] for p, c in zip(prompts, made, strict=True)]
     batch = batch_of([torch.tensor([ids], device=device) for ids in whole])
     logits = model(**batch).logits[0]
     ends = batch["cu_seq_lens_q"][1:].tolist()
     found = []
     for end, completion in zip(ends, made, strict=True):
-        new = len(completion.tokens)
+        new = len(completion.token_ids)
         rows = logits[end - new - 1 : end - 1].float()
-        targets = torch.tensor(completion.tokens, device=device)
+        targets = torch.tensor(completion.token_ids, device=device)
         found.append(rows.gather(1, targets[:, None])[:, 0] - rows.logsumexp(-1))
     return torch.cat(found)

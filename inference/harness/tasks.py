@@ -69,7 +69,7 @@ class EngineLM(TemplateLM):
             raise ValueError(f"max_length is {max_length}; it must be tokens from 1")
         self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
         # The last token of a text is scored but never run, so one more than the positions fits.
-        self.engine = Engine(self.model, tokenizer, max_length=self.max_length + 1, **settings)
+        self.engine = Engine(self.model, tokenizer, max_model_len=self.max_length + 1, **settings)
         self._ranks = DataParallelEngine(self.engine)
         self._until = float("inf")
         self._left_out = False
@@ -128,7 +128,7 @@ class EngineLM(TemplateLM):
         texts = []
         for number, (answer, (_, _, until)) in enumerate(zip(answers, asked, strict=True)):
             self._check(number, "deadline" if answer.finish_reason == "deadline" else answer.error)
-            text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             texts.append(postprocess_generated_text(text, until, None))
             self.cache_hook.add_partial("generate_until", requests[number].args, texts[-1])
         return texts
@@ -167,7 +167,7 @@ class EngineLM(TemplateLM):
         ):
             score = by_context[before][place]
             self._check(number, score.error)
-            answers.append((score.logprob, score.greedy))
+            answers.append((score.logprob, score.is_greedy))
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, answers[-1])
         return answers

@@ -23,7 +23,7 @@ def test_what_is_drawn_from_is_the_models_wish_where_the_task_has_none():
 def test_a_penalty_of_the_model_holds_without_draws_too():
     own = GenerationConfig(repetition_penalty=1.2)
     assert settle(GREEDY, own) == {"temperature": 0.0, "repetition_penalty": 1.2}
-    assert SamplingParams(**settle(GREEDY, own)).penalises
+    assert SamplingParams(**settle(GREEDY, own)).has_penalties
 
 
 @pytest.mark.parametrize(
