@@ -56,11 +56,11 @@ class LogprobParityEval:
 
     def __call__(self, deadline: float | None = None) -> dict[str, float]:
         """Generate and compare; it is short, and knows no deadline."""
-        found = agreement(*self._asked)
+        found = compare_logprobs(*self._asked)
         return {"mean": found.mean, "largest": found.largest, "tokens": float(found.tokens)}
 
 
-def agreement(
+def compare_logprobs(
     model: Any,
     engine: Engine,
     prompts: Sequence[Sequence[int]],

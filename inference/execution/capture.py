@@ -15,7 +15,7 @@ _capturing: ContextVar[bool] = ContextVar("nopad_capturing", default=False)
 
 
 @contextmanager
-def for_capture(really: bool = True) -> Iterator[None]:
+def capture_mode(really: bool = True) -> Iterator[None]:
     """Compute steps as they are to be captured."""
     token = _capturing.set(really)
     try:
@@ -24,18 +24,18 @@ def for_capture(really: bool = True) -> Iterator[None]:
         _capturing.reset(token)
 
 
-def capturing() -> bool:
-    """Whether this is inside `for_capture`."""
+def is_capturing() -> bool:
+    """Whether this is inside `capture_mode`."""
     return _capturing.get()
 
 
-def side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def run_on_streams(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Run branches of the same input at the same time in a graph, else one by one.
 
     Each fork waits for all work before it and the join waits for all forks, so memory that one
     branch gives back is never written while another stream still reads it.
     """
-    if not capturing() or not x.is_cuda:
+    if not is_capturing() or not x.is_cuda:
         return [branch(x) for branch in branches]
     main = torch.cuda.current_stream()
     sides = streams(x.device)[1 : len(branches)]

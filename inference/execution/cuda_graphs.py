@@ -25,7 +25,7 @@ from torch import Tensor
 from ...attention import PagedCache, Pages, Varlen
 from ...attention.backends import forced_paged_backend
 from ..scheduling.step import Step
-from .capture import for_capture, streams
+from .capture import capture_mode, streams
 from .gc_control import gc_disabled
 from .memory_budget import is_out_of_memory
 from .sampler import SamplingInputs, sample
@@ -162,7 +162,7 @@ class DecodeGraphs:
         stream = streams(inputs.device)[0]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        with for_capture():
+        with capture_mode():
             with torch.cuda.stream(stream):
                 body()  # what kernels and libraries do once only, they do here
             torch.cuda.current_stream().wait_stream(stream)

@@ -49,7 +49,7 @@ class ModelRunner:
         device: torch.device,
         room_for_graphs: int,
     ):
-        self.depth = 1 if device.type == "cuda" else 0
+        self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
         self._columns = columns
@@ -107,7 +107,7 @@ class ModelRunner:
         if self._graphs is None or not self.may_capture or not decodes(step):
             return None
         if self._captured_with != self.adapters:
-            self.forget_graphs()
+            self.drop_graphs()
         self._captured_with = self.adapters  # the same object is compared at once, next time
         if (by := forced_paged_backend()) in self._refused or not self._graphs.serves(step):
             return None
@@ -115,14 +115,14 @@ class ModelRunner:
         try:
             replayed = self._graphs.run(step, self.forward)
             if len(self._graphs) > captured:
-                self._stats.capturing += perf_counter() - began
+                self._stats.is_capturing += perf_counter() - began
             return replayed
         except NotCapturable as reason:
             self._refused.add(by)
             log.warning("decode steps run without graphs: %s", reason)
             return None
 
-    def forget_graphs(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop captured graphs: weights have moved, or other adapters are on."""
         if self._graphs is not None:
             self._graphs = DecodeGraphs(self.cache, self._newest, self._room)

@@ -22,7 +22,7 @@ class Patches:
         """Of each object's attribute: where it lies, its name, what it was and what it is now."""
         self._after: list[Callable[[], None]] = []
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of one object until `out`.
 
         A module whose forward someone else already replaced keeps theirs.
@@ -36,11 +36,11 @@ class Patches:
         self._places[id(owner), name] = own, name, first, value
         own[name] = value
 
-    def after(self, forget: Callable[[], None]) -> None:
+    def on_restore(self, forget: Callable[[], None]) -> None:
         """Have something done at each `out`."""
         self._after.append(forget)
 
-    def out(self) -> None:
+    def restore(self) -> None:
         """Leave every object as it was found."""
         for own, name, before, _ in self._places.values():
             if before is None:
@@ -50,7 +50,7 @@ class Patches:
         for forget in self._after:
             forget()
 
-    def back(self) -> bool:
+    def reapply(self) -> bool:
         """Put everything in again, unless some object is no longer as it was left."""
         places = self._places.values()
         if any(own.get(name) is not before for own, name, before, _ in places):

@@ -100,7 +100,7 @@ def test_samples_do_not_depend_on_the_batch(heat):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
     from nopad.attention import PagedCache, layer_shapes
-    from nopad.inference.execution.capture import for_capture
+    from nopad.inference.execution.capture import capture_mode
     from nopad.inference.fused.fused_ops import _step, fused, verified_ops
     from nopad.inference.live_model.borrow import borrow_model
 
@@ -116,7 +116,7 @@ def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
         lengths = [1 + 37 * row % 200 for row in range(rows)]
         after = [range(n, n + 1) for n in lengths]
-        with borrow_model(model), for_capture():
+        with borrow_model(model), capture_mode():
             _step(model, cache, [range(n) for n in lengths])
             want = _step(model, cache, after).float()
             with fused(list(model.modules()), parts):
@@ -144,7 +144,7 @@ def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
     engine = Engine(llama(torch.float32), memory=1 << 28, max_num_seqs=8)
     want = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
     runner = engine._machine.runner
-    runner.forget_graphs()
+    runner.drop_graphs()
     forward, broken = runner.forward, []
 
     def full(*args):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from nopad.inference import Engine, SamplingParams, agreement, invariant
+from nopad.inference import Engine, SamplingParams, compare_logprobs, invariant
 from nopad.inference.logprob_parity import LogprobParityEval
 
 
@@ -18,7 +18,7 @@ def prompts(count: int = 12) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_generation_computes_what_training_computes(tiny, family):
     model = tiny(family)
-    found = agreement(model, Engine(model), prompts(), new=10)
+    found = compare_logprobs(model, Engine(model), prompts(), new=10)
     assert found.tokens == 120 and found.dtype == "float32"
     assert found.largest < 1e-4, str(found)
 
@@ -26,7 +26,7 @@ def test_generation_computes_what_training_computes(tiny, family):
 def test_under_autocast_both_compute_in_the_narrow_dtype(tiny):
     model = tiny("llama")
     with torch.autocast("cpu", torch.bfloat16):
-        found = agreement(model, Engine(model), prompts(4), new=4)
+        found = compare_logprobs(model, Engine(model), prompts(4), new=4)
     assert found.dtype == "bfloat16" and found.mean < 0.2
 
 
@@ -46,7 +46,7 @@ def test_other_weights_are_noticed(tiny, monkeypatch):
                 live.lm_head.weight.div_(1.05)
 
     monkeypatch.setattr(module, "packed_logprobs", after_a_step)
-    assert agreement(model, Engine(model), prompts(4), new=4).largest > 1e-3
+    assert compare_logprobs(model, Engine(model), prompts(4), new=4).largest > 1e-3
 
 
 def test_as_an_evaluation_it_gives_metrics_and_leaves_no_trace(tiny):
@@ -64,15 +64,15 @@ def test_as_an_evaluation_it_gives_metrics_and_leaves_no_trace(tiny):
 def test_a_prompt_that_cannot_run_is_named(tiny):
     model = tiny("llama")
     with pytest.raises(ValueError, match="prompt 1: the prompt has 300 tokens"):
-        agreement(model, Engine(model), [[3], [4] * 300])
+        compare_logprobs(model, Engine(model), [[3], [4] * 300])
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 3, "max_num_batched_tokens": 20}])
 def test_without_rounding_by_company_the_difference_is_exactly_nothing(tiny, settings):
     model = tiny("llama")
-    plain = agreement(model, Engine(model, **settings), prompts(), new=10)
+    plain = compare_logprobs(model, Engine(model, **settings), prompts(), new=10)
     with invariant(longest=64):
-        found = agreement(model, Engine(model, **settings), prompts(), new=10)
+        found = compare_logprobs(model, Engine(model, **settings), prompts(), new=10)
     assert found.tokens == plain.tokens and found.largest == 0.0, str(found)
 
 

@@ -107,8 +107,8 @@ def test_a_branch_that_does_not_fit_leaves_no_fork_open(monkeypatch, failing, br
         return run
 
     x: Any = SimpleNamespace(is_cuda=True, device=None)
-    with pytest.raises(torch.OutOfMemoryError, match="seeded"), capture.for_capture():
-        capture.side_by_side(x, *map(branch, range(3)))
+    with pytest.raises(torch.OutOfMemoryError, match="seeded"), capture.capture_mode():
+        capture.run_on_streams(x, *map(branch, range(3)))
     forked = [side for side in sides if side.waited]
     assert main.waited == (forked[:1] if broken else forked)
     assert len(forked) == (failing or 2)

@@ -81,7 +81,7 @@ def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch)
     engine = Engine(tiny("llama"))
     captures = []
     for gathering in (False, True, False):
-        monkeypatch.setattr(session, "gathers", lambda model, now=gathering: now)
+        monkeypatch.setattr(session, "gathers_parameters", lambda model, now=gathering: now)
         engine.generate([[5, 6]], SamplingParams(max_tokens=1))
         assert engine._machine is not None
         runner = engine._machine.runner

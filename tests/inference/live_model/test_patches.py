@@ -13,24 +13,24 @@ def double(x):
 
 def test_stand_ins_go_and_come_back():
     module, places, told = nn.Identity(), Patches(), []
-    places.put(module, "forward", lambda x: x + 1)
-    places.put(module, "forward", lambda x: x + 2)
-    places.after(lambda: told.append(1))
+    places.set(module, "forward", lambda x: x + 1)
+    places.set(module, "forward", lambda x: x + 2)
+    places.on_restore(lambda: told.append(1))
     assert module(1) == 3
-    places.out()
+    places.restore()
     assert module(1) == 1 and "forward" not in vars(module) and told == [1]
-    assert places.back() and module(1) == 3
-    places.out()
+    assert places.reapply() and module(1) == 3
+    places.restore()
     assert module(1) == 1 and told == [1, 1]
 
 
 def test_what_someone_put_in_meanwhile_stays():
     module, other, places = nn.Identity(), nn.Identity(), Patches()
-    places.put(other, "forward", lambda x: x + 1)
-    places.put(module, "forward", lambda x: x + 1)
-    places.out()
+    places.set(other, "forward", lambda x: x + 1)
+    places.set(module, "forward", lambda x: x + 1)
+    places.restore()
     module.forward = double
-    assert not places.back()
+    assert not places.reapply()
     assert module(3) == 6 and other(3) == 3
 
 
@@ -40,7 +40,7 @@ def test_parts_are_put_in_anew_only_for_other_weights_or_a_changed_model():
     def part(modules, places, stale):
         calls.append(stale)
         for one in modules:
-            places.put(one, "forward", lambda x: x + 1)
+            places.set(one, "forward", lambda x: x + 1)
 
     fused = FusedOps([part])
     for stale in (True, False, False):
