@@ -202,7 +202,7 @@ def _untouched(body: nn.Module) -> bool:
         own = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if own is not None and not hasattr(own, "ours"):
+        if own is not None and not hasattr(own, "_nopad_patch"):
             return False
     return True
 
@@ -213,7 +213,7 @@ def _proven(body: Any) -> bool:
     for layer in body.layers:
         source = sys.modules[type(layer.self_attn).__module__]
         parts += [layer.input_layernorm.forward, getattr(source, "apply_rotary_pos_emb", None)]
-    return all(hasattr(part, "ours") for part in parts)
+    return all(hasattr(part, "_nopad_patch") for part in parts)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:

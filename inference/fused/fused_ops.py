@@ -273,7 +273,7 @@ def _rotaries(modules: Modules, places: Patches, stale: bool) -> None:
         own = getattr(source, "apply_rotary_pos_emb", None)
         if own is None:
             continue
-        if not hasattr(own, "ours"):
+        if not hasattr(own, "_nopad_patch"):
             assert _turns_halves(own), "another way to turn"
 
         def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1):
