@@ -51,6 +51,11 @@ def params_of(work: Work) -> list[SamplingParams]:
     return [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.new]
 
 
+def latencies(summary: dict[str, float]) -> dict[str, float]:
+    """Time to first token and inter-token latency, median and p99, in seconds."""
+    return {key: summary[key] for key in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
+
+
 def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", **settings) -> float:
     """Cold once, then the median of several calls without any cached prefix."""
     if next(model.parameters()).is_cuda:
@@ -60,10 +65,10 @@ def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", *
     cold, _ = timed(lambda: engine.generate(work.prompts, params))
     first, times = engine.stats.summary(), []
     for _ in range(REPEATS):
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.stats.reset()
         seconds, out = timed(lambda: engine.generate(work.prompts, params))
-        assert [len(c.tokens) for c in out] == work.new
+        assert [len(c.token_ids) for c in out] == work.new
         times.append(seconds)
     s = engine.stats.summary()
     seconds = statistics.median(times)
@@ -71,9 +76,8 @@ def run_engine(name: str, model, work: Work, floor: float, who: str = "nopad", *
         name, who, seconds, work.new_tokens, floor, spread=max(times) - min(times),
         occupancy=s["occupancy"], padding=s["padding"], preemptions=s["preemptions"],
         graphs=first["graphs_captured"],
-        ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
-        itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
-        cold=cold, cold_preparing=first["preparing"], cold_capturing=first["capturing"],
+        cold=cold, setup_seconds=first["setup_seconds"], capture_seconds=first["capture_seconds"],
+        **latencies(s),
     )  # fmt: skip
     engine.release()
     return seconds
@@ -85,11 +89,11 @@ def run_scoring(name: str, model) -> None:
     tokens = sum(len(e) for four in ends for e in four)
     engine = Engine(model, memory=20 << 30)
     engine.score(contexts, ends)
-    engine.forget()
+    engine.reset_prefix_cache()
     engine.stats.reset()
     seconds, scores = timed(lambda: engine.score(contexts, ends))
-    ran = engine.stats.tokens_run
-    note(name, "nopad score", seconds, tokens, tokens_run=ran, requests=4 * len(contexts))
+    ran = engine.stats.num_computed_tokens
+    note(name, "nopad score", seconds, tokens, num_computed_tokens=ran, requests=4 * len(contexts))
     engine.release()
     pairs = [(c, e) for c, four in zip(contexts, ends, strict=True) for e in four]
     pairs.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))
@@ -110,7 +114,7 @@ def run_scoring(name: str, model) -> None:
     plain()
     seconds, _ = timed(plain)
     ran = sum(len(c) + len(e) for c, e in pairs)
-    note(name, "padded batches of 32, all logits", seconds, tokens, tokens_run=ran)
+    note(name, "padded batches of 32, all logits", seconds, tokens, num_computed_tokens=ran)
     assert all(s.error is None for four in scores for s in four)
 
 
@@ -123,13 +127,13 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
     engine.generate(work.prompts, params)
     for share in (0.5, 0.7, 0.9):
         scale = 1 / (capacity * share) / mean_gap
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.stats.reset()
         start, sent, done = time.perf_counter(), 0, 0
         while done < len(work.prompts) and time.perf_counter() - start < PATIENCE:
             now = time.perf_counter() - start
             while sent < len(work.prompts) and work.arrivals[sent] * scale <= now:
-                engine.submit(work.prompts[sent], params[sent])
+                engine.add_request(work.prompts[sent], params[sent])
                 sent += 1
             events = engine.step()
             done += sum(e.completion is not None for e in events)
@@ -139,8 +143,7 @@ def run_open_loop(name: str, model, work: Work, capacity: float) -> None:
         note(
             name, f"nopad, {share:.0%} of capacity", time.perf_counter() - start,
             int(s["new_tokens"]), requests=done,
-            ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
-            itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
+            **latencies(s),
         )  # fmt: skip
         if done < len(work.prompts):
             break
@@ -157,14 +160,13 @@ def run_dial(name: str, model, work: Work) -> None:
     turns += [(128, tokens) for tokens in (256, 512, 1024, 2048, 4096)]
     for running, tokens in turns:
         engine.max_num_seqs, engine.max_num_batched_tokens = running, tokens
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.stats.reset()
         seconds, _ = timed(lambda: engine.generate(work.prompts, params))
         s = engine.stats.summary()
         note(
             name, f"nopad, {running} running, {tokens} tokens a step", seconds, work.new_tokens,
-            ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
-            itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
+            **latencies(s),
         )  # fmt: skip
     engine.release()
 

@@ -30,7 +30,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     add("--system-instruction", help="what stands before every prompt")
     add_model_options(add)
-    add("--max-length", type=positive, help="longest sequence; without it, what the model allows")
+    add("--max-model-len", type=positive, help="longest sequence; without it, what the model allows")
     add(
         "--output",
         type=writable_path,
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         chat=args.chat,
         system_instruction=args.system_instruction,
         task_manager=manager,
-        max_length=args.max_length,
+        max_length=args.max_model_len,
     )
     results = ready.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--deadline", type=float, help="seconds after which unfinished requests return")
     add_model_options(add)
     add("--memory", type=_memory, help="bytes, or a share of free memory, for the engine")
-    add("--max-running", type=int, help="requests in one step")
+    add("--max-num-seqs", type=int, help="requests in one step")
     add("--trace", type=writable_path, help="write what happened to each request, for Perfetto")
     add("--plot", type=writable_path, help="draw running and waiting requests over time, as SVG")
     add("--stats", action="store_true", help="print figures to standard error")
@@ -116,7 +116,7 @@ def _params(options: argparse.Namespace, asked: list[Asked]) -> list[SamplingPar
     for_all = SamplingParams(**common)
     params = [SamplingParams(**common | own) if own else for_all for _, own in asked]
     for one in params:
-        if one.n > 1 and one.greedy:
+        if one.n > 1 and one.is_greedy:
             raise ValueError(f"--n {one.n} of the same text: raise --temperature")
     return params
 
@@ -161,12 +161,12 @@ def _lines(done: list[Completion], only_text: bool) -> Iterator[str]:
 
 
 def _record(index: int, sample_index: int, one: Completion) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": index, "sibling": sample_index, "text": one.text}
-    record |= {"tokens": one.tokens, "finish_reason": one.finish_reason}
+    record: dict[str, Any] = {"index": index, "sample_index": sample_index, "text": one.text}
+    record |= {"token_ids": one.token_ids, "finish_reason": one.finish_reason}
     if one.logprobs is not None:
         record["logprobs"] = [entry.logprob for entry in one.logprobs]
-        if any(entry.top for entry in one.logprobs):
-            record["top_logprobs"] = [entry.top for entry in one.logprobs]
+        if any(entry.top_logprobs for entry in one.logprobs):
+            record["top_logprobs"] = [entry.top_logprobs for entry in one.logprobs]
     if one.error is not None:
         record["error"] = one.error
     return record

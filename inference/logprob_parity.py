@@ -105,14 +105,14 @@ def packed_logprobs(
 ) -> Tensor:
     """Return the log-probabilities of all completions' tokens from one packed forward."""
     device = next(model.parameters()).device
-    sequences = [[*map(int, p), *c.tokens] for p, c in zip(prompts, completions, strict=True)]
+    sequences = [[*map(int, p), *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
     batch = batch_of([torch.tensor([ids], device=device) for ids in sequences])
     logits = model(**batch).logits[0]
     ends = batch["cu_seq_lens_q"][1:].tolist()
     logprobs = []
     for end, completion in zip(ends, completions, strict=True):
-        count = len(completion.tokens)
+        count = len(completion.token_ids)
         logit_rows = logits[end - count - 1 : end - 1].float()
-        targets = torch.tensor(completion.tokens, device=device)
+        targets = torch.tensor(completion.token_ids, device=device)
         logprobs.append(logit_rows.gather(1, targets[:, None])[:, 0] - logit_rows.logsumexp(-1))
     return torch.cat(logprobs)

@@ -118,7 +118,7 @@ class ModelRunner:
         try:
             replayed = self._graphs.run(step, self.forward)
             if len(self._graphs) > captured:
-                self._stats.capturing += perf_counter() - began
+                self._stats.capture_seconds += perf_counter() - began
             return replayed
         except NotCapturable as reason:
             self._uncapturable.add(backend)

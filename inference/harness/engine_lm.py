@@ -54,7 +54,7 @@ class EngineLM(TemplateLM):
             raise ValueError(f"max_length is {max_length}; it must be at least 1 token")
         self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
         # The last token of a text is scored but never run, so one more than the positions fits.
-        self.engine = Engine(self.model, tokenizer, max_length=self.max_length + 1, **settings)
+        self.engine = Engine(self.model, tokenizer, max_model_len=self.max_length + 1, **settings)
         self._data_parallel = DataParallelEngine(self.engine)
         self._deadline = float("inf")
         self._warned_of_system = False
@@ -113,7 +113,7 @@ class EngineLM(TemplateLM):
         for index, (completion, (_, _, until)) in enumerate(zip(completions, specs, strict=True)):
             is_late = completion.finish_reason == "deadline"
             self._raise_error(index, "deadline" if is_late else completion.error)
-            text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             texts.append(postprocess_generated_text(text, until, None))
             self.cache_hook.add_partial("generate_until", requests[index].args, texts[-1])
         return texts
@@ -151,7 +151,7 @@ class EngineLM(TemplateLM):
         for number, ((text, _, _), (before, index)) in enumerate(zip(requests, keys, strict=True)):
             score = by_context[before][index]
             self._raise_error(number, score.error)
-            results.append((score.logprob, score.greedy))
+            results.append((score.logprob, score.is_greedy))
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, results[-1])
         return results

@@ -111,10 +111,10 @@ class Loop:
             news += self._receive(*self._flying.popleft())
         return news
 
-    def cancel(self, request: Request) -> None:
+    def abort(self, request: Request) -> None:
         """End a request now with what it has."""
         if request.finish_reason is None:
-            self._finish(request, "cancelled")
+            self._finish(request, "abort")
 
     def drain(self) -> list[Request]:
         """Wait for the steps under way."""

@@ -122,7 +122,7 @@ class World:
             PageAllocator(num_pages, page_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_length=1024,
+            max_model_len=1024,
             admit=self.columns.admit,
             **more,
         )

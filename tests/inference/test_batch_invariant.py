@@ -37,25 +37,25 @@ def asked(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
 def answers(engine: Engine, requests: list) -> list:
     out = engine.generate([p for p, _ in requests], [q for _, q in requests])
     assert all(c.error is None for c in out)
-    return [(c.tokens, [(t.logprob, t.top) for t in c.logprobs or ()]) for c in out]
+    return [(c.token_ids, [(t.logprob, t.top_logprobs) for t in c.logprobs or ()]) for c in out]
 
 
 def check_schedules(model, count: int) -> None:
     rng, preempted = random.Random(0), 0
-    whole = Engine(model, max_length=LONGEST, page_size=16)
+    whole = Engine(model, max_model_len=LONGEST, page_size=16)
     answers(whole, [([5], SamplingParams(max_tokens=1))])
     page = whole._machine.runner.cache.page_bytes
     # On a GPU an engine sets memory aside for copies of weights, wanted here or not.
     aside = stacked_bytes(model, model.dtype.itemsize) if model.device.type == "cuda" else 0
     with invariant(LONGEST):
         requests = asked(rng)
-        alone = [answers(Engine(model, max_length=LONGEST), [r])[0] for r in requests]
+        alone = [answers(Engine(model, max_model_len=LONGEST), [r])[0] for r in requests]
         for number in range(count):
             engine = Engine(
                 model,
-                max_length=LONGEST,
+                max_model_len=LONGEST,
                 memory=aside + page * rng.choice([5, 100]),
-                graphs=False,
+                cuda_graphs=False,
                 page_size=rng.choice([16, 32]),
                 max_num_seqs=rng.randint(1, 6),
                 max_num_batched_tokens=rng.choice([1, 3, 7, 20, 200]),
@@ -90,7 +90,7 @@ def test_a_page_may_be_longer_than_the_longest_sequence(tiny):
     model, requests = tiny("llama"), asked(random.Random(0))
     with invariant(LONGEST):
         want, got = (
-            answers(Engine(model, max_length=LONGEST, page_size=size), requests)
+            answers(Engine(model, max_model_len=LONGEST, page_size=size), requests)
             for size in (16, 256)
         )
     assert got == want

@@ -44,7 +44,7 @@ def judge(
                 scores[name].append(value)
             rows.append(_row(example, completion, own))
     found = {name: sum(values) / len(values) for name, values in scores.items() if values}
-    new = sum(len(completion.tokens) for completion in completions)
+    new = sum(len(completion.token_ids) for completion in completions)
     found |= dict(zip(COUNTS, (len(rows), failed, late, new), strict=True))
     return found, rows, error
 
@@ -79,7 +79,7 @@ def _text(completion: Any) -> str:
     """Text, or the ids where there is no tokenizer."""
     if completion.text is not None:
         return completion.text
-    return " ".join(map(str, completion.tokens))
+    return " ".join(map(str, completion.token_ids))
 
 
 def _row(example: Example, completion: Any, scores: dict[str, float]) -> Row:

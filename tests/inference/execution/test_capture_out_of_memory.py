@@ -38,12 +38,12 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
         raise full
 
     engine = Engine(tiny("llama"), page_size=16)
-    want = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert engine._machine is not None
     monkeypatch.setattr(graphs, "_capture", capture)
     engine._machine.runner._graphs = graphs
     before = engine.max_num_batched_tokens, engine.max_num_seqs
-    got = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    got = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert got == want and (engine.max_num_batched_tokens, engine.max_num_seqs) == before
     assert len(attempts) == 1 and "without" in caplog.text
     assert engine.stats.preemptions == 0
@@ -52,7 +52,7 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
 def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
     engine = Engine(tiny("llama"), page_size=16)
-    want = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert engine._machine is not None
     runner = engine._machine.runner
     real = runner._launch
@@ -63,7 +63,7 @@ def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
         return real(step)
 
     monkeypatch.setattr(runner, "_launch", launch)
-    assert [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)] == want
+    assert [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)] == want
 
 
 def test_an_error_that_is_not_about_memory_is_told(tiny, graphs, monkeypatch):

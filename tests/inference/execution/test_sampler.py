@@ -146,8 +146,8 @@ def test_infinite_logits_end_a_sampled_request_with_an_error(tiny):
         bad, good = Engine(model).generate([[3, 4], [5, 6]], [hot, greedy])
     finally:
         hook.remove()
-    assert bad.finish_reason == "error" and "NaN or infinite" in bad.error and not bad.tokens
-    assert good.tokens == [5, 5, 5] and good.error is None
+    assert bad.finish_reason == "error" and "NaN or infinite" in bad.error and not bad.token_ids
+    assert good.token_ids == [5, 5, 5] and good.error is None
 
 
 HOT = torch.tensor([5])
@@ -171,15 +171,15 @@ def test_samples_do_not_depend_on_batch_order_chunks_or_preemption(tiny, knobs):
     model = tiny("llama")
     prompts = [[3 + i, 5, 8 + 2 * i] * (1 + 3 * i) for i in range(5)]
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=9, ignore_eos=True, **knobs)
-    alone = [Engine(model).generate([p], params)[0].tokens for p in prompts]
+    alone = [Engine(model).generate([p], params)[0].token_ids for p in prompts]
     assert len({tuple(t) for t in alone}) == len(prompts)
-    together = [c.tokens for c in Engine(model).generate(prompts, params)]
+    together = [c.token_ids for c in Engine(model).generate(prompts, params)]
     assert together == alone
-    back = [c.tokens for c in Engine(model).generate(prompts[::-1], params)]
+    back = [c.token_ids for c in Engine(model).generate(prompts[::-1], params)]
     assert back[::-1] == alone
     # Memory for 5 pages of 16 tokens: requests are preempted.
     tight = Engine(model, memory=5 * 16 * 2 * 2 * 2 * 8 * 4, page_size=16, max_num_batched_tokens=7)
-    assert [c.tokens for c in tight.generate(prompts, params)] == alone
+    assert [c.token_ids for c in tight.generate(prompts, params)] == alone
     assert tight.stats.preemptions > 0
 
 
@@ -189,8 +189,8 @@ def test_greedy_with_sampled_neighbours_stays_greedy(tiny):
     greedy = SamplingParams(temperature=0, max_tokens=8)
     hot = SamplingParams(temperature=1.5, max_tokens=8, seed=1, logprobs=2)
     mixed = Engine(model).generate(prompts, [greedy, hot])
-    assert mixed[0].tokens == Engine(model).generate([prompts[0]], greedy)[0].tokens
-    assert mixed[0].logprobs is None and len(mixed[1].logprobs) == len(mixed[1].tokens)
+    assert mixed[0].token_ids == Engine(model).generate([prompts[0]], greedy)[0].token_ids
+    assert mixed[0].logprobs is None and len(mixed[1].logprobs) == len(mixed[1].token_ids)
 
 
 def test_n_completions_share_their_prompt_and_differ(tiny):
@@ -199,18 +199,18 @@ def test_n_completions_share_their_prompt_and_differ(tiny):
     params = SamplingParams(temperature=1.0, n=4, max_tokens=3, seed=2, ignore_eos=True)
     (done,) = engine.generate([prompt], params)
     every = [done, *done.others]
-    assert len({tuple(c.tokens) for c in every}) == 4
+    assert len({tuple(c.token_ids) for c in every}) == 4
     # The prompt once, the last 16 tokens for each of the others, two decodes each.
-    assert engine.stats.tokens_run == 80 + 3 * 16 + 4 * 2
+    assert engine.stats.num_computed_tokens == 80 + 3 * 16 + 4 * 2
 
 
 def test_the_same_prompt_twice_without_a_seed_is_answered_twice(tiny):
     hot = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
     one, two = Engine(tiny("llama")).generate([[3, 4], [3, 4]], hot)
-    assert one.tokens != two.tokens
+    assert one.token_ids != two.token_ids
     seeded = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=0)
     one, two = Engine(tiny("llama")).generate([[3, 4], [3, 4]], seeded)
-    assert one.tokens == two.tokens
+    assert one.token_ids == two.token_ids
 
 
 def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
@@ -222,13 +222,13 @@ def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
         order, done = [], {}
         while len(done) < count:
             if len(order) < count:
-                order.append(engine.submit([3, 4], hot | more))
-            done |= {e.request: e.completion.tokens for e in engine.step() if e.completion}
+                order.append(engine.add_request([3, 4], hot | more))
+            done |= {e.request_id: e.completion.token_ids for e in engine.step() if e.completion}
         return [done[number] for number in order]
 
     answers = submitted(12)
     assert len({tuple(tokens) for tokens in answers}) == 12
-    assert answers == [c.tokens for c in engine.generate([[3, 4]] * 12, hot)]
+    assert answers == [c.token_ids for c in engine.generate([[3, 4]] * 12, hot)]
     assert submitted(12) == answers, "an idle engine starts over"
     assert submitted(3, seed=0) == [submitted(1, seed=0)[0]] * 3
 
@@ -241,15 +241,15 @@ def test_prompt_logprobs_and_logprobs_equal_a_plain_forward(tiny):
     )
     (done,) = Engine(model, max_num_batched_tokens=2).generate([prompt], params)
     with torch.no_grad():
-        want = model(torch.tensor([prompt + done.tokens])).logits[0].log_softmax(-1)
+        want = model(torch.tensor([prompt + done.token_ids])).logits[0].log_softmax(-1)
     assert done.prompt_logprobs[0] is None
     for place, entry in enumerate(done.prompt_logprobs[1:], start=1):
-        assert entry.token == prompt[place]
+        assert entry.token_id == prompt[place]
         assert abs(entry.logprob - float(want[place - 1, prompt[place]])) < 1e-5
-        assert list(entry.top) == want[place - 1].topk(2).indices.tolist()
+        assert list(entry.top_logprobs) == want[place - 1].topk(2).indices.tolist()
     for place, entry in enumerate(done.logprobs, start=len(prompt)):
-        assert abs(entry.logprob - float(want[place - 1, entry.token])) < 1e-5
-        assert len(entry.top) == 3
+        assert abs(entry.logprob - float(want[place - 1, entry.token_id])) < 1e-5
+        assert len(entry.top_logprobs) == 3
 
 
 def test_min_tokens_holds_the_end_back_and_stop_ids_end(tiny):
@@ -257,16 +257,16 @@ def test_min_tokens_holds_the_end_back_and_stop_ids_end(tiny):
     free = Engine(model).generate(
         [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     )[0]
-    end = free.tokens[2]
-    first = free.tokens.index(end)
+    end = free.token_ids[2]
+    first = free.token_ids.index(end)
     stopped = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[end], ignore_eos=True)
     got = Engine(model).generate([[3, 4, 5]], stopped)[0]
-    assert got.tokens == free.tokens[: first + 1] and got.finish_reason == "stop"
+    assert got.token_ids == free.token_ids[: first + 1] and got.finish_reason == "stop"
     held = SamplingParams(
         temperature=0, max_tokens=20, min_tokens=10, stop_token_ids=[end], ignore_eos=True
     )
     later = Engine(model).generate([[3, 4, 5]], held)[0]
-    assert len(later.tokens) >= 10 and end not in later.tokens[:10]
+    assert len(later.token_ids) >= 10 and end not in later.token_ids[:10]
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy(tiny):

@@ -26,7 +26,7 @@ def test_what_is_drawn_from_is_the_models_wish_where_the_task_has_none():
 def test_a_penalty_of_the_model_holds_without_draws_too():
     config = GenerationConfig(repetition_penalty=1.2)
     assert to_sampling_kwargs(GREEDY, config) == {"temperature": 0.0, "repetition_penalty": 1.2}
-    assert SamplingParams(**to_sampling_kwargs(GREEDY, config)).penalises
+    assert SamplingParams(**to_sampling_kwargs(GREEDY, config)).has_penalties
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_a_special_token_among_the_stop_strings_ends_the_text(small):
     ids, params, _ = lm.generation_request("Lily", {"until": ["<end>", "."], "max_gen_toks": 4})
     checked = lm.engine._tongue.check_params(params)
     assert checked.stop == (".",) and set(checked.stop_token_ids) == {1, 2}
-    assert params.greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
+    assert params.is_greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
 
 
 def test_a_setting_we_do_not_have_is_refused_by_name(small):
@@ -313,10 +313,10 @@ def test_equal_requests_are_computed_once_and_answered_each(small):
         Request("Tom", " a cat"),
     ]
     once = lm.loglikelihood(requests, disable_tqdm=True)
-    ran = lm.engine.stats.tokens_run
+    ran = lm.engine.stats.num_computed_tokens
     again = lm.loglikelihood(requests * 5, disable_tqdm=True)
     assert [round(x, 5) for x, _ in again] == [round(x, 5) for x, _ in once] * 5
-    assert lm.engine.stats.tokens_run - ran <= ran
+    assert lm.engine.stats.num_computed_tokens - ran <= ran
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def finish(engine) -> list[int]:
     for _ in range(100):
         for event in engine.step():
             if event.completion is not None:
-                return event.completion.tokens
+                return event.completion.token_ids
     raise AssertionError("no completion arrived")
 
 
@@ -151,28 +151,32 @@ def test_another_device_or_other_modules_are_another_kind_of_model():
 
 def test_a_change_of_dtype_is_refused_while_requests_run_and_they_live_on(model):
     exact = copy.deepcopy(model.state_dict())
-    want = Engine(model).generate([PROMPT], GREEDY)[0].tokens
+    want = Engine(model).generate([PROMPT], GREEDY)[0].token_ids
     engine = Engine(model)
-    engine.submit(PROMPT, GREEDY)
+    engine.add_request(PROMPT, GREEDY)
     engine.step()
     model.bfloat16()
-    for call in (engine.step, lambda: engine.generate([PROMPT]), lambda: engine.submit(PROMPT)):
-        with pytest.raises(ValueError, match=r"requests run in torch.float32 .* cancel them"):
+    for call in (
+        engine.step,
+        lambda: engine.generate([PROMPT]),
+        lambda: engine.add_request(PROMPT),
+    ):
+        with pytest.raises(ValueError, match=r"requests run in torch.float32 .* abort them"):
             call()
     model.float().load_state_dict(exact)
     assert finish(engine) == want
-    number = engine.submit(PROMPT, GREEDY)
+    number = engine.add_request(PROMPT, GREEDY)
     model.bfloat16()
-    with pytest.raises(ValueError, match="cancel them"):
+    with pytest.raises(ValueError, match="abort them"):
         engine.step()
-    engine.cancel(number)
-    assert engine.step()[0].completion.finish_reason == "cancelled"
+    engine.abort(number)
+    assert engine.step()[0].completion.finish_reason == "abort"
     assert score(engine) == score(Engine(model))
 
 
 def test_a_change_of_modules_is_refused_while_requests_run_and_taking_it_back_helps(model):
-    engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].tokens
-    engine.submit(PROMPT, GREEDY)
+    engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].token_ids
+    engine.add_request(PROMPT, GREEDY)
     engine.step()
     model.more = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="the model is now in"):
@@ -195,22 +199,22 @@ def test_a_sharded_model_is_of_one_kind_gathered_or_not(model, tmp_path, layers)
             fully_shard(layer, reshard_after_forward=False, **how)
         fully_shard(model, **how)
         engine = Engine(model)
-        streamed = [t for event in engine.stream([PROMPT], GREEDY) for t in event.tokens]
-        prepared, machine = engine.stats.preparing, engine._machine
+        streamed = [t for event in engine.stream([PROMPT], GREEDY) for t in event.token_ids]
+        prepared, machine = engine.stats.setup_seconds, engine._machine
         for _ in range(2):
             model(torch.tensor([PROMPT])).logits.float().sum().backward()
             model.zero_grad()
-            assert engine.generate([PROMPT], GREEDY)[0].tokens == streamed
-        assert engine._machine is machine and engine.stats.preparing == prepared
+            assert engine.generate([PROMPT], GREEDY)[0].token_ids == streamed
+        assert engine._machine is machine and engine.stats.setup_seconds == prepared
     finally:
         dist.destroy_process_group()
 
 
 def test_requests_under_autocast_finish_under_autocast(model):
     with torch.autocast("cpu", torch.bfloat16):
-        want = Engine(model).generate([PROMPT], GREEDY)[0].tokens
+        want = Engine(model).generate([PROMPT], GREEDY)[0].token_ids
         engine = Engine(model)
-        engine.submit(PROMPT, GREEDY)
+        engine.add_request(PROMPT, GREEDY)
         engine.step()
     with pytest.raises(ValueError, match=r"requests run in torch.bfloat16 .* now in torch.float32"):
         engine.step()
@@ -219,9 +223,9 @@ def test_requests_under_autocast_finish_under_autocast(model):
 
 
 def test_a_forward_that_fails_while_it_is_looked_at_harms_no_request(model):
-    want = Engine(model).generate([PROMPT], GREEDY)[0].tokens
+    want = Engine(model).generate([PROMPT], GREEDY)[0].token_ids
     engine = Engine(model)
-    engine.submit(PROMPT, GREEDY)
+    engine.add_request(PROMPT, GREEDY)
     engine.step()
     model.forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("seeded"))
     with pytest.raises(RuntimeError, match="seeded"):
@@ -235,7 +239,7 @@ def test_new_rows_of_the_embeddings_are_in_the_vocabulary(model):
     assert "not in the vocabulary of 97" in engine.generate([[110]], GREEDY)[0].error
     resize(model)
     wanted = SamplingParams(temperature=0, max_tokens=3, logit_bias={120: 1000.0})
-    assert engine.generate([[110, 5]], wanted)[0].tokens == [120] * 3
+    assert engine.generate([[110, 5]], wanted)[0].token_ids == [120] * 3
     assert "not in the vocabulary of 130" in engine.generate([[130]], GREEDY)[0].error
 
 
@@ -245,7 +249,7 @@ def test_calls_inside_and_outside_inference_mode_alternate(model, inside):
     outputs = []
     for mode in inside:
         with torch.inference_mode(mode):
-            outputs.append(engine.generate([PROMPT, [6, 7]], GREEDY)[1].tokens)
+            outputs.append(engine.generate([PROMPT, [6, 7]], GREEDY)[1].token_ids)
             assert torch.is_inference_mode_enabled() == mode
         with torch.no_grad():
             model.lm_head.weight.add_(0)  # the low-precision copies are refreshed
@@ -254,11 +258,11 @@ def test_calls_inside_and_outside_inference_mode_alternate(model, inside):
 
 @pytest.mark.parametrize("how", ["cancel", "close", "run out", "queue"])
 def test_an_engine_that_keeps_nothing_gives_all_back_when_the_last_request_ends(model, how):
-    engine = Engine(model, keep=False, max_waiting=1, max_num_seqs=1)
-    other = engine.submit([5, 6], GREEDY) if how == "cancel" else None
+    engine = Engine(model, keep_memory=False, max_waiting=1, max_num_seqs=1)
+    other = engine.add_request([5, 6], GREEDY) if how == "cancel" else None
     if how == "cancel":
         engine.step()
-        engine.cancel(other)
+        engine.abort(other)
     elif how == "close":
         stream = engine.stream([PROMPT, [6, 7]], GREEDY)
         next(stream)
@@ -267,10 +271,10 @@ def test_an_engine_that_keeps_nothing_gives_all_back_when_the_last_request_ends(
     else:
         prompts = [PROMPT] if how == "run out" else [PROMPT, [6, 7], [8]]
         events = list(engine.stream(prompts, GREEDY))
-        done = [event.request for event in events if event.completion is not None]
+        done = [event.request_id for event in events if event.completion is not None]
         assert sorted(done) == list(range(len(prompts)))
     assert engine._machine is None
-    assert len(engine.generate([PROMPT], GREEDY)[0].tokens) == 12
+    assert len(engine.generate([PROMPT], GREEDY)[0].token_ids) == 12
 
 
 @pytest.fixture
@@ -321,13 +325,13 @@ def test_adapters_off_for_a_reference_and_on_again(adapted):
 
 def test_running_requests_go_on_with_the_adapters_that_are_on(adapted):
     engine = Engine(adapted)
-    engine.submit(PROMPT, GREEDY)
-    made = [token for _ in range(4) for event in engine.step() for token in event.tokens]
+    engine.add_request(PROMPT, GREEDY)
+    made = [token for _ in range(4) for event in engine.step() for token in event.token_ids]
     adapted.base_model.disable_adapter_layers()
     done = finish(engine)
     assert made and made != done
     rest = SamplingParams(temperature=0, max_tokens=12 - len(made), ignore_eos=True)
-    assert done == made + Engine(adapted).generate([PROMPT + made], rest)[0].tokens
+    assert done == made + Engine(adapted).generate([PROMPT + made], rest)[0].token_ids
 
 
 def test_graphs_captured_with_other_adapters_are_not_replayed(adapted, monkeypatch):

@@ -35,4 +35,4 @@ def test_where_free_memory_is_not_told_the_engine_still_runs(tiny, monkeypatch):
         raise ValueError("unrecognized configuration name")
 
     monkeypatch.setattr(os, "sysconf", unavailable)
-    assert len(Engine(tiny("llama")).generate([[3]], GREEDY)[0].tokens) == 3
+    assert len(Engine(tiny("llama")).generate([[3]], GREEDY)[0].token_ids) == 3
