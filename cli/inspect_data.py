@@ -21,7 +21,7 @@ from ..packing import IGNORE_INDEX, Pack, pack_lengths
 from ..packing.encoding import BATCH, SkippedRows, encoded, samples_of
 from . import pack_map
 from .checkpoints import load_tokenizer
-from .options import count, in_options, new_file, parser, reading_choices, reading_options
+from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
 
 MOST_LENGTHS = 1 << 24
 """Samples that are looked at, where their lengths are known."""
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         return _inspect(args, tokenizer)
     except ValueError as error:
-        raise ValueError(in_options(error)) from error
+        raise ValueError(as_cli_message(error)) from error
 
 
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
@@ -53,13 +53,13 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
         seed=args.seed,
         rank=0,
         world=1,
-        **reading_choices(args),
+        **data_kwargs(args),
     )
     skipped = data.skipped
     lengths, total = measured(data, skipped)
     print(_summary(lengths, total))
     if skipped.rows:
-        print(f"{skipped.rows:,} rows left out, the first: {in_options(skipped.reasons[0])}")
+        print(f"{skipped.rows:,} rows left out, the first: {as_cli_message(skipped.reasons[0])}")
     print(histogram(lengths), budgets(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would waste {padding_waste(lengths):.1%}\n")
     packs = list(islice(data, max(args.packs, args.decode)))
@@ -81,15 +81,15 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--column", default="text", help="column that holds the text")
-    reading_options(add)
+    add_data_options(add)
     add("--budget", type=int, default=8192, help="tokens a pack may hold")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what becomes of samples longer than a pack")  # fmt: skip
     add("--seed", type=int, default=0, help="of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
-    add("--html", type=new_file, help="write the map there too")
-    add("--png", type=new_file, help="write the map there too")
+    add("--html", type=writable_path, help="write the map there too")
+    add("--png", type=writable_path, help="write the map there too")
     return made.parse_args(argv)
 
 

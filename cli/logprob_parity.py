@@ -1,4 +1,4 @@
-"""`nopad doctor --agreement`: does generation compute what training computes, and how nearly?
+"""`nopad doctor --parity`: does generation compute what training computes, and how nearly?
 
 The engine continues a few prompts and reports the log-probability of each token it made; one packed
 training forward computes the same ones. The table tells how far they lie apart, for each dtype and
@@ -18,7 +18,7 @@ import torch
 
 from ..attention.backends import PAGED
 from ..attention.hf import draw_documents
-from ..inference import Engine, LogprobParity, agreement, invariant
+from ..inference import Engine, LogprobParity, compare_logprobs, invariant
 
 LENGTHS = (1, 5, 16, 33, 60, 90)
 NEW = 24
@@ -65,7 +65,7 @@ def _row(
     try:
         with invariant(invariant_to) if invariant_to else nullcontext():
             engine = Engine(model, memory=1 << 28)
-            found = agreement(model, engine, prompts, NEW, attention=backend)
+            found = compare_logprobs(model, engine, prompts, NEW, attention=backend)
     except Exception as error:  # whatever a kernel library raises is the answer
         note = str(error).strip().splitlines() or [type(error).__name__]
         return Row(dtype, label, None, note=note[0].split("this call: ")[-1][:100])

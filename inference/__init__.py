@@ -3,7 +3,7 @@
 from .batch_invariant import invariant
 from .data_parallel import DataParallelEngine
 from .engine import Engine
-from .logprob_parity import LogprobParity, agreement
+from .logprob_parity import LogprobParity, LogprobParityEval, compare_logprobs
 from .requests.outputs import Completion, Score, StreamEvent, TokenLogprob
 from .requests.sampling_params import SamplingParams
 
@@ -12,10 +12,11 @@ __all__ = [
     "DataParallelEngine",
     "Engine",
     "LogprobParity",
+    "LogprobParityEval",
     "SamplingParams",
     "Score",
     "StreamEvent",
     "TokenLogprob",
-    "agreement",
+    "compare_logprobs",
     "invariant",
 ]

@@ -8,7 +8,7 @@ has, means, sums of exponentials and attention go through such blocks as well. T
 kernels and graphs stay out of it.
 
     with invariant(longest=512):
-        agreement(model, Engine(model), prompts)    # 0 on a CPU in float32: rounding was all of it
+        compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32: rounding was all of it
 
 It is there to tell rounding from mistakes: about twice the time for a tiny model, far more for a
 large one. Models whose layers are `nn.Linear` and attention without soft caps or sinks; engines

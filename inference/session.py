@@ -173,7 +173,7 @@ class ModelSession:
         if shadow is not None:
             moved = shadow.refresh(self._modules) or moved
         if moved:
-            runner.forget_graphs()
+            runner.drop_graphs()
         changed = self._weights.refresh()
         runner.adapters = self._weights.adapters
         if not changed:

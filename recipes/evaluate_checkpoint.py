@@ -17,8 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nopad.cli.checkpoints import check_template, checkpoint, load_model, load_tokenizer
-from nopad.cli.options import Help, model_options, positive
+from nopad.cli import (
+    HelpFormatter,
+    add_model_options,
+    check_chat_template,
+    checkpoint_path,
+    load_model,
+    load_tokenizer,
+    positive,
+)
 
 if TYPE_CHECKING:
     from nopad.trainer.evaluation import Report
@@ -28,7 +35,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description="Evaluate a saved checkpoint by generation.",
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or hub name")
@@ -43,7 +50,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--seed", type=int, default=0, help="of the draws")
     add("--deadline", type=float, help="seconds after which the rest does not count")
-    model_options(add)
+    add_model_options(add)
     add("--show", type=int, default=3, help="completions to print")
     return parser.parse_args(argv)
 
@@ -99,10 +106,10 @@ def main(argv: list[str] | None = None) -> Report:
     from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, lines
 
     init_group()
-    name = checkpoint(args.model)
+    name = checkpoint_path(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
-        check_template(tokenizer)
+        check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed

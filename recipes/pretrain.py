@@ -17,7 +17,7 @@ import math
 import os
 import sys
 
-from nopad.cli.options import Help, count, positive
+from nopad.cli import HelpFormatter, count, positive
 from nopad.recipes.support.arguments import Training, parse, run_recipe
 from nopad.recipes.support.data_and_model import data_options, load_data, load_model
 from nopad.recipes.support.run_dir import RunFolder, run_options
@@ -31,7 +31,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description="Pretrain a causal LM on packs, generating from the live model on the way.",
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     data_options(parser, budget=512)
     add = parser.add_argument_group("training").add_argument

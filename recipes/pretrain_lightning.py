@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nopad.cli.options import Help, count, positive
+from nopad.cli import HelpFormatter, count, positive
 from nopad.recipes.support.arguments import Training, heard_to_the_end, mendable, parse, run_recipe
 from nopad.recipes.support.data_and_model import data_options, load_data, load_model
 from nopad.recipes.support.holdout import continuing
@@ -20,7 +20,9 @@ from nopad.recipes.support.run_dir import RunFolder, run_options
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
     data_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nopad.cli.checkpoints import checkpoint, load_tokenizer
-from nopad.cli.options import Help, count, positive
+from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
 from nopad.recipes.support.arguments import parse, run_recipe
 from nopad.recipes.support.data_and_model import (
     check_vocabulary,
@@ -30,7 +29,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help="checkpoint folder or hub name of a causal LM")
@@ -56,7 +55,7 @@ def load_data(args: argparse.Namespace):
     """The tokenizer, packs of conversations, and some that are held out."""
     from nopad.recipes.support.holdout import split
 
-    tokenizer = load_tokenizer(args.tokenizer or checkpoint(args.model))
+    tokenizer = load_tokenizer(args.tokenizer or checkpoint_path(args.model))
     if args.chat_template:
         with open(args.chat_template) as file:
             tokenizer.chat_template = file.read()
@@ -71,7 +70,7 @@ def load_model(args: argparse.Namespace, tokenizer):
     from transformers import AutoModelForCausalLM
 
     with naming(args.model):
-        name = checkpoint(args.model)
+        name = checkpoint_path(args.model)
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=args.attention)
     check_vocabulary(model, tokenizer)
     if not args.lora:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nopad.cli.options import Help
+from nopad.cli import HelpFormatter
 from nopad.recipes.support.arguments import parse, run_recipe
 from nopad.recipes.support.data_and_model import data_options, load_data, load_model
 from nopad.recipes.support.hf_runner import hf_options, hf_train
@@ -21,7 +21,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Every setting, documented."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     data_options(parser, budget=2048)
     hf_options(parser, "train_hf", learning_rate=1e-3)

@@ -29,7 +29,7 @@ from ...kernels.paged_decode import supports_pdl
 from ...kernels.settling import settle
 from ...kernels.skinny import gated, gated_tiles, product, product_tiles
 from ...kernels.tokens import embed
-from ..execution.capture import capturing, side_by_side
+from ..execution.capture import is_capturing, run_on_streams
 from ..live_model.patches import Patches
 from .qkv_weights import QKVWeights
 
@@ -72,13 +72,13 @@ class FusedDecoder:
             (body.norm, self._norm),
             *((layer, self._layer) for layer in body.layers),
         ):
-            places.put(owner, "forward", partial(way, owner, owner.forward))
-        places.after(self._forget)
+            places.set(owner, "forward", partial(way, owner, owner.forward))
+        places.on_restore(self._forget)
 
     def _taken(self) -> Pages | None:
         """The pages of this step, if it goes the short way."""
         varlen: Varlen | None = current_varlen()
-        if not self._fits or not capturing() or varlen is None or varlen.max_length != 1:
+        if not self._fits or not is_capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
 
@@ -163,7 +163,7 @@ def multiply_gated(x: Tensor, mlp: Any) -> Tensor:
     gate, up = mlp.gate_proj, mlp.up_proj
     tiles = gated_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
-        return silu_mul(*side_by_side(x, gate, up))
+        return silu_mul(*run_on_streams(x, gate, up))
     return gated(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 
 
@@ -202,7 +202,7 @@ def _untouched(body: nn.Module) -> bool:
         own = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if own is not None and not hasattr(own, "ours"):
+        if own is not None and not hasattr(own, "_nopad_patch"):
             return False
     return True
 
@@ -213,7 +213,7 @@ def _proven(body: Any) -> bool:
     for layer in body.layers:
         source = sys.modules[type(layer.self_attn).__module__]
         parts += [layer.input_layernorm.forward, getattr(source, "apply_rotary_pos_emb", None)]
-    return all(hasattr(part, "ours") for part in parts)
+    return all(hasattr(part, "_nopad_patch") for part in parts)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nopad.cli.options import in_options
+from nopad.cli import as_cli_message
 from nopad.recipes.support.run_dir import refuse_changes, run_to_resume, started_with
 
 RENAMED = {
@@ -158,7 +158,7 @@ def _told(error: Exception) -> str:
     >>> _told(ImportError("No module named 'peft'"))
     "No module named 'peft': pip install 'nopad[lora]'"
     """
-    told = in_options(error, **RENAMED)
+    told = as_cli_message(error, **RENAMED)
     if isinstance(error, ImportError):
         extra = next((extra for package, extra in EXTRAS.items() if package in told), None)
         return f"{told.rstrip('.')}: pip install 'nopad[{extra}]'" if extra else told

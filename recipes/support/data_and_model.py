@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from nopad.cli.checkpoints import found, has_weights, load_tokenizer
-from nopad.cli.options import attention, count, positive, reading_choices, reading_options
+from nopad.cli import (
+    add_data_options,
+    attention_name,
+    count,
+    data_kwargs,
+    has_weights,
+    load_tokenizer,
+    positive,
+    resolve_path,
+)
 
 
 def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
@@ -25,10 +33,15 @@ def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
 def shared_options(add: Any, budget: int) -> None:
     """What every recipe can be told about reading and packing."""
     add("--text-column", default="text", help="column that holds the text")
-    reading_options(add)
+    add_data_options(add)
     add("--budget", type=positive, default=budget, help="tokens a pack may hold")
     add("--workers", type=count, default=0, help="data loading processes per rank")
-    add("--attention", type=attention, default="nopad", help="nopad, flash_attention_2, sdpa ...")
+    add(
+        "--attention",
+        type=attention_name,
+        default="nopad",
+        help="nopad, flash_attention_2, sdpa ...",
+    )
     add("--seed", type=count, default=0, help="of new weights and of the order of packs")
 
 
@@ -61,7 +74,7 @@ def open_data(args: argparse.Namespace, tokenizer, column: str):
     from nopad.packing.encoding import Encoder
     from nopad.packing.sources.token_store import TokenStore
 
-    encoder = Encoder(tokenizer, column=column, eos=reading_choices(args)["eos"])
+    encoder = Encoder(tokenizer, column=column, eos=data_kwargs(args)["eos"])
     (opened,) = open_sources([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
     return TokenStore(opened) if isinstance(opened, list) else opened
 
@@ -78,7 +91,7 @@ def packed(args: argparse.Namespace, source, tokenizer, overflow: str = "split")
         overflow=overflow,
         seed=args.seed,
         epochs=None,
-        **reading_choices(args),
+        **data_kwargs(args),
     )
 
 
@@ -113,7 +126,7 @@ def load_model(args: argparse.Namespace, tokenizer):
         model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
     else:
         with naming(args.model):
-            name = found(args.model)
+            name = resolve_path(args.model)
             if has_weights(name):
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from nopad.cli.options import count, positive
+from nopad.cli import count, positive
 from nopad.recipes.support.arguments import Training, heard_to_the_end
 from nopad.recipes.support.run_dir import RunFolder, run_options
 

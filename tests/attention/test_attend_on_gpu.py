@@ -7,7 +7,7 @@ import torch
 from nopad.attention import PagedCache, Pages, Varlen, attend
 from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents
 from nopad.attention.reference import reference
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, DIM, PAGE, BATCH = 8, 2, 64, 16, 6
@@ -91,10 +91,10 @@ def tiny(attention, dtype):
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = shrink(CONFIG_MAPPING["llama"]())
+    config = tiny_config(CONFIG_MAPPING["llama"]())
     config.head_dim = 64
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    scramble(model)
+    randomize_weights(model)
     return model.eval().to("cuda", dtype)
 
 

@@ -101,7 +101,7 @@ def test_samples_do_not_depend_on_the_batch(heat):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
     from nopad.attention import PagedCache, layer_shapes
-    from nopad.inference.execution.capture import for_capture
+    from nopad.inference.execution.capture import capture_mode
     from nopad.inference.fused.fused_ops import _step, fused, verified_ops
     from nopad.inference.live_model.borrow import borrow_model
 
@@ -117,7 +117,7 @@ def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
         lengths = [1 + 37 * row % 200 for row in range(rows)]
         after = [range(n, n + 1) for n in lengths]
-        with borrow_model(model), for_capture():
+        with borrow_model(model), capture_mode():
             _step(model, cache, [range(n) for n in lengths])
             want = _step(model, cache, after).float()
             with fused(list(model.modules()), parts):
@@ -134,9 +134,9 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     for count in (16, 3):
         engine.generate(prompts(count), GREEDY)
     graphs = engine._machine.runner._graphs
-    assert len(graphs) > 1 and graphs._room == graph_bytes(16, 512, 2)
+    assert len(graphs) > 1 and graphs._byte_budget == graph_bytes(16, 512, 2)
     before = len(graphs)
-    graphs._taken = graphs._room
+    graphs._used_bytes = graphs._byte_budget
     done = engine.generate(prompts(11), GREEDY)
     assert all(len(c.token_ids) == 24 for c in done) and len(graphs) == before
 
@@ -145,7 +145,7 @@ def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
     engine = Engine(llama(torch.float32), memory=1 << 28, max_num_seqs=8)
     want = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
     runner = engine._machine.runner
-    runner.forget_graphs()
+    runner.drop_graphs()
     forward, broken = runner.forward, []
 
     def full(*args):

@@ -18,16 +18,16 @@ from nopad.attention import (
 )
 from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
 from nopad.attention.hf.selfcheck import worst
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 def tiny(kind="llama", attention="nopad", **changes):
-    config = shrink(CONFIG_MAPPING[kind](), **changes)
+    config = tiny_config(CONFIG_MAPPING[kind](), **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    scramble(model)
+    randomize_weights(model)
     return model.eval()
 
 

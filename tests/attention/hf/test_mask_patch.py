@@ -7,7 +7,7 @@ import pytest
 import torch
 from nopad.attention import document_mask
 from nopad.attention.hf import check_packed, mask_patch
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -16,9 +16,9 @@ FORGETFUL = ("gpt_oss", "opt", "falcon", "bloom", "mpt", "xglm", "afmoe", "biogp
 
 def models(kind):
     """The type under eager and, where it can, under sdpa, with the same weights."""
-    config = shrink(CONFIG_MAPPING[kind]())
+    config = tiny_config(CONFIG_MAPPING[kind]())
     oracle = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
-    scramble(oracle)
+    randomize_weights(oracle)
     yield oracle.eval(), oracle
     try:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")

@@ -5,7 +5,7 @@ import torch
 from nopad.attention.hf import Packed, check_packed, check_paged, interface
 from nopad.attention.hf.selfcheck import worst
 from nopad.cli import isolation
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -14,9 +14,9 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def oracle():
-    config = shrink(CONFIG_MAPPING["llama"]())
+    config = tiny_config(CONFIG_MAPPING["llama"]())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    scramble(model)
+    randomize_weights(model)
     return model.eval()
 
 
@@ -58,7 +58,7 @@ def test_nan_is_wrong(oracle, monkeypatch, fault):
     assert packed.right() is (fault == "pages"), packed
     if fault == "pages":
         assert torch.tensor(check_paged(model)).isnan()
-    assert isolation.examine(oracle, "nopad").verdict == "WRONG"
+    assert isolation.check_isolation(oracle, "nopad").verdict == "WRONG"
 
 
 def test_the_worst_of_numbers_is_the_one_that_is_none():

@@ -1,4 +1,4 @@
-"""Sampling: each knob against plain arithmetic, and draws that depend on the request alone."""
+"""Sampling: each parameter against its definition; samples depend on their request alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nopad.inference.execution.sampler import (
     LogitEdits,
     Penalties,
     SamplingInputs,
+    _apply_penalties,
     gather_logprobs,
     sample,
 )
@@ -25,18 +26,18 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def choice(heat, uniform, k=0, p=1.0, m=0.0) -> SamplingInputs:
+def inputs(temperature, uniform, k=0, p=1.0, m=0.0) -> SamplingInputs:
     n = len(uniform)
     filters = Filters(
         torch.arange(n), torch.full((n,), k), torch.full((n,), p), torch.full((n,), m)
     )
     u = torch.tensor(uniform, dtype=torch.float64)
-    return SamplingInputs(None, None, torch.full((n,), heat), u, filters)
+    return SamplingInputs(None, None, torch.full((n,), temperature), u, filters)
 
 
-def allowed(logits, heat, k, p, m) -> np.ndarray:
-    """The distribution by the definitions: top-k, then top-p and min-p of what is left."""
-    z = logits.double().numpy() / heat
+def expected_distribution(logits, temperature, k, p, m) -> np.ndarray:
+    """The distribution by definition: top-k, then top-p and min-p of the rest."""
+    z = logits.double().numpy() / temperature
     order = np.argsort(-z, kind="stable")
     keep = np.zeros(V, bool)
     kept = order[: k or V]
@@ -59,19 +60,21 @@ def allowed(logits, heat, k, p, m) -> np.ndarray:
     st.sampled_from([0.0, 0.1, 0.9]),
     st.floats(0, 0.999999),
 )
-def test_a_draw_inverts_the_filtered_distribution(seed, heat, k, p, m, u):
+def test_a_draw_inverts_the_filtered_distribution(seed, temperature, k, p, m, u):
     logits = rows(1, seed)
-    token = int(sample(logits, choice(heat, [u], k, p, m))[0])
-    cdf = np.cumsum(allowed(logits[0], heat, k, p, m))
+    token = int(sample(logits, inputs(temperature, [u], k, p, m))[0])
+    cdf = np.cumsum(expected_distribution(logits[0], temperature, k, p, m))
     assert cdf[token] > u - 1e-5 and (token == 0 or cdf[token - 1] <= u + 1e-5)
 
 
 def test_many_draws_have_the_distribution_they_should():
     logits = rows(1, 5)
     u = uniform(np.full(20000, 9), np.arange(20000))
-    tokens = sample(logits.expand(len(u), -1), choice(0.8, u.tolist(), 0, 0.9, 0.0))
-    found = np.bincount(tokens.numpy(), minlength=V) / len(u)
-    np.testing.assert_allclose(found, allowed(logits[0], 0.8, 0, 0.9, 0.0), atol=0.012)
+    tokens = sample(logits.expand(len(u), -1), inputs(0.8, u.tolist(), 0, 0.9, 0.0))
+    frequencies = np.bincount(tokens.numpy(), minlength=V) / len(u)
+    np.testing.assert_allclose(
+        frequencies, expected_distribution(logits[0], 0.8, 0, 0.9, 0.0), atol=0.012
+    )
 
 
 def test_uniforms_are_uniform_and_independent_of_each_other():
@@ -90,16 +93,14 @@ def test_penalties_follow_their_definitions():
         torch.tensor([1.3, 1.0]), torch.tensor([0.5, 0.0]), torch.tensor([0.0, 0.7]),
     )  # fmt: skip
     want = logits.clone()
-    for token in {1, 2, 5, 9}:  # prompt and output; the last 9 lies past its length
+    for token in {1, 2, 5, 9}:  # prompt and output; the last 9 is past its length
         x = want[0, token]
         want[0, token] = x / 1.3 if x > 0 else x * 1.3
     for token in {2, 5, 9}:
         want[0, token] -= 0.5
     want[1, 3] -= 0.7 * 3
     got = logits.clone()
-    from nopad.inference.execution.sampler import _penalise
-
-    _penalise(got, penalties)
+    _apply_penalties(got, penalties)
     torch.testing.assert_close(got, want)
 
 
@@ -117,8 +118,8 @@ def test_bias_and_bans_change_single_logits_only():
 def test_logits_that_are_no_numbers_fail_their_row_alone():
     logits = rows(3, 6)
     logits[1, 4] = torch.nan
-    for how in (SamplingInputs(), choice(1.0, [0.3, 0.3, 0.3])):
-        tokens = sample(logits, how).tolist()
+    for sampling in (SamplingInputs(), inputs(1.0, [0.3, 0.3, 0.3])):
+        tokens = sample(logits, sampling).tolist()
         assert tokens[1] == -1 and min(tokens[0], tokens[2]) >= 0
 
 
@@ -126,14 +127,14 @@ def test_logits_that_are_no_numbers_fail_their_row_alone():
 def test_rows_without_a_distribution_fail_alone(knobs):
     logits = rows(4, 6)
     logits[1, 4], logits[2] = torch.inf, -torch.inf
-    tokens = sample(logits, choice(1.0, [0.5] * 4, **knobs)).tolist()
+    tokens = sample(logits, inputs(1.0, [0.5] * 4, **knobs)).tolist()
     assert tokens[1] == tokens[2] == -1 and min(tokens[0], tokens[3]) >= 0
-    tokens = sample(logits * 1e38, choice(0.5, [0.5] * 4, **knobs)).tolist()
-    assert set(tokens) == {-1}, "cooled, they are more than floats hold"
-    heat = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    tokens = sample(logits * 1e38, inputs(0.5, [0.5] * 4, **knobs)).tolist()
+    assert set(tokens) == {-1}, "divided by the temperature, they overflow"
+    temperature = torch.tensor([0.0, 0.0, 1.0, 1.0])
     uniform = torch.full((4,), 0.5, dtype=torch.float64)
-    tokens = sample(logits, SamplingInputs(temperature=heat, uniform=uniform)).tolist()
-    assert tokens[1] == 4 and tokens[2] == -1, "greedy rows take what is largest"
+    tokens = sample(logits, SamplingInputs(temperature=temperature, uniform=uniform)).tolist()
+    assert tokens[1] == 4 and tokens[2] == -1, "greedy rows take the largest"
 
 
 def test_infinite_logits_end_a_sampled_request_with_an_error(tiny):
@@ -155,11 +156,11 @@ HOT = torch.tensor([5])
 def test_likelihoods_are_log_softmax():
     logits = rows(4, 8)
     tokens = torch.tensor([0, 5, int(logits[2].argmax()), 22])
-    found = gather_logprobs(logits, tokens, 3)
+    logprobs = gather_logprobs(logits, tokens, 3)
     want = logits.log_softmax(-1)
-    torch.testing.assert_close(found.logprob, want[torch.arange(4), tokens])
-    torch.testing.assert_close(found.top_logprobs, want.topk(3).values)
-    assert found.greedy.tolist()[2] is True
+    torch.testing.assert_close(logprobs.logprob, want[torch.arange(4), tokens])
+    torch.testing.assert_close(logprobs.top_logprobs, want.topk(3).values)
+    assert logprobs.is_greedy.tolist()[2] is True
 
 
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
@@ -172,11 +173,11 @@ def test_samples_do_not_depend_on_batch_order_chunks_or_preemption(tiny, knobs):
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=9, ignore_eos=True, **knobs)
     alone = [Engine(model).generate([p], params)[0].token_ids for p in prompts]
     assert len({tuple(t) for t in alone}) == len(prompts)
-    run_on_all_ranks = [c.token_ids for c in Engine(model).generate(prompts, params)]
-    assert run_on_all_ranks == alone
+    together = [c.token_ids for c in Engine(model).generate(prompts, params)]
+    assert together == alone
     back = [c.token_ids for c in Engine(model).generate(prompts[::-1], params)]
     assert back[::-1] == alone
-    # Memory for 5 pages of 16 tokens: they take turns.
+    # Memory for 5 pages of 16 tokens: requests are preempted.
     tight = Engine(model, memory=5 * 16 * 2 * 2 * 2 * 8 * 4, page_size=16, max_num_batched_tokens=7)
     assert [c.token_ids for c in tight.generate(prompts, params)] == alone
     assert tight.stats.preemptions > 0
@@ -217,7 +218,7 @@ def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
     hot = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
 
     def submitted(count: int, **more) -> list[list[int]]:
-        """All of them, the later ones submitted while the first run or after they ended."""
+        """Add requests while earlier ones run or after they ended; return all token lists."""
         order, done = [], {}
         while len(done) < count:
             if len(order) < count:
@@ -228,7 +229,7 @@ def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
     answers = submitted(12)
     assert len({tuple(tokens) for tokens in answers}) == 12
     assert answers == [c.token_ids for c in engine.generate([[3, 4]] * 12, hot)]
-    assert submitted(12) == answers, "an idle engine begins again"
+    assert submitted(12) == answers, "an idle engine starts over"
     assert submitted(3, seed=0) == [submitted(1, seed=0)[0]] * 3
 
 
@@ -271,6 +272,6 @@ def test_min_tokens_holds_the_end_back_and_stop_ids_end(tiny):
 def test_a_temperature_too_small_to_divide_by_is_greedy(tiny):
     engine = Engine(tiny("llama"))
     greedy, faint = (
-        SamplingParams(temperature=heat, max_tokens=6, ignore_eos=True) for heat in (0, 1e-42)
+        SamplingParams(temperature=t, max_tokens=6, ignore_eos=True) for t in (0, 1e-42)
     )
     assert engine.generate([[3, 4, 5]], faint) == engine.generate([[3, 4, 5]], greedy)

@@ -1,4 +1,4 @@
-"""Evaluation leaves no trace: training with evaluations in between is bitwise training without."""
+"""Evaluation leaves no trace: training with evaluations gives bitwise the same weights."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def model():
     made = LlamaForCausalLM(config)
     made.gradient_checkpointing_enable()
     made.train()
-    made.model.layers[0].mlp.eval()  # a flag that differs from its neighbours'
+    made.model.layers[0].mlp.eval()  # one flag differs from the others
     return made
 
 
 def trace_of(m) -> dict:
-    """Everything an evaluation might disturb."""
+    """Return everything that an evaluation might change."""
     return {
         "weights": digest(p for p in m.parameters()),
         "grads": [p.grad is None or digest([p.grad]) for p in m.parameters()],
@@ -120,7 +120,7 @@ def test_training_with_evaluations_is_bitwise_training_without(how):
             ids = torch.randint(3, 64, (2, 9))
             m(input_ids=ids, labels=ids).loss.backward()
             if evaluations and step % 3 == 1:
-                evaluate(engine, how)  # gradients are there, and must stay
+                evaluate(engine, how)  # gradients exist, and must be kept
             optimizer.step()
             optimizer.zero_grad()
             if evaluations and step % 3 == 2:
@@ -219,7 +219,7 @@ def test_wrapped_models_are_found_inside_their_wraps():
 
 @pytest.fixture
 def no_accelerator():
-    """Accelerate keeps one precision for the whole process, also another test's."""
+    """Accelerate keeps one precision per process, even one that another test set."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
@@ -240,16 +240,16 @@ def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training(no_acc
 
 
 def test_the_current_device_is_the_models_while_it_is_borrowed(monkeypatch):
-    """Once it was not, and kernels were launched on the first GPU with another one's data."""
+    """Regression: kernels were launched on the first GPU with data of another one."""
     current = [torch.device("cuda", 0)]
 
     @contextmanager
-    def adapters_changed(device):
+    def switched(device):
         current.append(device)
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "device", adapters_changed)
+    monkeypatch.setattr(torch.cuda, "device", switched)
     monkeypatch.setattr(borrow, "preserve_rng", nullcontext)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     second = torch.device("cuda", 1)

@@ -6,7 +6,7 @@ import pytest
 import tiny_run
 from front_ends import FIRST_STEP
 from nopad.attention.hf import mask_patch
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.trainer.monitoring import check_run
 from nopad.trainer.monitoring.preflight import leak
 from transformers import AutoModelForCausalLM
@@ -26,9 +26,9 @@ FORGETFUL = {
 
 
 def build(kind: str, attention: str):
-    config = shrink(CONFIG_MAPPING[kind]())
+    config = tiny_config(CONFIG_MAPPING[kind]())
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    scramble(model)
+    randomize_weights(model)
     return model
 
 
