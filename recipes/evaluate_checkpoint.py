@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> Report:
     given = examples(args)
     from nopad.inference import DataParallelEngine, Engine, SamplingParams
     from nopad.runtime import init_group
-    from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, lines
+    from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, report_lines
 
     init_group()
     name = checkpoint_path(args.model)
@@ -123,12 +123,12 @@ def main(argv: list[str] | None = None) -> Report:
         metrics,
         params,
         deadline=args.deadline,
-        samples=args.show,
+        num_samples=args.show,
         on_error="raise",
     )
     report = evaluation.run(0)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*lines(report)[1:], sep="\n")
+        print(*report_lines(report)[1:], sep="\n")
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))

@@ -118,8 +118,8 @@ class Pretraining:
     """One run: the parts, the loop over optimizer steps, and its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
+        from nopad.trainer import StopRequest
         from nopad.trainer.fused import fuse_layers
-        from nopad.trainer.graceful_stop import StopRequest
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.monitoring import Meter
         from nopad.trainer.with_accelerate import PackedAccelerateLoader
@@ -153,7 +153,9 @@ class Pretraining:
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         examples = [Example(prompt) for prompt in args.prompt or []] or self.examples
         evaluation = continuing(model, self.tokenizer, examples, args.eval_every, args.seed)
-        return AccelerateEval(self.accelerator, self.model, evaluation, console=True)
+        return AccelerateEval(
+            self.accelerator, self.model, evaluation, meter=self.meter, console=True
+        )
 
     def say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -192,7 +194,7 @@ class Pretraining:
                 if number == 0:
                     self.begin()
                 losses.append(self.backward(batch))
-                self.meter.add(self.loader.last, batch["labels"], self.loss.token_losses)
+                self.meter.add(self.loader.last_pack, batch["labels"], self.loss.token_losses)
                 if self.accelerator.sync_gradients:
                     self.step += 1
                     self.report(bar, losses)
@@ -242,7 +244,7 @@ class Pretraining:
             self.folder.log(self.step, values)
 
     def after_step(self) -> None:
-        self.stopping = self.stop.agreed()
+        self.stopping = self.stop.should_stop()
         last = self.step == self.args.steps
         if not self.stopping:
             self.evaluations.after_step(self.step, last)

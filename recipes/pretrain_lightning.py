@@ -67,7 +67,7 @@ def module(args: argparse.Namespace, folder: RunFolder, model):
 
 def checkpoint(args: argparse.Namespace) -> Path | None:
     """The file to go on from, if any; damaged ones are refused."""
-    from nopad.trainer.checkpoint_manifest import check_archive
+    from nopad.trainer import check_archive
 
     if args.resume is None:
         return None

@@ -44,7 +44,7 @@ FAULTS = {
     ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
-        "StopRequest.agreed = lambda self: False",
+        "StopRequest.should_stop = lambda self: False",
     ),
     "something is kept of every pack": (
         "packing/test_bounds.py::"

@@ -110,7 +110,7 @@ def heard_to_the_end() -> Iterator[None]:
 
     Enter it right before that callback is made, which gives the signals back to it.
     """
-    from nopad.trainer.graceful_stop import StopRequest
+    from nopad.trainer import StopRequest
 
     said = b"\nno step is left: the run ends when it is saved; a second signal leaves at once\n"
     request = StopRequest(said)
@@ -170,7 +170,7 @@ def run_recipe(recipe: str, main: Callable[[list[str] | None], None], argv: Any 
     status = exit_status(recipe, main, argv)
     if status == 0:
         from nopad.runtime import destroy_group  # here: torch is loaded by now
-        from nopad.trainer.graceful_stop import SIGNALS
+        from nopad.trainer import SIGNALS
 
         for number in SIGNALS:  # all is saved: a late one must not make a failure of it
             signal.signal(number, signal.SIG_IGN)

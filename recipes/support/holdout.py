@@ -122,5 +122,5 @@ def continuing(
         {"matched": matched} if measured else {},
         SamplingParams(temperature=0.7, max_tokens=32, seed=seed),
         every=every,
-        watch="matched" if measured else None,
+        monitor="matched" if measured else None,
     )

@@ -138,14 +138,14 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Whether any save of the run was finished, be it whole still or not."""
-        from nopad.trainer.checkpoint_manifest import MANIFEST
+        from nopad.trainer import MANIFEST
 
         written = (f"checkpoint-*/{MANIFEST}", "*.ckpt", "*.safetensors")
         return any(found for pattern in written for found in self.path.glob(pattern))
 
     def last_step(self) -> int:
         """The step of the newest whole checkpoint."""
-        from nopad.trainer.checkpoint_manifest import latest_intact_checkpoint
+        from nopad.trainer import latest_intact_checkpoint
 
         return int(latest_intact_checkpoint(self.path).name.partition("-")[2])
 
@@ -164,7 +164,7 @@ class RunFolder:
         keep: how many stay, this one and those before it; without it, all. What lies after it was
         passed over by a resume, being damaged, and goes.
         """
-        from nopad.trainer.checkpoint_manifest import write_manifest
+        from nopad.trainer import write_manifest
 
         write_manifest(self.unfinished(step))
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)

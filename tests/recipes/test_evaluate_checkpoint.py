@@ -103,7 +103,7 @@ def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
     status = evaluate_checkpoint.run([*given, "--prompt", long, "--max-tokens", "2"])
     told = capsys.readouterr().out
     assert status == 1 and json.loads(told.splitlines()[-1])["eval/failed"] == 5
-    assert "went wrong: example 0: " in told and "max_length" in told
+    assert "error: example 0: " in told and "max_length" in told
 
 
 def test_a_deadline_that_lets_nothing_finish_is_status_one(checkpoint, data, capsys):

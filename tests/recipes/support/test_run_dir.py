@@ -77,7 +77,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_silently_begin_again(st
     args = pretrain.options(["--resume"])
     folder = RunFolder.of("pretrain", args)
     assert args.resume == "last"
-    with pytest.raises(ValueError, match=r"checkpoint-3: weights is torn or damaged"):
+    with pytest.raises(ValueError, match=r"checkpoint-3: weights is truncated or corrupted"):
         folder.last_step()
 
 

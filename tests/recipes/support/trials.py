@@ -131,7 +131,7 @@ class Recipe:
 POINTS = {
     "first step": (loader.PackedLoader, "_step", 0),
     "evaluation": (GenerationEval, "_evaluate", 0),
-    "save": (data_state, "gathered_state", 1),
+    "save": (data_state, "gather_data_state", 1),
     "end": (graceful_stop.StopRequest, "release", 0),
 }
 """Named places for a signal: whose function, and how many calls of it to let pass.
@@ -187,7 +187,7 @@ def signals(recipe: Recipe, number: int) -> str:
         for _ in range(2 if where == "twice" else 1):
             for rank in range(world) if where == "twice" else (victim,):
                 run.send(kind, rank)
-            time.sleep(2 * graceful_stop.RELAYED)
+            time.sleep(2 * graceful_stop.RELAY_SECONDS)
     codes = run.wait()
     took = time.monotonic() - sent
     ended = "second" if where == "twice" and any(codes) else where
@@ -211,7 +211,7 @@ CRASHES = {
     "all written, not sealed": ((checkpoint_manifest, with_hf), "seal", 1),
     "some written": ((with_hf.PackedTrainer,), "_save_optimizer_and_scheduler", 1),
     "gathered, not written": ((accelerate.accelerator,), "save_accelerator_state", 1),
-    "after the save": ((graceful_stop.StopRequest,), "agreed", 8),
+    "after the save": ((graceful_stop.StopRequest,), "should_stop", 8),
 }
 """Where a save can be cut short: who has the function, and how many calls to let pass."""
 
