@@ -1,6 +1,6 @@
 """Continuous-batching generation and scoring on the model that is being trained."""
 
-from .batch_invariant import invariant
+from .batch_invariant import batch_invariant
 from .data_parallel import DataParallelEngine
 from .engine import Engine
 from .logprob_parity import LogprobParity, agreement
@@ -17,5 +17,5 @@ __all__ = [
     "StreamEvent",
     "TokenLogprob",
     "agreement",
-    "invariant",
+    "batch_invariant",
 ]

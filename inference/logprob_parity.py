@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.backends import force_paged_backend
-from ..attention.hf import batch_of
+from ..attention.hf import packed_batch
 from ..runtime import unwrap_model
 from .engine import Engine
 from .live_model.borrow import borrow_model
@@ -99,7 +99,7 @@ def packed_logprobs(
     """Log-probabilities of all completions' tokens, from one forward over all sequences packed."""
     device = next(model.parameters()).device
     whole = [[*map(int, p), *c.tokens] for p, c in zip(prompts, made, strict=True)]
-    batch = batch_of([torch.tensor([ids], device=device) for ids in whole])
+    batch = packed_batch([torch.tensor([ids], device=device) for ids in whole])
     logits = model(**batch).logits[0]
     ends = batch["cu_seq_lens_q"][1:].tolist()
     found = []
