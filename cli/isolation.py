@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..attention import unsupported_reason
-from ..attention.hf import Packed, check_default_cache, check_packed, check_paged
+from ..attention.hf import PackedDifferences, check_default_cache, check_packed, check_paged
 from .checkpoints import short_error
 from .tiny_model import ATTENTION_DROPOUTS
 
@@ -25,7 +25,7 @@ class IsolationResult:
     name: str
     verdict: str
     """apart, LEAK, WRONG, refused, or not run."""
-    packed: Packed | None = None
+    packed: PackedDifferences | None = None
     paged: float | None = None
     note: str = ""
 
@@ -53,7 +53,7 @@ def check_isolation(oracle: Any, name: str, given: Any = None) -> IsolationResul
     except Exception as error:  # whatever a model or kernel library raises is the answer
         return IsolationResult(name, "not run", note=_short(error))
     limit = tolerance(model)
-    verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
+    verdict = "LEAK" if packed.leak > limit else "apart" if packed.within(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # NaN is neither more nor less
         verdict = "WRONG"
     notes = [_advice(model, oracle, verdict, limit)]
@@ -99,7 +99,7 @@ def tolerance(model: Any) -> float:
 def _repair(model: Any, oracle: Any, limit: float) -> str:
     """Whether nopad's wrapper of the stock masks mends it."""
     try:
-        mended = check_packed(model, oracle, repair=True).right(limit)
+        mended = check_packed(model, oracle, repair=True).within(limit)
     except Exception as error:
         return f"repair failed: {_short(error)}"
     return "mended by nopad.attention.document_mask" if mended else "document_mask does not mend it"

@@ -86,9 +86,9 @@ def attention_name(name: str) -> str:
         return name
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from ..attention.hf import NAME
+    from ..attention.hf import ATTN_IMPLEMENTATION
 
-    known = sorted({"eager", NAME, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    known = sorted({"eager", ATTN_IMPLEMENTATION, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
     if name not in known and "/" not in name:
         told = f"{name!r}: no such attention; there are {', '.join(known)}"
         raise argparse.ArgumentTypeError(told)
