@@ -157,7 +157,7 @@ class Bench:
             ],
             budget=self.budget,
             epochs=None,
-            eos=False,
+            add_eos=False,
         )
         loader = PackedLoader(data, collator, num_workers=1, pin_memory=not self.tiny)
         self.waited = lambda: loader.wait_seconds

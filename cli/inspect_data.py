@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..packing import IGNORE_INDEX, Pack, pack_lengths
-from ..packing.encoding import BATCH, SkippedRows, encoded, samples_of
+from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
 from .checkpoints import load_tokenizer
 from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
@@ -47,12 +47,12 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     data = PackedDataset(
         args.data,
         tokenizer=tokenizer,
-        column=args.column,
+        text_column=args.text_column,
         budget=args.budget,
         overflow=args.overflow,
         seed=args.seed,
         rank=0,
-        world=1,
+        world_size=1,
         **data_kwargs(args),
     )
     skipped = data.skipped
@@ -80,7 +80,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add = made.add_argument
     add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
-    add("--column", default="text", help="column that holds the text")
+    add("--text-column", default="text", help="column that holds the text")
     add_data_options(add)
     add("--budget", type=int, default=8192, help="tokens a pack may hold")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
@@ -100,10 +100,10 @@ def measured(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
     """
     if data.lengths is not None:
         return np.asarray(data.lengths[:MOST_LENGTHS], np.int64), len(data.lengths)
-    stream, lengths, tokens = data.packs.settings, [], 0
-    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip else None
-    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):
-        found = [len(one) for one in samples_of(encoded(batch, stream.encoder), counted)]
+    stream, lengths, tokens = data.stream_settings, [], 0
+    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip_errors else None
+    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, ENCODE_BATCH))):
+        found = [len(one) for one in raise_or_skip(encode_rows(batch, stream.encoder), counted)]
         lengths, tokens = lengths + found, tokens + sum(found)
     over = next(rows, None) is None
     return np.array(lengths, np.int64), len(lengths) if over else None
@@ -171,7 +171,7 @@ def padding_waste(lengths: np.ndarray, batch: int = 32) -> float:
 
 def decoded(pack: Pack, tokenizer: Any) -> str:
     """Show a pack's samples, [[what counts]] in brackets."""
-    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.counted} count"]
+    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.num_label_tokens} count"]
     for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MOST_SAMPLES):
         counts = pack.labels[a:b] != IGNORE_INDEX
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), int(b - a)]

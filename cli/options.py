@@ -12,8 +12,8 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARGUMENT = re.compile(
-    r"""(?<![\w/])(attn_implementation|budget|column|dtype|eos|glob|max_steps|memory|"""
-    r"""num_train_epochs|on_error|overflow|tokenizer)="""
+    r"""(?<![\w/])(add_eos|attn_implementation|budget|dtype|glob|max_steps|memory|"""
+    r"""num_train_epochs|on_error|overflow|text_column|tokenizer)="""
     r"""(?:"([^"]+)"|('[^']+'|-?\w+(?:\.\d+)?))?"""
 )
 """A setting as Python says it, with its value if there is one."""
@@ -47,21 +47,21 @@ def add_data_options(add: Any) -> None:
     add("--glob", help="which files of a folder, such as '*.jsonl'")
     add("--on-error", default="raise", choices=("raise", "skip"),
         help="what to do at a row that cannot be used: stop, or leave it out")  # fmt: skip
-    add("--eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's")
+    add("--add-eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's")
     add("--dtype", choices=("uint16", "uint32"), help="of tokens in a flat .bin file")
 
 
 def data_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     """These options, as `PackedDataset` takes them."""
-    eos = True if args.eos is None else args.eos
-    return {"glob": args.glob, "on_error": args.on_error, "eos": eos, "dtype": args.dtype}
+    add_eos = True if args.add_eos is None else args.add_eos
+    return {"glob": args.glob, "on_error": args.on_error, "add_eos": add_eos, "dtype": args.dtype}
 
 
 def as_cli_message(message: object, **renamed: str) -> str:
     """Say what an error says of Python's arguments in words of the command line.
 
-    >>> in_options('no eos: pass eos= an id, or eos=False (on_error="skip" leaves it out)')
-    'no eos: pass --eos an id, or --eos none (--on-error skip leaves it out)'
+    >>> in_options('no eos: pass add_eos= an id, or add_eos=False (on_error="skip" leaves it out)')
+    'no eos: pass --add-eos an id, or --add-eos none (--on-error skip leaves it out)'
     """
 
     def option(found: re.Match) -> str:

@@ -138,12 +138,12 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 
 def _describe_plan(data: PackedDataset) -> list[str]:
     """Describe the number of packs, their fill, and the samples that overflow."""
-    lengths, budget, max_packs = data.lengths, data.settings["budget"], data.packs.packs
+    lengths, budget, max_packs = data.lengths, data.settings["budget"], data.max_packs
     if lengths is None or not len(lengths):
         total = "" if max_packs is None else f"{max_packs:,} "
         return [f"{total}packs of {budget} tokens; lengths are unknown before reading"]
     planned = lengths[:MAX_PLANNED]
-    names = ("budget", "pool", "strategy", "overflow", "align")
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of")
     planner = Planner(**{name: data.settings[name] for name in names})
     sequences = len(planner.feed(planned).items) + len(planner.finish().items)
     counts, is_estimate = planner.counts, len(lengths) > len(planned)
