@@ -53,7 +53,7 @@ def row_digest(row: Any) -> str:
 
 def hold_out(data: Any, count: int, column: str = "text") -> tuple[Any, list[Example]]:
     """Return the data without at most `count` rows, and those rows as examples."""
-    source = open_source(data, column=column)
+    source = open_source(data, text_column=column)
     if count == 0 or not isinstance(source, RowSource):
         return data, []
     examples = pick_examples((row.value for row in source.read(0, 1)), count, column)
