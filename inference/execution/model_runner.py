@@ -73,7 +73,7 @@ class ModelRunner:
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
-        self.cache.copy_page([c.source for c in copies], [c.target for c in copies])
+        self.cache.copy_pages([c.source for c in copies], [c.target for c in copies])
 
     def launch(self, step: Step) -> Callable[[], StepOutput]:
         """Start a step; call the returned function to wait for its output."""
