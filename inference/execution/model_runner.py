@@ -30,9 +30,9 @@ from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logp
 from .transfer import HostDeviceCopy
 
 try:
-    from ...kernels.tokens import resolve
+    from ...kernels import fill_last_tokens
 except ImportError:  # no Triton on this machine
-    resolve = None
+    fill_last_tokens = None
 
 log = logging.getLogger("nopad.inference")
 
@@ -228,6 +228,6 @@ class ModelRunner:
 
 
 def _resolved(ids: Tensor, newest: Tensor) -> Tensor:
-    if ids.is_cuda and resolve is not None:
-        return resolve(ids, newest)
+    if ids.is_cuda and fill_last_tokens is not None:
+        return fill_last_tokens(ids, newest)
     return torch.where(ids < 0, newest[(-1 - ids).clamp_(min=0)], ids)

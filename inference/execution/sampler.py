@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 try:
-    from ...kernels.tokens import likeliest
+    from ...kernels import argmax
 except ImportError:  # no Triton on this machine
-    likeliest = None
+    argmax = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +84,8 @@ def sample(logits: Tensor, choice: SamplingInputs) -> Tensor:
 
 def _likeliest(logits: Tensor) -> Tensor:
     """Token of each row's largest logit, -1 where the row is not numbers."""
-    if logits.is_cuda and likeliest is not None:
-        return likeliest(logits)
+    if logits.is_cuda and argmax is not None:
+        return argmax(logits)
     best, token = logits.max(dim=-1)
     return torch.where(best.isnan(), -1, token)
 
