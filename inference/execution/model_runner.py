@@ -30,9 +30,9 @@ from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logp
 from .transfer import HostDeviceCopy
 
 try:
-    from ...kernels.tokens import resolve
+    from ...kernels import fill_last_tokens
 except ImportError:  # Triton is not installed
-    resolve = None
+    fill_last_tokens = None
 
 log = logging.getLogger("nopad.inference")
 
@@ -235,6 +235,6 @@ class ModelRunner:
 
 def _with_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:
     """Replace the ids below zero: -1 - i becomes the last token of batch row i."""
-    if ids.is_cuda and resolve is not None:
-        return resolve(ids, last_tokens)
+    if ids.is_cuda and fill_last_tokens is not None:
+        return fill_last_tokens(ids, last_tokens)
     return torch.where(ids < 0, last_tokens[(-1 - ids).clamp_(min=0)], ids)

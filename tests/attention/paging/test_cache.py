@@ -4,7 +4,7 @@ import pytest
 import torch
 from nopad.attention import PagedCache
 from nopad.attention.backends.kv_write import write
-from nopad.kernels.kv_write import write_slots
+from nopad.kernels import write_kv
 
 
 def test_copies_read_before_they_write():
@@ -29,7 +29,7 @@ def test_pages_under_sixteen_tokens_are_refused():
         PagedCache(4, 8, [(1, 8, 8)], torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("writer", [write, write_slots])
+@pytest.mark.parametrize("writer", [write, write_kv])
 def test_tokens_land_in_their_slots_and_minus_one_nowhere(writer):
     cache = PagedCache(4, 16, [(3, 8, 5)], torch.float32, "cpu")
     keys, values = cache.layer(0)
