@@ -74,8 +74,8 @@ class _Captured:
 
 def decodes(step: Step) -> bool:
     """Whether every request of a step runs one token and yields one."""
-    alike = len(step.yielding) == len(step.requests) == len(step.rows)
-    return step.max_tokens == 1 and alike
+    alike = len(step.sampled_requests) == len(step.requests) == len(step.logits_indices)
+    return step.max_query_len == 1 and alike
 
 
 def graph_bytes(max_num_seqs: int, vocabulary: int, itemsize: int) -> int:
@@ -133,7 +133,7 @@ class DecodeGraphs:
         """The graph for a step: the smallest, or the smallest there is."""
         by = forced_paged_backend()
         size = rung(len(step.requests))
-        width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
+        width = 4 << max(0, (step.page_table.shape[1] - 1) // 4).bit_length()
         if (by, size, width) in self._captured or self._taken < self._room:
             return by, size, width
         large = (k for k in self._captured if k[0] == by and k[1] >= size and k[2] >= width)
@@ -197,12 +197,12 @@ def _padded(step: Step, size: int, width: int, nobody: int) -> list[np.ndarray]:
     """The step's arrays, with rows that carry no request up to `size`."""
     count = len(step.requests)
     ids, positions, slots = (np.zeros(size, np.int64) for _ in range(3))
-    ids[:count], positions[:count] = step.ids, step.positions
-    slots[:count], slots[count:] = step.slots, -1
+    ids[:count], positions[:count] = step.token_ids, step.positions
+    slots[:count], slots[count:] = step.kv_slots, -1
     lengths = np.ones(size, np.int32)
-    lengths[:count] = step.lengths
+    lengths[:count] = step.seq_lens
     owners = np.full(size, nobody, np.int64)
-    owners[:count] = step.yield_slots
+    owners[:count] = step.sampled_rows
     table = np.zeros((size, width), np.int32)
-    table[:count, : step.table.shape[1]] = step.table
+    table[:count, : step.page_table.shape[1]] = step.page_table
     return [ids, positions, slots, lengths, owners, table]

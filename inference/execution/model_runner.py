@@ -21,9 +21,9 @@ from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
 from ..live_model.adapters import AdapterState
 from ..metrics.stats import Stats
-from ..scheduling.loop import OutOfMemory, StepOutput
-from ..scheduling.slot_params import SlotParams
-from ..scheduling.step import Step
+from ..scheduling.loop import OutOfMemory
+from ..scheduling.row_params import RowParams
+from ..scheduling.step import Step, StepOutput
 from .cuda_graphs import DecodeGraphs, decodes
 from .memory_budget import is_out_of_memory
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
@@ -44,12 +44,12 @@ class ModelRunner:
         self,
         model: Any,
         cache: PagedCache,
-        columns: SlotParams,
+        columns: RowParams,
         stats: Stats,
         device: torch.device,
         room_for_graphs: int,
     ):
-        self.depth = 1 if device.type == "cuda" else 0
+        self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
         self._columns = columns
@@ -88,16 +88,16 @@ class ModelRunner:
         if replayed is not None:
             assert self._graphs is not None
             logits, tokens, padded = replayed
-            self._stats.note_graph(padded, len(self._graphs))
-            if not step.choice.plain:
+            self._stats.record_graph_step(padded, len(self._graphs))
+            if not step.sampling.argmax_only:
                 tokens = self._sample(step, logits)
         else:
             logits = self._forward(step)
-            tokens = self._sample(step, logits[: len(step.yielding)])
+            tokens = self._sample(step, logits[: len(step.sampled_requests)])
         outputs = [tokens]
-        if step.top >= 0:
-            (targets,) = self._staging.put([step.targets])
-            found = gather_logprobs(logits, torch.cat([tokens, targets]), step.top)
+        if step.num_logprobs >= 0:
+            (targets,) = self._staging.put([step.score_targets])
+            found = gather_logprobs(logits, torch.cat([tokens, targets]), step.num_logprobs)
             outputs += [found.logprob, found.greedy, found.top_tokens, found.top_logprobs]
         read = self._staging.fetch(outputs)
         return lambda: StepOutput(*read())
@@ -131,17 +131,17 @@ class ModelRunner:
         """Logits [R, V] of the wanted rows."""
         ids, positions, cu_seqlens, lengths, table, slots, rows = self._staging.put(
             [
-                step.ids,
+                step.token_ids,
                 step.positions,
                 step.cu_seqlens,
-                step.lengths,
-                step.table,
-                step.slots,
-                step.rows,
+                step.seq_lens,
+                step.page_table,
+                step.kv_slots,
+                step.logits_indices,
             ]
         )
-        pages = Pages(self.cache, table, lengths, slots, step.max_length)
-        varlen = Varlen(cu_seqlens, step.max_tokens, pages)
+        pages = Pages(self.cache, table, lengths, slots, step.max_seq_len)
+        varlen = Varlen(cu_seqlens, step.max_query_len, pages)
         return self.forward(ids, positions, varlen, rows)
 
     def forward(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
@@ -167,7 +167,7 @@ class ModelRunner:
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Choose the tokens and keep them for the next step."""
-        slots, positions = self._staging.put([step.yield_slots, step.yield_positions])
+        slots, positions = self._staging.put([step.sampled_rows, step.sampled_positions])
         tokens = sample(logits, self._choice(step))
         kept = tokens.clamp(min=0)
         self._newest.index_copy_(0, slots, kept)
@@ -178,34 +178,34 @@ class ModelRunner:
 
     def _choice(self, step: Step) -> SamplingInputs:
         """The sampler's inputs, on the device."""
-        c = step.choice
-        if c.plain:
+        c = step.sampling
+        if c.argmax_only:
             return SamplingInputs()
         temperature = uniform = None
         if c.temperature is not None and c.uniform is not None:
             temperature, uniform = self._staging.put([c.temperature, c.uniform])
         edits = None if c.edits is None else LogitEdits(*self._staging.put(list(c.edits)))
         filters = penalties = None
-        if c.filter_rows is not None:
-            slot, k = step.yield_slots[c.filter_rows], self._columns
-            columns = [c.filter_rows, k.top_k[slot], k.top_p[slot], k.min_p[slot]]
+        if c.filter_indices is not None:
+            slot, k = step.sampled_rows[c.filter_indices], self._columns
+            columns = [c.filter_indices, k.top_k[slot], k.top_p[slot], k.min_p[slot]]
             filters = Filters(*self._staging.put(columns))
-        if c.penalty_rows is not None:
-            penalties = self._penalties(step, c.penalty_rows)
+        if c.penalty_indices is not None:
+            penalties = self._penalties(step, c.penalty_indices)
         return SamplingInputs(edits, penalties, temperature, uniform, filters)
 
     def _penalties(self, step: Step, rows: np.ndarray) -> Penalties:
-        slot, k = step.yield_slots[rows], self._columns
+        slot, k = step.sampled_rows[rows], self._columns
         self._remember(step, rows)
         at, index, prompts, lengths, repetition, presence, frequency = self._staging.put(
             [
                 rows,
                 slot,
-                k.prompt_length[slot],
-                step.yield_positions[rows],
-                k.repetition[slot],
-                k.presence[slot],
-                k.frequency[slot],
+                k.prompt_len[slot],
+                step.sampled_positions[rows],
+                k.repetition_penalty[slot],
+                k.presence_penalty[slot],
+                k.frequency_penalty[slot],
             ]
         )
         history = self._history[index]
@@ -216,15 +216,19 @@ class ModelRunner:
 
         Tokens that come later are added on the device as they are chosen.
         """
-        fresh = [step.yielding[row] for row in rows.tolist() if not step.yielding[row].in_flight]
-        wide = max((r.limit for r in fresh), default=0)
+        fresh = [
+            step.sampled_requests[row]
+            for row in rows.tolist()
+            if not step.sampled_requests[row].num_in_flight
+        ]
+        wide = max((r.max_len for r in fresh), default=0)
         if wide > self._history.shape[1]:
             grown = self._newest.new_zeros(len(self._newest), 1 << (wide - 1).bit_length())
             grown[:, : self._history.shape[1]] = self._history
             self._history = grown
         for request in fresh:
-            known = request.tokens(0, request.length)
-            self._history[request.slot, : len(known)] = torch.from_numpy(known).to(self._device)
+            known = request.token_ids(0, request.num_tokens)
+            self._history[request.row, : len(known)] = torch.from_numpy(known).to(self._device)
 
 
 def _resolved(ids: Tensor, newest: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from pathlib import Path
 import nopad.inference
 import numpy as np
 import pytest
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.metrics.request_trace import RequestTrace
-from nopad.inference.metrics.ring_buffer import RingBuffer
-from nopad.inference.metrics.stats import Stats
+from nopad.inference.metrics.stats import RingBuffer, Stats
 from nopad.inference.requests.request import Request
 
 
@@ -55,21 +55,11 @@ def held() -> int:
     return sum(trace.size for trace in snapshot.traces)
 
 
-class Bytes:
-    """The least of a tokenizer: stop strings need one."""
-
-    eos_token_id = bos_token_id = None
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return bytes(t % 90 + 32 for t in tokens).decode()
-
-
 @pytest.mark.parametrize("rounds", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_evaluations_leave_nothing_behind(tiny, rounds):
-    engine = Engine(tiny("llama"), Bytes(), page_size=16)
+    engine = Engine(
+        tiny("llama"), FakeTokenizer(to_byte=lambda token: token % 90 + 32), page_size=16
+    )
     assert bytes_per_evaluation(engine, rounds) < 100
 
 
@@ -79,11 +69,13 @@ def test_a_leak_would_be_seen(tiny, monkeypatch, leak):
     if leak == "trace":
         monkeypatch.setattr(RequestTrace, "clear", lambda self: None)
     else:
-        note = Stats.note_step
+        note = Stats.record_step
         monkeypatch.setattr(
-            Stats, "note_step", lambda self, now, *a: (kept.append(now), note(self, now, *a))[1]
+            Stats, "record_step", lambda self, now, *a: (kept.append(now), note(self, now, *a))[1]
         )
-    engine = Engine(tiny("llama"), Bytes(), page_size=16)
+    engine = Engine(
+        tiny("llama"), FakeTokenizer(to_byte=lambda token: token % 90 + 32), page_size=16
+    )
     assert bytes_per_evaluation(engine, rounds=2) > 100
 
 
@@ -108,9 +100,9 @@ def test_figures_of_a_reset_start_at_zero_and_idle_time_does_not_count(tiny):
     assert 0 < engine.stats.step_seconds < seconds
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_every_step_counts_whole_and_nothing_between_them(world, depth, monkeypatch):
-    w = world(16, 16, depth=depth)
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_every_step_counts_whole_and_nothing_between_them(world, lookahead, monkeypatch):
+    w = world(16, 16, lookahead=lookahead)
     launch, waits = w.runner.launch, []
 
     def slow(step):
@@ -126,6 +118,6 @@ def test_every_step_counts_whole_and_nothing_between_them(world, depth, monkeypa
 
     monkeypatch.setattr(w.runner, "launch", slow)
     params = SamplingParams(temperature=0, max_tokens=5)
-    w.scheduler.add(Request(id=0, prompt=np.arange(3), limit=8, params=params))
-    w.drain(bound=20)
+    w.scheduler.add(Request(id=0, prompt_token_ids=np.arange(3), max_len=8, params=params))
+    w.drain(max_steps=20)
     assert len(waits) == 5 and w.stats.step_seconds == 5 * (2 + 4)

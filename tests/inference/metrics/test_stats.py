@@ -31,27 +31,27 @@ def test_no_more_than_all_slots_and_pages_are_ever_in_use(tiny):
         engine.step()
     assert engine.stats.occupancy == 1 and engine.stats.kv_cache_usage == 1
     engine.release()
-    engine._tenancy.settings = replace(engine._tenancy.settings, memory=4 * PAGE)
+    engine._session.settings = replace(engine._session.settings, memory=4 * PAGE)
     engine.generate([[5, 6]], GREEDY)
     assert engine.stats.kv_cache_usage == 1
 
 
 def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
     """With a step under way an end is noticed late: the token after it is dropped, here as well."""
-    w = world(64, 16, max_num_seqs=1, max_num_batched_tokens=64, depth=1)
+    w = world(64, 16, max_num_seqs=1, max_num_batched_tokens=64, lookahead=1)
     admit = w.scheduler._on_admit
-    w.scheduler._on_admit = lambda r: (admit(r), w.stats.note_admitted(r, w.time))
+    w.scheduler._on_admit = lambda r: (admit(r), w.stats.record_admitted(r, w.time))
     first = Request(0, np.arange(9), 30, SamplingParams(temperature=0))
-    first.stop_ids = frozenset(expected(first)[2:3])
+    first.stop_token_ids = frozenset(expected(first)[2:3])
     second = Request(1, np.arange(9) + 1, 13, SamplingParams(temperature=0))
     for request in (first, second):
-        w.stats.note_queued(request, 0.0)
+        w.stats.record_queued(request, 0.0)
         w.scheduler.add(request)
     came = []
     while w.loop.busy:
         w.step()
-        came += [w.time] * (len(second.output) - len(came))
-    made = len(first.output) + len(second.output)
+        came += [w.time] * (len(second.output_token_ids) - len(came))
+    made = len(first.output_token_ids) + len(second.output_token_ids)
     assert first.finish_reason == "stop" and w.stats.new_tokens == made
     assert w.stats._ttft.rows()[1] == came[0]
     assert w.stats._itl.rows().tolist() == [1.0] * (made - 2)

@@ -58,7 +58,7 @@ def test_a_step_that_fails_ends_what_is_under_way_and_the_next_one_says_so(engin
     )
     with failing(engine, error):
         engine.step()
-    assert not engine._under_way
+    assert not engine._outputs.has_requests()
     done = finished(engine)
     assert list(done) == [refused, waiting, several]
     assert "max_tokens is 0" in done[refused].error
@@ -147,7 +147,7 @@ def test_another_autocast_is_told_and_harms_nobody(engine, want):
 
 def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, want):
     engine.generate([PROMPT], GREEDY)
-    engine._loop._depth = 1  # as on a GPU: an end is noticed while the next step runs
+    engine._loop._lookahead = 1  # as on a GPU: an end is noticed while the next step runs
     (done,) = engine.generate([PROMPT], GREEDY | {"stop_token_ids": want.token_ids[1:2]})
     assert done.finish_reason == "stop" and engine._loop.busy
     with torch.autocast("cpu", torch.bfloat16):
@@ -159,7 +159,7 @@ def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
     drawn = GREEDY | {"temperature": 1.0}
     fits, full = (engine.add_request(PROMPT, drawn | {"n": n}) for n in (2, 2))
     never = engine.add_request(PROMPT, drawn | {"n": 5})
-    assert engine._loop.scheduler.waiting == 2
+    assert engine._loop.scheduler.num_waiting == 2
     done = finished(engine)
     assert done[fits].error is None and len(done[fits].others) == 1
     assert done[full].error == "the queue is full (2 waiting, at most 3): step() first"
