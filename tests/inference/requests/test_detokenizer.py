@@ -91,3 +91,20 @@ def test_bytes_that_are_no_text_are_not_decoded_again_and_again(byte):
     text.flush()
     assert longest < 40 and text.text == bytes([byte] * 500).strip(b"\0").decode(errors="replace")
     assert told > 30 or not byte
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_stop_string_ends_a_request_at_its_token_also_at_the_last_one(engine, lookahead):
+    whole = said(engine)[0]
+    engine._loop._lookahead = lookahead  # 1 as on a GPU: the next step runs meanwhile
+    first = {char: whole.text.index(char) for char in whole.text}  # one token a character
+    for char, index in first.items():
+        engine.stats.reset()
+        params = {"temperature": 0, "max_tokens": index + 1, "ignore_eos": True, "stop": char}
+        for max_tokens in (index + 1, 20):
+            (done,) = engine.generate(["hello"], params | {"max_tokens": max_tokens})
+            assert (
+                done.token_ids == whole.token_ids[: index + 1] and done.text == whole.text[:index]
+            )
+            assert done.finish_reason == "stop"
+        assert engine.stats.finished == {"stop": 2}

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -207,3 +208,17 @@ def test_a_dial_is_turned_to_whole_numbers_within_its_range(tiny, bad):
         with pytest.raises(ValueError, match=f"^max_num_batched_tokens is {bad!r}; "):
             engine.max_num_batched_tokens = bad
     assert engine.max_num_seqs == 16
+
+
+def test_completions_have_the_prompt_as_the_model_saw_it(tiny):
+    tokenizer = FakeTokenizer(bos_token_id=1, add_bos=True)
+    engine = Engine(tiny("llama"), tokenizer, max_model_len=8, max_waiting=1)
+    text, ids, long, bad, params = engine.generate(
+        ["ab", [3, 4], [5] * 9, [3, 97], [6]], [GREEDY] * 4 + [{"max_tokens": 0}]
+    )
+    assert text.prompt_token_ids == [1, 65, 66] and ids.prompt_token_ids == [3, 4]
+    assert long.error and long.prompt_token_ids == [5] * 9, "also if the request is rejected"
+    assert params.error and params.prompt_token_ids == [6]
+    assert bad.error and bad.prompt_token_ids is None
+    (done,) = engine.generate([[3, 4]], {"n": 2, "max_tokens": 2})
+    assert done.prompt_token_ids == done.others[0].prompt_token_ids == [3, 4]
