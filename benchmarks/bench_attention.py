@@ -180,14 +180,14 @@ def paged_times(
     queries: list[int], lengths: list[int], head_dim: int, budget: float = 2e9
 ) -> dict[str, float]:
     """Seconds of one paged call by backend and page size; all results are compared."""
-    from nopad.attention.backends import ScoreParams, selection
+    from nopad.attention.backends import MODULES, ScoreParams
 
     size = sum(lengths) * KV_HEADS * head_dim * 4
     copies = max(1, min(8, int(budget // max(size, 1))))
     times, results = {}, {}
     for backend, page_size in (("triton", 16), ("triton", 256), ("flash2", 256)):
         q, varlen = paged_step(queries, lengths, head_dim, page_size, copies)
-        scores, module = ScoreParams(head_dim**-0.5), selection.module(backend)
+        scores, module = ScoreParams(head_dim**-0.5), MODULES[backend]
         _ = attend_once(q, varlen, backend)
 
         def call(layer, q=q, varlen=varlen, scores=scores, module=module):

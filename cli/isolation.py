@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..attention import unsupported_reason
-from ..attention.hf import Packed, check_default_cache, check_packed, check_paged
+from ..attention.hf import PackedDifferences, check_default_cache, check_packed, check_paged
 from .checkpoints import short_error
 from .tiny_model import ATTENTION_DROPOUTS
 
@@ -25,7 +25,7 @@ class IsolationResult:
     name: str
     verdict: str
     """isolated, LEAK, WRONG, refused, or not run."""
-    packed: Packed | None = None
+    packed: PackedDifferences | None = None
     paged: float | None = None
     note: str = ""
 
@@ -53,7 +53,7 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
     except Exception as error:  # models and kernel libraries raise many types
         return IsolationResult(name, "not run", note=_shortened(error))
     limit = tolerance(model)
-    verdict = "LEAK" if packed.leak > limit else "isolated" if packed.right(limit) else "WRONG"
+    verdict = "LEAK" if packed.leak > limit else "isolated" if packed.within(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # also true for NaN
         verdict = "WRONG"
     notes = [_advice(model, oracle, verdict, limit)]
@@ -100,7 +100,7 @@ def tolerance(model: Any) -> float:
 def _try_repair(model: Any, oracle: Any, limit: float) -> str:
     """Say whether nopad's wrapper of the stock masks fixes it."""
     try:
-        is_fixed = check_packed(model, oracle, repair=True).right(limit)
+        is_fixed = check_packed(model, oracle, repair=True).within(limit)
     except Exception as error:
         return f"document_mask failed: {_shortened(error)}"
     if is_fixed:
@@ -124,7 +124,7 @@ def report(name: str, model: Any, results: list[IsolationResult]) -> str:
     if bad:
         lines.append(f"Do not train packed batches with {', '.join(bad)}.")
     if good:
-        lines.append(f"Packed documents are isolated with {', '.join(good)}.")
+        lines.append(f"PackedDifferences documents are isolated with {', '.join(good)}.")
     if not bad and not good:
         lines.append("Nothing was checked: no implementation named in --attn runs here.")
     return "\n".join(lines)

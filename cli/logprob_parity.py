@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..attention.backends import PAGED
-from ..attention.hf import draw_documents
-from ..inference import Engine, LogprobParity, compare_logprobs, invariant
+from ..attention.backends import PAGED_BACKENDS
+from ..attention.hf import random_documents
+from ..inference import Engine, LogprobParity, batch_invariant, compare_logprobs
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 60, 90)
 MAX_TOKENS = 24
@@ -49,11 +49,11 @@ class Row:
 def measure(model: Any) -> Iterator[Row]:
     """Compare under every dtype and backend; this casts the model."""
     model.set_attn_implementation("nopad")
-    prompts = [document[0].tolist() for document in draw_documents(model, PROMPT_LENGTHS)]
+    prompts = [document[0].tolist() for document in random_documents(model, PROMPT_LENGTHS)]
     for dtype in DTYPES:
         model.to(dtype)
         name = str(dtype).removeprefix("torch.")
-        for backend in PAGED:
+        for backend in PAGED_BACKENDS:
             yield _row(model, prompts, name, backend)
         yield _row(model, prompts, name, "sdpa", invariant_to=max(PROMPT_LENGTHS) + MAX_TOKENS)
 
@@ -64,7 +64,7 @@ def _row(
     label = f"{backend}, batch-invariant" if invariant_to else backend
     began = time.perf_counter()
     try:
-        with invariant(invariant_to) if invariant_to else nullcontext():
+        with batch_invariant(invariant_to) if invariant_to else nullcontext():
             engine = Engine(model, memory=1 << 28)
             parity = compare_logprobs(model, engine, prompts, MAX_TOKENS, backend=backend)
     except Exception as error:  # kernel libraries raise many types

@@ -1,6 +1,6 @@
 """Continuous-batching generation and scoring on the model that is being trained."""
 
-from .batch_invariant import invariant
+from .batch_invariant import batch_invariant
 from .data_parallel import DataParallelEngine
 from .engine import Engine
 from .logprob_parity import LogprobParity, LogprobParityEval, compare_logprobs
@@ -18,5 +18,5 @@ __all__ = [
     "StreamEvent",
     "TokenLogprob",
     "compare_logprobs",
-    "invariant",
+    "batch_invariant",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.backends import force_paged_backend
-from ..attention.hf import batch_of
+from ..attention.hf import packed_batch
 from ..runtime import unwrap_model
 from .engine import Engine
 from .live_model.borrow import borrow_model
@@ -106,7 +106,7 @@ def packed_logprobs(
     """Return the log-probabilities of all completions' tokens from one packed forward."""
     device = next(model.parameters()).device
     sequences = [[*map(int, p), *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
-    batch = batch_of([torch.tensor([ids], device=device) for ids in sequences])
+    batch = packed_batch([torch.tensor([ids], device=device) for ids in sequences])
     logits = model(**batch).logits[0]
     ends = batch["cu_seq_lens_q"][1:].tolist()
     logprobs = []

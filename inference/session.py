@@ -119,7 +119,7 @@ class ModelSession:
     def forget(self) -> None:
         """Drop the cached prefixes, if there are any; what is under way goes on."""
         if self.machine is not None:
-            self.loop.scheduler.pages.forget()
+            self.loop.scheduler.pages.clear_prefixes()
 
     def release(self) -> None:
         """Give back pages, graphs and copies of weights."""
@@ -181,6 +181,6 @@ class ModelSession:
         news = self.loop.drain()
         scheduler = self.loop.scheduler
         scheduler.restart("the weights changed")
-        scheduler.pages.forget()
+        scheduler.pages.clear_prefixes()
         scheduler.scope = str(self._weights.number)
         return news

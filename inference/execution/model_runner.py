@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention import PagedCache, Pages, Varlen, check_every_layer, forward_context
+from ...attention import PagedCache, Pages, Varlen, check_every_layer, step_context
 from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
 from ..live_model.weights_version import AdapterState
@@ -161,7 +161,7 @@ class ModelRunner:
         return self._call(ids, positions, varlen, rows)
 
     def _call(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
-        with forward_context(varlen):
+        with step_context(self._model, varlen):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],

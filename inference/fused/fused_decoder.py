@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Pages, Varlen, attend_cached
-from ...attention.backends import CallSpec, selection
+from ...attention.backends import CallSpec, select
 from ...attention.hf import current_varlen, record_call
 from ...kernels.decode_attention import QKTransform, attention_tiles, fused_decode_attention, place
 from ...kernels.paged_decode import supports_pdl
@@ -57,6 +56,8 @@ class FusedDecoder:
         self._angles: list[tuple[Tensor, Tensor]] = []
         """Cosines and sines by position; graphs hold addresses, so shorter ones stay."""
         self._ended: Tensor | None = None
+        self._step: Varlen | None = None
+        """What the model's forward was called with; the layers around it receive no keywords."""
 
     def __call__(self, modules: Sequence[nn.Module], places: Patches, stale: bool) -> None:
         """Offer the short way to every layer; the longer one stays for all other steps."""
@@ -67,6 +68,7 @@ class FusedDecoder:
             assert_plain(layer)
         self._fits = _one_dtype(body) and _untouched(body) and _proven(body)
         for owner, way in (
+            (body, self._body),
             (body.embed_tokens, self._embed),
             (body.rotary_emb, self._rotary),
             (body.norm, self._norm),
@@ -77,10 +79,20 @@ class FusedDecoder:
 
     def _taken(self) -> Pages | None:
         """The pages of this step, if it goes the short way."""
-        varlen: Varlen | None = current_varlen()
+        varlen = self._varlen()
         if not self._fits or not is_capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
+
+    def _varlen(self) -> Varlen | None:
+        return current_varlen() if self._step is None else self._step
+
+    def _body(self, body: Any, longer: Any, *args: Any, **options: Any) -> Any:
+        self._step = options.get("varlen")
+        try:
+            return longer(*args, **options)
+        finally:
+            self._step = None
 
     def _embed(self, module: Any, longer: Callable[..., Tensor], ids: Tensor) -> Tensor:
         return longer(ids) if self._taken() is None else embed(ids[0], module.weight)[None]
@@ -114,7 +126,7 @@ class FusedDecoder:
         return residual
 
     def _attend(self, attn: Any, parts: Tensor, turn: QKTransform, late: bool) -> Tensor:
-        varlen = current_varlen()
+        varlen = self._varlen()
         assert varlen is not None and varlen.pages is not None
         pages, layer, rows = varlen.pages, attn.layer_idx, parts.shape[1]
         keys, values = pages.cache.layer(layer)
@@ -225,7 +237,7 @@ def _by_own_kernels(keys: Tensor, heads: int) -> bool:
         device="cuda", dtype=keys.dtype, heads=heads, kv_heads=kv, key_dim=dim, value_dim=dim,
         grad=False, window=False, softcap=False, sinks=False, page_size=page, decode=True,
     )  # fmt: skip
-    return selection.select(astuple(ask)) == "triton"
+    return select(ask) == "triton"
 
 
 def _gains(attn: Any) -> tuple[Any, Any, float]:

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...attention import PagedCache, Pages, Varlen, forward_context
+from ...attention import PagedCache, Pages, Varlen, forward_context, step_context
 from ..execution.capture import capture_mode, run_on_streams
 from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
@@ -29,6 +30,17 @@ log = logging.getLogger("nopad.inference")
 
 
 Modules = Sequence[nn.Module]
+_enabled: ContextVar[bool] = ContextVar("nopad_fused_ops", default=True)
+
+
+@contextmanager
+def without_fused_ops() -> Iterator[None]:
+    """Give engines that are built inside no fused kernels."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
 
 
 class FusedOp(Protocol):
@@ -49,6 +61,8 @@ def verified_ops(model: Any, like: PagedCache, most: int = 0) -> list[FusedOp]:
         like: a cache of the kind the steps will use.
         most: sequences a step will have at most; the kernels for as many are compiled here.
     """
+    if not _enabled.get():
+        return []
     proven: list[FusedOp] = []
     stacked = QKVWeights()
     parts = (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked))
@@ -183,7 +197,7 @@ def _step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
     longest = max(span.stop for span in spans)
     varlen = Varlen(bounds, max(map(len, spans)), Pages(cache, table, lengths, slots, longest))
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
-    with forward_context(varlen):
+    with step_context(model, varlen):
         out = model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, varlen=varlen
         )

@@ -214,7 +214,7 @@ class Scheduler:
             if not self._waiting:
                 break
             request = self._waiting[0][1]
-            hit = self.pages.adopt(
+            hit = self.pages.attach_prefix(
                 request.id, request.tokens(0, request.reusable).tolist(), self.scope
             )
             if self._is_brewing(request, hit, brewing):

@@ -288,10 +288,10 @@ def test_keys_of_other_weights_are_seen_by_the_canary(tiny):
     prompt = list(range(3, 43))
     engine.generate([prompt], GREEDY)
     scheduler = engine._machine.loop.scheduler
-    scheduler.pages.adopt("thief", prompt, scheduler.scope)  # stays cached under the old version
+    scheduler.pages.attach_prefix("thief", prompt, scheduler.scope)  # stays cached under the old version
     scheduler.pages.free("thief")
-    real = scheduler.pages.adopt
-    scheduler.pages.adopt = lambda owner, tokens, scope: real(owner, tokens, "1")
+    real = scheduler.pages.attach_prefix
+    scheduler.pages.attach_prefix = lambda owner, tokens, scope: real(owner, tokens, "1")
     scheduler.scope = "changed"
     with pytest.raises(AssertionError, match="does not hold its token"):
         engine.generate([prompt], GREEDY)

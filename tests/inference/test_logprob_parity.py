@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from nopad.inference import Engine, SamplingParams, compare_logprobs, invariant
+from nopad.inference import Engine, SamplingParams, batch_invariant, compare_logprobs
 from nopad.inference.logprob_parity import LogprobParityEval
 
 
@@ -71,12 +71,12 @@ def test_a_prompt_that_cannot_run_is_named(tiny):
 def test_without_rounding_by_company_the_difference_is_exactly_nothing(tiny, settings):
     model = tiny("llama")
     plain = compare_logprobs(model, Engine(model, **settings), prompts(), max_tokens=10)
-    with invariant(longest=64):
+    with batch_invariant(max_length=64):
         parity = compare_logprobs(model, Engine(model, **settings), prompts(), max_tokens=10)
     assert parity.num_tokens == plain.num_tokens and parity.max == 0.0, str(parity)
 
 
 def test_invariant_arithmetic_refuses_sequences_it_was_not_told_of(tiny):
     model = tiny("llama")
-    with invariant(longest=8), pytest.raises(ValueError, match="raise longest=8"):
+    with batch_invariant(max_length=8), pytest.raises(ValueError, match="raise max_length=8"):
         Engine(model).generate([list(range(3, 20))], SamplingParams(max_tokens=2))

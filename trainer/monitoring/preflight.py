@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ...attention.hf import document_mask, eval_mode, installed
+from ...attention.hf import document_mask, eval_mode, install_mask_patch
 from ...collators import PackedCollator
 from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
 from ...runtime import rank, sum_over_ranks
@@ -96,7 +96,7 @@ def _repaired(model: Any, collator: Any, found: float) -> str:
     """Have the stock masks told the documents from now on, if that stops the leak."""
     config, way_out = model.config.get_text_config(), 'use attn_implementation="nopad"'
     attention = getattr(config, "_attn_implementation", "eager")
-    if attention != "nopad" and installed() and not leak(model, collator, apart=True):
+    if attention != "nopad" and install_mask_patch() and not leak(model, collator, apart=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.apart = True
             return "document numbers in the mask"

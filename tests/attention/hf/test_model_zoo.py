@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 from nopad.attention import check_every_layer, unsupported_reason
-from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
+from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -83,7 +83,7 @@ def examine(kind):
         return REFUSED, reason
     model = with_nopad(config, oracle)
     packed, paged = check_packed(model, oracle), check_paged(model)
-    if not (packed.right() and paged <= 1e-3):
+    if not (packed.within() and paged <= 1e-3):
         return "wrong", f"{packed}, paged {paged}"
     for name, change in unused_rules(model).items():
         if not change >= 1e-3:
@@ -96,7 +96,7 @@ def examine(kind):
 
 def unused_rules(model):
     """How far the logits move when a rule the model asks for (window, softcap, ...) is left out."""
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     asked, attend = set(), interface.attend
 
     def spy(q, k, v, varlen, **rule):
