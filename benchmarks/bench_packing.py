@@ -35,9 +35,9 @@ import numpy as np
 from nopad.collators import PackedCollator
 from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.ordering import Position, Share
-from nopad.packing.planning import Cost, level
+from nopad.packing.planning import Cost, balance_plan
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import (
     arrow_rows,
@@ -166,7 +166,7 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
         path = Path(folder) / "tokens.bin"
         flat = token_file(mix.lengths, path)
         start = time.process_time()
-        data = PackedDataset(path, budget=mix.budget, dtype="uint16", eos=EOS, epochs=None)
+        data = PackedDataset(path, budget=mix.budget, dtype="uint16", add_eos=EOS, epochs=None)
         opened = time.process_time() - start
         rows = data.count()
         stream, collate = iter(data), PackedCollator()
@@ -217,12 +217,12 @@ def each(stream: Iterator[Pack], count: int, use: Callable[[Pack], object]) -> N
 
 def lay_rows(data: PackedDataset, together: int = 1 << 17) -> None:
     """Plan an epoch and lay its packs out, about `together` tokens in one array."""
-    packs = data.packs
+    packs = data.reader
     assert isinstance(packs, PlannedPacks)
     step = max(1, together // packs.planner["budget"])
     for plan in packs.plans(0):
         for first in range(0, len(plan), step):
-            packs.store.lay(plan, np.arange(first, min(first + step, len(plan))))
+            packs.store.gather(plan, np.arange(first, min(first + step, len(plan))))
 
 
 def copy_tokens(flat: np.ndarray) -> None:
@@ -271,7 +271,7 @@ def bench_levelling(lengths: np.ndarray) -> list[dict]:
     rows = []
     for name, some in sets.items():
         before = [pack_lengths(part, 8192) for part in shards(some, 8 if "shards" in name else 1)]
-        behind = [level(plan, window=128 if "shards" in name else 1024) for plan in before]
+        behind = [balance_plan(plan, block=128 if "shards" in name else 1024) for plan in before]
         row: dict = {"set": name, "packs": sum(map(len, before))}
         for kind, cost in (("7B", Cost()), ("attention", Cost(0.0, 1.0))):
             for when, plans in (("before", before), ("behind", behind)):
@@ -319,7 +319,7 @@ def bench_memory_of_reading(documents: int) -> dict:
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
     shelf = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(Position(until=1), Share(), 0)
+    packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(Position(end_epoch=1), Share(), 0)
     seen = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()
     seen += sum(len(pack.samples) for pack in packs)

@@ -157,7 +157,7 @@ class Bench:
             ],
             budget=self.budget,
             epochs=None,
-            eos=False,
+            add_eos=False,
         )
         loader = PackedLoader(data, collator, num_workers=1, pin_memory=not self.tiny)
         self.waited = lambda: loader.waited
@@ -337,17 +337,17 @@ def named(name: str, sft: bool) -> str:
 def variants(bench: Bench) -> dict[str, Callable[[], None]]:
     fixed = {"fixed_sequences": 64, "max_length": bench.longest}
     return {
-        "compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", fill=True),
+        "compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", pad_to_budget=True),
         "eager": lambda: ours(bench, "eager", ""),
         "liger": lambda: with_liger(bench),
         "flattening": lambda: flattened(bench),
         "padded": lambda: padded(bench),
-        "sft-compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", True, fill=True),
+        "sft-compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", True, pad_to_budget=True),
         "sft-eager": lambda: ours(bench, "eager", "", True),
         "sft-liger": lambda: with_liger(bench, True),
         "sft-flattening": lambda: flattened(bench, True),
         "fixed": lambda: ours(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
-        "broken": lambda: ours(bench, "compiled, with graph breaks", "breaks", fill=True),
+        "broken": lambda: ours(bench, "compiled, with graph breaks", "breaks", pad_to_budget=True),
     }
 
 

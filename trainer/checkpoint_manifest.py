@@ -13,7 +13,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from ..packing.state import read_state, to_disk, write_state
+from ..packing.state import fsync_path, read_state, write_state
 
 MANIFEST = "nopad_seal.json"
 HASHED_UP_TO = 1 << 26
@@ -25,7 +25,7 @@ def write_manifest(folder: Path) -> None:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [path for path in found if not path.name.startswith(MANIFEST)]  # nor the one before it
     for path in files:
-        to_disk(path)
+        fsync_path(path)
     told = {str(path.relative_to(folder)): _facts(path) for path in files}
     write_state(folder / MANIFEST, {"files": told})
 

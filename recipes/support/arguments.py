@@ -19,7 +19,6 @@ from nopad.cli import as_cli_message
 from nopad.recipes.support.run_dir import refuse_changes, run_to_resume, started_with
 
 RENAMED = {
-    "column": "text_column",
     "attn_implementation": "attention",
     "max_steps": "steps",
     "num_train_epochs": "epochs",

@@ -70,12 +70,17 @@ def load_data(args: argparse.Namespace, held_out: int = 32):
 
 def open_data(args: argparse.Namespace, tokenizer, column: str):
     """The source of `--data`, so that some of it can be held out."""
-    from nopad.packing.build import open_sources
     from nopad.packing.encoding import Encoder
-    from nopad.packing.sources.token_store import TokenStore
+    from nopad.packing.sources import TokenStore, open_source
 
-    encoder = Encoder(tokenizer, column=column, eos=data_kwargs(args)["eos"])
-    (opened,) = open_sources([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
+    encoder = Encoder(tokenizer, text_column=column, add_eos=data_kwargs(args)["add_eos"])
+    opened = open_source(
+        args.data,
+        text_column=column,
+        eos_token_id=encoder.eos_token_id,
+        glob=args.glob,
+        dtype=args.dtype,
+    )
     return TokenStore(opened) if isinstance(opened, list) else opened
 
 
@@ -86,7 +91,7 @@ def packed(args: argparse.Namespace, source, tokenizer, overflow: str = "split")
     return PackedDataset(
         source,
         tokenizer=tokenizer,
-        column=args.text_column,
+        text_column=args.text_column,
         budget=args.budget,
         overflow=overflow,
         seed=args.seed,

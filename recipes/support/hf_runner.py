@@ -82,7 +82,7 @@ def hf_train(
         trainer = PackedTrainer(
             model,
             hf_arguments(args),
-            PackedCollator(fill=args.compile),
+            PackedCollator(pad_to_budget=args.compile),
             data,
             processing_class=tokenizer,
             callbacks=[StopCallback(), Begun()],

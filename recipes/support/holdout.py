@@ -28,11 +28,11 @@ class LeftOut(RowSource):
 
     def __init__(self, source: RowSource, without: Iterable[str]):
         self.without = frozenset(without)
-        self.source, self.name, self.shards = source, source.name, source.shards
-        self.size, self.shuffles = source.size, source.shuffles
+        self.source, self.name, self.default_shards = source, source.name, source.default_shards
+        self.num_bytes, self.shuffles_rows = source.num_bytes, source.shuffles_rows
 
-    def read(self, shard, shards, cursor=None, shuffle=None):
-        rows = self.source.read(shard, shards, cursor, shuffle)
+    def read(self, shard, shards, cursor=None, shuffle_key=None):
+        rows = self.source.read(shard, shards, cursor, shuffle_key)
         return (row for row in rows if digest_of(row.value) not in self.without)
 
     def fingerprint(self) -> str:
@@ -93,7 +93,7 @@ def beginning_of(text: str) -> Example | None:
 
 def split(data: Any, count: int, column: str = "text") -> tuple[Any, list[Example]]:
     """The data without at most `count` examples, and those."""
-    opened = open_source(data, column=column)
+    opened = open_source(data, text_column=column)
     if count == 0 or not isinstance(opened, RowSource):
         return data, []
     held = chosen((row.value for row in opened.read(0, 1)), count, column)

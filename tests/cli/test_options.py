@@ -19,7 +19,9 @@ def test_the_folders_of_a_new_file_are_there_before_any_work(tmp_path):
 def test_a_file_where_a_folder_should_be_is_told(tmp_path):
     (tmp_path / "taken").touch()
     for name in ("taken/map.html", "taken/deeper/map.html"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not a folder and cannot be created"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match="is not a folder and cannot be created"
+        ):
             writable_path(str(tmp_path / name))
 
 

@@ -208,7 +208,7 @@ def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
     [
         ("compile: false", r"started with --compile True \(now False\)"),
         ("steps: null", r"started with --steps 40 \(now None\)"),
-        ("eos: 0", r"started with --eos False \(now 0\)"),
+        ("add_eos: 0", r"started with --add-eos False \(now 0\)"),
     ],
 )
 def test_a_resume_does_not_pass_over_what_the_yaml_takes_back(tmp_path, monkeypatch, line, told):
@@ -216,13 +216,13 @@ def test_a_resume_does_not_pass_over_what_the_yaml_takes_back(tmp_path, monkeypa
     from nopad.recipes.train_hf import options
 
     monkeypatch.chdir(tmp_path)
-    RunFolder.of("train_hf", options(["--compile", "--eos", "none", "--steps", "40"])).start()
+    RunFolder.of("train_hf", options(["--compile", "--add-eos", "none", "--steps", "40"])).start()
     (tmp_path / "run.yaml").write_text(f"{line}\nresume: true\n")
     with pytest.raises(ValueError, match=told):
         options(["--config", "run.yaml"])
     (tmp_path / "run.yaml").write_text("resume: true\ncompile: true\neos: none\nworkers: null\n")
     args = options(["--config", "run.yaml"])
-    assert (args.compile, args.eos, args.steps, args.workers) == (True, False, 40, 0)
+    assert (args.compile, args.add_eos, args.steps, args.workers) == (True, False, 40, 0)
 
 
 def test_a_run_goes_on_with_the_yaml_it_was_started_with(tmp_path, monkeypatch):
@@ -243,8 +243,8 @@ def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_pa
     args = options(config)
     assert (args.steps, args.resume, args.prompt) == (800, None, None)
     assert options([*config, "--steps", "3"]).steps == 3
-    (tmp_path / "run.yaml").write_text("eos: false\n")
-    with pytest.raises(ValueError, match=r"run\.yaml: eos cannot be false; see --help"):
+    (tmp_path / "run.yaml").write_text("add_eos: false\n")
+    with pytest.raises(ValueError, match=r"run\.yaml: add_eos cannot be false; see --help"):
         options(config)
 
 

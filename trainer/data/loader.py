@@ -47,7 +47,7 @@ class PackInfo:
 
     @classmethod
     def of(cls, pack: Pack, batch: Batch) -> PackInfo:
-        counted = pack.counted
+        counted = pack.num_label_tokens
         if "loss_weights" in batch:
             counted = float(batch["loss_weights"].sum())
         where = pack.sources, pack.samples
@@ -132,8 +132,8 @@ class PackedLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
-        self.dataset.go_on()
-        self.dataset.stepped()  # none yet: from here on the state is that of steps, not of reads
+        self.dataset.start_next_pass()
+        self.dataset.mark_trained()  # none yet: from here on the state is that of steps, not of reads
         self._state = self.dataset.state_dict()
         for window, is_last in _mark_last(self._windows()):
             if is_last:  # trainers save before they ask for more, and go on with the next pass
@@ -151,7 +151,7 @@ class PackedLoader:
         if self.dataset.lengths is None:
             return None
         position = self.state()["position"]
-        epoch, done = position["epoch"], position["index"] - position["start"]
+        epoch, done = position["epoch"], position["index"] - position["epoch_start"]
         if self._packs[0] != epoch:
             self._packs = epoch, max(1, self.dataset.count(epoch))
         return epoch + done / self._packs[1]
@@ -160,8 +160,8 @@ class PackedLoader:
         """Count the samples split, truncated and dropped: of the epoch, or of a stream so far."""
         position = self.state()["position"]
         epoch = position["epoch"]
-        if position["until"] is not None:
-            epoch = min(epoch, position["until"] - 1)  # behind the last one there is none
+        if position["end_epoch"] is not None:
+            epoch = min(epoch, position["end_epoch"] - 1)  # behind the last one there is none
         if self.dataset.lengths is None or self._became[0] != epoch:
             account = self.dataset.report(epoch)
             counts = {name: account[name] for name in ("split", "truncated", "dropped")}

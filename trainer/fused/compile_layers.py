@@ -4,7 +4,7 @@
 
 Compiling the layer instead of the model costs a sixteenth of the time and gives up nothing that
 matters: between two layers there is only the residual. Batches should have a constant T
-(`PackedCollator(fill=True)`); with `fixed_sequences` no shape ever changes at all.
+(`PackedCollator(pad_to_budget=True)`); with `fixed_sequences` no shape ever changes at all.
 
 What is cheap to compute again is not kept for the backward: the inputs of products (normed hidden
 states, gated MLP states) are a third of a layer's activations, and come again out of the very

@@ -128,12 +128,12 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 
 def _foretell(data: PackedDataset) -> list[str]:
     """Say how many packs come, how full, and what becomes of long samples."""
-    known, budget, asked = data.lengths, data.settings["budget"], data.packs.packs
+    known, budget, asked = data.lengths, data.settings["budget"], data.max_packs
     if known is None or not len(known):
         run = "" if asked is None else f"{asked:,} "
         return [f"{run}packs of {budget}, lengths not known before reading"]
     lengths = known[:MOST_LENGTHS]
-    names = ("budget", "pool", "strategy", "overflow", "align")
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of")
     planner = Planner(**{name: data.settings[name] for name in names})
     held = len(planner.feed(lengths).items) + len(planner.finish().items)
     counts, cut = planner.counts, len(known) > len(lengths)

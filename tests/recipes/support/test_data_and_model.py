@@ -50,7 +50,7 @@ def test_flat_tokens_are_packed_as_they_lie(tmp_path):
     np.array([5, 6, 101, 7, 8, 9, 101], np.uint16).tofile(tmp_path / "flat.bin")
     packs = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16"))
     assert sorted(next(iter(packs)).lengths.tolist()) == [3, 4]
-    other = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--eos", "6"))
+    other = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--add-eos", "6"))
     assert sorted(next(iter(other)).lengths.tolist()) == [2, 5]
 
 
@@ -67,7 +67,7 @@ def test_fine_tuning_reads_data_by_the_same_options(tmp_path):
 
 
 def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.build.SMALL", 0)
+    monkeypatch.setattr("nopad.packing.build.PRETOKENIZE_UP_TO", 0)
     small_inputs.model(tmp_path)
     given = ["--data", small_inputs.chats(tmp_path), "--model", tmp_path / "model", "--tokenizer"]
     given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]

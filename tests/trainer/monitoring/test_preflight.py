@@ -19,9 +19,9 @@ def test_the_banner_says_what_runs_and_what_to_expect():
 
 def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch():
     rows = [[1, 2, 3, 4]] * 40
-    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8, packs=3))
+    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8, max_packs=3))
     assert told.startswith("3 packs of 8 in all, 20 an epoch, fill 100.0%")
-    stream = PackedDataset(rows, budget=8, packs=3, ahead=False)
+    stream = PackedDataset(rows, budget=8, max_packs=3, pretokenize=False)
     assert check_run(tiny_run.model(), stream)[1].startswith("3 packs of 8, lengths not known")
 
 
