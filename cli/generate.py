@@ -73,12 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=writable_path, help="output file; default: standard output")
     add("--text", action="store_true", help="write only the texts, without JSON")
     add("--temperature", type=float, default=0.0, help="0 is greedy decoding")
-    add("--top-p", type=float, default=1.0, help="sample from the top tokens of this probability")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the top tokens that add up to this probability",
+    )
     add("--top-k", type=int, default=0, help="sample from this many top tokens; 0: from all")
     add("--min-p", type=float, default=0.0,
         help="exclude tokens below this fraction of the top token's probability")  # fmt: skip
-    add("--max-tokens", type=int, default=64, help="most tokens to generate per completion")
-    add("--min-tokens", type=int, default=0, help="tokens to generate before eos or stop can end")
+    add("--max-tokens", type=int, default=64, help="generate at most this many tokens")
+    add("--min-tokens", type=int, default=0, help="generate at least this many tokens")
     add("--stop", action="append", default=[], help="string that ends the text; can be repeated")
     add("--ignore-eos", action="store_true", help="continue after the eos token")
     add("--presence-penalty", type=float, default=0.0,
@@ -93,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--deadline", type=float, help="seconds after which requests return unfinished")
     add_model_options(add)
     add("--memory", type=_memory, help="memory of the engine: bytes, or a fraction of free memory")
-    add("--max-num-seqs", type=int, help="most requests per step")
+    add("--max-num-seqs", type=int, help="maximum number of requests per step")
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
     add("--plot", type=writable_path, help="plot running and waiting requests over time, as SVG")
     add("--stats", action="store_true", help="print engine statistics to standard error")

@@ -82,7 +82,7 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--text-column", default="text", help="column with the text")
     add_data_options(add)
-    add("--budget", type=int, default=8192, help="most tokens per pack")
+    add("--budget", type=int, default=8192, help="maximum tokens per pack")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what to do with samples longer than a pack")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the order")

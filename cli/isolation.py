@@ -111,7 +111,11 @@ def _try_repair(model: Any, oracle: Any, limit: float) -> str:
 def report(name: str, model: Any, results: list[IsolationResult]) -> str:
     """Return the table, and a sentence that says which implementations to use."""
     count = sum(p.numel() for p in model.parameters())
-    lines = [f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}", ""]
+    lines = [
+        f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}",
+        "largest differences from the documents one by one, with eager attention:",
+        "",
+    ]
     head = ("attention", "verdict", "leak", "logits", "loss", "gradients", "paged", "note")
     table_rows = [head, *(_table_row(result) for result in results)]
     widths = [max(len(row[i]) for row in table_rows) for i in range(len(head) - 1)]
@@ -124,7 +128,7 @@ def report(name: str, model: Any, results: list[IsolationResult]) -> str:
     if bad:
         lines.append(f"Do not train packed batches with {', '.join(bad)}.")
     if good:
-        lines.append(f"PackedDifferences documents are isolated with {', '.join(good)}.")
+        lines.append(f"Packed documents are isolated with {', '.join(good)}.")
     if not bad and not good:
         lines.append("Nothing was checked: no implementation named in --attn runs here.")
     return "\n".join(lines)
