@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import add_model_options, count, count_or_fraction, parser, positive, writable_path
@@ -42,16 +41,16 @@ def main(argv: list[str]) -> int:
     if not tasks:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
     name = checkpoint_path(args.model)
-    harness, make_table = _import_lm_eval()
+    from ..inference.harness import Harness, find_tasks
     from ..runtime import destroy_group, init_group
 
-    manager = harness.find_tasks(tasks, args.include_path)  # fails before the model is loaded
+    manager = find_tasks(tasks, args.include_path)  # fails before the model is loaded
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
         check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     init_group()
-    evaluation = harness.Harness(
+    harness = Harness(
         model,
         tokenizer,
         tasks,
@@ -62,25 +61,17 @@ def main(argv: list[str]) -> int:
         task_manager=manager,
         max_length=args.max_model_len,
     )
-    results = evaluation.results(samples=args.output is not None)
+    results = harness.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:
         results["config"] = {**vars(args), "dtype": str(model.dtype)}
-        _print_results(results, make_table, args.output)
+        _print_results(results, args.output)
     destroy_group()
     return 0
 
 
-def _import_lm_eval() -> tuple[Any, Any]:
-    try:
-        from lm_eval.utils import make_table
-    except ImportError:
-        raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
-    from ..inference import harness
+def _print_results(results: dict, output: Path | None) -> None:
+    from lm_eval.utils import make_table
 
-    return harness, make_table
-
-
-def _print_results(results: dict, make_table: Any, output: Path | None) -> None:
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
