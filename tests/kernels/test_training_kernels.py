@@ -227,7 +227,7 @@ def test_rows_that_count_are_picked_without_a_wait_and_all_taken_inside_a_cuda_g
         count = ask(targets) if told else None
         inputs = hidden.requires_grad_(), weight.requires_grad_()
         counted = None if count is None else count.read()
-        total, losses = linear_cross_entropy(*inputs, targets, counted=counted)
+        total, losses = linear_cross_entropy(*inputs, targets, num_labels=counted)
         return losses, *torch.autograd.grad(total, inputs)
 
     gold = gradients(hidden, weight, targets, True)
