@@ -107,7 +107,7 @@ def check(folder, start, tools, kind, workers, world_size, kills):
 
 
 @pytest.mark.parametrize(
-    "kind, workers, world", [("planned", 0, 2), ("sharded", 2, 1), ("sharded", 0, 2)]
+    "kind, workers, world_size", [("planned", 0, 2), ("sharded", 2, 1), ("sharded", 0, 2)]
 )
 def test_a_killed_process_continues_with_the_identical_stream(
     folder, start, tools, kind, workers, world_size
@@ -167,4 +167,4 @@ def test_six_changes_of_topology_continue_a_killed_run(folder, start, tools, kin
 def test_the_record_on_disk_is_plain_json(folder, start):
     finish(start("planned", 0, 0, 1))
     text = (folder / "record0.json").read_text()
-    assert json.loads(text)["state"]["state"]["version"] == 2
+    assert json.loads(text)["state"]["state"]["version"] == 3

@@ -204,7 +204,7 @@ def test_a_pass_that_packs_ended_goes_on_where_there_may_be_more(make, tools, ki
     )
 
 
-@pytest.mark.parametrize("field, value", [("finished", 1), ("finished", None), ("packs", -1)])
+@pytest.mark.parametrize("field, value", [("finished", 1), ("finished", None), ("max_packs", -1)])
 def test_an_end_that_cannot_be_is_refused(make, field, value):
     with pytest.raises(ValueError, match=f"the state's {field} is {value}"):
         make("planned").load_state_dict({**make("planned").state_dict(), field: value})

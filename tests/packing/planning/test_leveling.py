@@ -1,4 +1,4 @@
-"""Levelling: the same packs in another order, in which ranks that step together work alike."""
+"""Leveling: the same packs in another order, in which ranks that step together work alike."""
 
 import numpy as np
 import pytest
@@ -50,13 +50,13 @@ def test_every_pack_comes_out_whole_exactly_once_whatever_the_calls(packs, first
 
 def test_ranks_that_step_together_work_alike():
     plan = lognormal_plan()
-    levelled = balance_plan(plan)
+    leveled = balance_plan(plan)
     seven_b, attention = Cost(), Cost(0.0, 1.0)
     assert spread(seven_b.of_packs(plan), 8) > 1.1  # what levelling is for
-    assert spread(seven_b.of_packs(levelled), 8) <= 1.01
-    assert spread(seven_b.of_packs(levelled), 64) <= 1.02
-    assert spread(attention.of_packs(levelled), 8) <= 1.05
-    assert levelled.fill(8192) == plan.fill(8192)
+    assert spread(seven_b.of_packs(leveled), 8) <= 1.01
+    assert spread(seven_b.of_packs(leveled), 64) <= 1.02
+    assert spread(attention.of_packs(leveled), 8) <= 1.05
+    assert leveled.fill(8192) == plan.fill(8192)
 
 
 @pytest.mark.parametrize("first", [0, 5, 61, 64, 1000])
