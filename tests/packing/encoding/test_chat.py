@@ -93,7 +93,7 @@ def test_a_first_message_whose_content_is_not_shown_is_refused(tokenizer):
     tokenizer.chat_template = TEMPLATES["chatml"].replace(
         "{{ m.content }}", "{{ '' if loop.first else m.content }}"
     )
-    with pytest.raises(ValueError, match="its content is not in the whole"):
+    with pytest.raises(ValueError, match="its content is not in the full"):
         encode_chat(tokenizer, [{"role": "assistant", "content": "hello"}, *CHAT[3:]])
 
 
