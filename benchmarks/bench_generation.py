@@ -58,6 +58,11 @@ def sampling_params(work: Workload) -> list[SamplingParams]:
     return [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.new]
 
 
+def latencies(summary: dict[str, float]) -> dict[str, float]:
+    """Return time to first token and inter-token latency, median and p99, in seconds."""
+    return {key: summary[key] for key in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
+
+
 def run_engine(
     name: str, model, work: Workload, floor: float, who: str = "nopad", **settings
 ) -> float:
@@ -69,10 +74,10 @@ def run_engine(
     cold, _ = timed(lambda: engine.generate(work.prompts, params))
     first, times = engine.stats.summary(), []
     for _ in range(REPEATS):
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.stats.reset()
         seconds, out = timed(lambda: engine.generate(work.prompts, params))
-        assert [len(c.tokens) for c in out] == work.new
+        assert [len(c.token_ids) for c in out] == work.new
         times.append(seconds)
     s = engine.stats.summary()
     seconds = statistics.median(times)
@@ -80,9 +85,8 @@ def run_engine(
         name, who, seconds, work.new_tokens, floor, spread=max(times) - min(times),
         occupancy=s["occupancy"], padding=s["padding"], preemptions=s["preemptions"],
         graphs=first["graphs_captured"],
-        ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
-        itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
-        cold=cold, cold_preparing=first["preparing"], cold_capturing=first["capturing"],
+        cold=cold, setup_seconds=first["setup_seconds"], capture_seconds=first["capture_seconds"],
+        **latencies(s),
     )  # fmt: skip
     engine.release()
     return seconds
@@ -94,11 +98,13 @@ def run_scoring(name: str, model) -> None:
     tokens = sum(len(ids) for choices in continuations for ids in choices)
     engine = Engine(model, memory=20 << 30)
     engine.score(contexts, continuations)
-    engine.forget()
+    engine.reset_prefix_cache()
     engine.stats.reset()
     seconds, scores = timed(lambda: engine.score(contexts, continuations))
-    ran = engine.stats.tokens_run
-    add_row(name, "nopad score", seconds, tokens, tokens_run=ran, requests=4 * len(contexts))
+    ran = engine.stats.num_computed_tokens
+    add_row(
+        name, "nopad score", seconds, tokens, num_computed_tokens=ran, requests=4 * len(contexts)
+    )
     engine.release()
     pairs = [(c, e) for c, four in zip(contexts, continuations, strict=True) for e in four]
     pairs.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))
@@ -119,7 +125,7 @@ def run_scoring(name: str, model) -> None:
     score_padded()
     seconds, _ = timed(score_padded)
     ran = sum(len(c) + len(e) for c, e in pairs)
-    add_row(name, "padded batches of 32, all logits", seconds, tokens, tokens_run=ran)
+    add_row(name, "padded batches of 32, all logits", seconds, tokens, num_computed_tokens=ran)
     assert all(s.error is None for four in scores for s in four)
 
 
@@ -132,13 +138,13 @@ def run_open_loop(name: str, model, work: Workload, capacity: float) -> None:
     engine.generate(work.prompts, params)
     for load_factor in (0.5, 0.7, 0.9):
         scale = 1 / (capacity * load_factor) / mean_gap
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.stats.reset()
         start, sent, done = time.perf_counter(), 0, 0
         while done < len(work.prompts) and time.perf_counter() - start < TIMEOUT:
             now = time.perf_counter() - start
             while sent < len(work.prompts) and work.arrivals[sent] * scale <= now:
-                engine.submit(work.prompts[sent], params[sent])
+                engine.add_request(work.prompts[sent], params[sent])
                 sent += 1
             events = engine.step()
             done += sum(e.completion is not None for e in events)
@@ -148,8 +154,7 @@ def run_open_loop(name: str, model, work: Workload, capacity: float) -> None:
         add_row(
             name, f"nopad, {load_factor:.0%} of capacity", time.perf_counter() - start,
             int(s["new_tokens"]), requests=done,
-            ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
-            itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
+            **latencies(s),
         )  # fmt: skip
         if done < len(work.prompts):
             break
@@ -166,15 +171,14 @@ def run_limits(name: str, model, work: Workload) -> None:
     limits += [(128, num_tokens) for num_tokens in (256, 512, 1024, 2048, 4096)]
     for num_seqs, num_tokens in limits:
         engine.max_num_seqs, engine.max_num_batched_tokens = num_seqs, num_tokens
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.stats.reset()
         seconds, _ = timed(lambda: engine.generate(work.prompts, params))
         s = engine.stats.summary()
         add_row(
             name, f"nopad, {num_seqs} running, {num_tokens} tokens a step", seconds,
             work.new_tokens,
-            ttft_p50=s["first_token_p50"], ttft_p99=s["first_token_p99"],
-            itl_p50=s["between_tokens_p50"], itl_p99=s["between_tokens_p99"],
+            **latencies(s),
         )  # fmt: skip
     engine.release()
 
@@ -190,7 +194,7 @@ def static_open_loop(
     assert work.arrivals is not None
     scale = 1 / (capacity * 0.5) / (max(work.arrivals) / len(work.arrivals))
     arrivals = [t * scale for t in work.arrivals]
-    clock, start, latencies = 0.0, 0, []
+    clock, start, waits = 0.0, 0, []
     with discard_rows():
         while start < len(arrivals):
             stop = start + 1
@@ -200,12 +204,12 @@ def static_open_loop(
             closed = arrivals[stop - 1] if stop - start == batch_size else arrivals[start] + 0.05
             batch = Workload(work.prompts[start:stop], work.new[start:stop])
             clock = max(clock, closed) + run_static(name, model, batch, batch_size)
-            latencies += [clock - arrival for arrival in arrivals[start:stop]]
+            waits += [clock - arrival for arrival in arrivals[start:stop]]
             start = stop
     add_row(
         name, f"static batches of {batch_size}, 50% of capacity", clock, work.new_tokens,
-        answer_p50=float(np.percentile(latencies, 50)),
-        answer_p99=float(np.percentile(latencies, 99)),
+        answer_p50=float(np.percentile(waits, 50)),
+        answer_p99=float(np.percentile(waits, 99)),
     )  # fmt: skip
 
 

@@ -36,9 +36,9 @@ import numpy as np
 from nopad.collators import PackedCollator
 from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.ordering import Position, Share
-from nopad.packing.planning import Cost, level
+from nopad.packing.planning import Cost, balance_plan
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import (
     arrow_rows,
@@ -173,7 +173,7 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
         path = Path(folder) / "tokens.bin"
         flat = token_file(mix.lengths, path)
         start = time.process_time()
-        data = PackedDataset(path, budget=mix.budget, dtype="uint16", eos=EOS, epochs=None)
+        data = PackedDataset(path, budget=mix.budget, dtype="uint16", add_eos=EOS, epochs=None)
         opened = time.process_time() - start
         rows = data.count()
         stream, collate = iter(data), PackedCollator()
@@ -224,12 +224,12 @@ def consume(stream: Iterator[Pack], count: int, use: Callable[[Pack], object]) -
 
 def build_rows(data: PackedDataset, tokens_per_array: int = 1 << 17) -> None:
     """Plan an epoch and write its packs as rows of arrays."""
-    packs = data.packs
+    packs = data.reader
     assert isinstance(packs, PlannedPacks)
     step = max(1, tokens_per_array // packs.planner["budget"])
     for plan in packs.plans(0):
         for first in range(0, len(plan), step):
-            packs.store.lay(plan, np.arange(first, min(first + step, len(plan))))
+            packs.store.gather(plan, np.arange(first, min(first + step, len(plan))))
 
 
 def copy_tokens(flat: np.ndarray) -> None:
@@ -277,9 +277,9 @@ def bench_balance(lengths: np.ndarray) -> list[dict]:
             sets[f"t0, {epochs} epoch" + "s" * (epochs > 1)] = t0
     rows = []
     for name, set_lengths in sets.items():
-        num_shards, window = (8, 128) if "shards" in name else (1, 1024)
+        num_shards, block = (8, 128) if "shards" in name else (1, 1024)
         before = [pack_lengths(set_lengths[i::num_shards], 8192) for i in range(num_shards)]
-        balanced = [level(plan, window=window) for plan in before]
+        balanced = [balance_plan(plan, block=block) for plan in before]
         row: dict = {"set": name, "packs": sum(map(len, before))}
         for model, cost in (("7B", Cost()), ("attention", Cost(0.0, 1.0))):
             for stage, plans in (("before", before), ("behind", balanced)):
@@ -323,7 +323,8 @@ def bench_memory_of_reading(documents: int) -> dict:
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
     tokens = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    packs = PlannedPacks(TokenStore([tokens]), {"budget": 8192}).read(Position(until=1), Share(), 0)
+    reader = PlannedPacks(TokenStore([tokens]), {"budget": 8192})
+    packs = reader.read(Position(end_epoch=1), Share(), 0)
     count = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()
     count += sum(len(pack.samples) for pack in packs)

@@ -126,12 +126,12 @@ class Bench:
             ],
             budget=self.budget,
             epochs=None,
-            eos=False,
+            add_eos=False,
         )
         loader = PackedLoader(data, collator, num_workers=1, pin_memory=not self.tiny)
-        self.wait_seconds = lambda: loader.waited
+        self.wait_seconds = lambda: loader.wait_seconds
         for batch in loader:
-            yield batch, loader.last.lengths
+            yield batch, loader.last_pack.lengths
 
     def run(
         self,
@@ -142,7 +142,7 @@ class Bench:
         timed_steps: int = TIMED_STEPS,
     ) -> dict:
         """Train; report useful tokens per second, MFU, memory, data wait, power and losses."""
-        flops = ModelFlops.of_model(model)
+        flops = ModelFlops.from_model(model)
         head_flops = 6 * model.get_output_embeddings().weight.numel()
         optimizer = self.optimizer(model)
         tokens, work, losses, start, wait_before = [], [], [], 0.0, 0.0
@@ -160,7 +160,7 @@ class Bench:
                 if index >= warmup_steps:
                     tokens.append(int(np.sum(lengths)))
                     unlabeled = tokens[-1] - int((batch["labels"] != IGNORE_INDEX).sum())
-                    work.append(flops.of(lengths) - head_flops * unlabeled)
+                    work.append(flops.step_flops(lengths) - head_flops * unlabeled)
             self.sync()
             seconds = time.perf_counter() - start
             row = self._report(name, tokens, work, seconds, wait_before)

@@ -23,9 +23,9 @@ WEIGHTS = (
 """How files of weights end, or what lists them, also those that Transformers then refuses."""
 
 
-def checkpoint(name: str) -> str:
+def checkpoint_path(name: str) -> str:
     """The folder of that name, seen to hold a checkpoint; or a name to ask the hub for."""
-    path = Path(found(name))
+    path = Path(resolve_path(name))
     if path.is_file():
         raise ValueError(f"{name} is a file: give the checkpoint's folder")
     if path.is_dir() and not (path / "config.json").exists():
@@ -33,7 +33,7 @@ def checkpoint(name: str) -> str:
     return str(path)
 
 
-def found(name: str) -> str:
+def resolve_path(name: str) -> str:
     """The file or folder of that name, or a name to ask the hub for."""
     path = Path(name).expanduser()
     kind = "file" if path.suffix == ".json" else "folder"
@@ -59,9 +59,9 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any
     place = _device(device)
     quiet_bars()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint_path(name), dtype=dtype)
     except Exception as error:  # every library on the way to the weights has errors of its own
-        raise ValueError(f"cannot load {name}: {first_line(error)}") from None
+        raise ValueError(f"cannot load {name}: {short_error(error)}") from None
     return model.to(place).eval()
 
 
@@ -69,24 +69,24 @@ def load_tokenizer(name: str) -> Any:
     """A tokenizer of a folder or of the hub."""
     from transformers import AutoTokenizer
 
-    place = found(name)
+    place = resolve_path(name)
     try:
         return AutoTokenizer.from_pretrained(place)
     except Exception as error:
         if Path(place).is_dir():
             why = "has no tokenizer that can be read; name one with --tokenizer"
         else:
-            why = f"{first_line(error).rstrip('.')}; --tokenizer takes a folder, too"
+            why = f"{short_error(error).rstrip('.')}; --tokenizer takes a folder, too"
         raise ValueError(f"{name}: {why}") from None
 
 
-def check_template(tokenizer: Any) -> None:
+def check_chat_template(tokenizer: Any) -> None:
     """Refuse --chat for a tokenizer that cannot say chats."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat: the tokenizer has no chat template")
 
 
-def first_line(error: Exception) -> str:
+def short_error(error: Exception) -> str:
     """What an error says first, with the next line where the first only announces it.
 
     Errors that were not written for the user are told with their kind.

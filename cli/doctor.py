@@ -3,7 +3,7 @@
     nopad doctor path/to/checkpoint          its own weights
     nopad doctor path/to/config.json         a small model of that config
     nopad doctor llama --attn nopad,sdpa     a small model of that type
-    nopad doctor llama --agreement           does generation compute what training computes?
+    nopad doctor llama --parity           does generation compute what training computes?
 
 Every implementation that runs here gets the same pack and is held against the documents run one by
 one: logits, loss, gradients, and whether a document moves when the one before it is exchanged. Exit
@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import first_line, found, has_weights, quiet_bars
-from .options import attention, parser
+from .checkpoints import has_weights, quiet_bars, resolve_path, short_error
+from .options import attention_name, parser
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
 MOST_PARAMETERS = 50_000_000
@@ -40,24 +40,24 @@ def main(argv: list[str]) -> int:
     with _quiet():
         try:
             for name in names:
-                attention(name)
+                attention_name(name)
         except argparse.ArgumentTypeError as unknown:
             raise ValueError(f"--attn {unknown}") from None
         try:
             model, given = load(options.model, options.tiny)
         except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
-            reason = f"cannot build {options.model}: {first_line(error)}"
+            reason = f"cannot build {options.model}: {short_error(error)}"
             print(f"nopad doctor: {reason}", file=sys.stderr)
             return 2
-        look = _agreement if options.agreement else partial(_apartness, names, given)
+        look = _agreement if options.compare_logprobs else partial(_apartness, names, given)
         return look(options.model, model)
 
 
 def _apartness(names: list[str], given: Any, name: str, model: Any) -> int:
     """Print which implementations keep documents apart; 1 where one does not, 2 where none ran."""
-    from .isolation import examine, report
+    from .isolation import check_isolation, report
 
-    findings = [examine(model, each, given) for each in names]
+    findings = [check_isolation(model, each, given) for each in names]
     print(report(name, model, findings))
     if not any(finding.examined for finding in findings):
         return 2
@@ -70,7 +70,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("model", help="a checkpoint folder, a config.json, or a model type")
     add("--attn", default=IMPLEMENTATIONS, help="which, by commas")
     add("--tiny", action="store_true", help="shrink the model, with random weights")
-    add("--agreement", action="store_true", help="compare generation with training, by dtype")
+    add("--parity", action="store_true", help="compare generation with training, by dtype")
     return made.parse_args(argv)
 
 
@@ -97,7 +97,7 @@ def load(name: str, tiny: bool) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    place = found(name)
+    place = resolve_path(name)
     kind = {"attn_implementation": "eager", "dtype": torch.float32}
     by_type = name in CONFIG_MAPPING and not Path(place).exists()
     config = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(place)
@@ -114,18 +114,18 @@ def _small(config: Any, kind: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from .tiny_model import scramble, shrink
+    from .tiny_model import randomize_weights, tiny_config
 
     with torch.device("meta"):
-        trial = AutoModelForCausalLM.from_config(shrink(config), **kind)
+        trial = AutoModelForCausalLM.from_config(tiny_config(config), **kind)
     size = sum(p.numel() for p in trial.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(
             f"{size:,} parameters even when shrunk, more than {MOST_PARAMETERS:,}: give the folder "
             "of a small checkpoint of that type"
         )
-    model = AutoModelForCausalLM.from_config(shrink(config), **kind)
-    scramble(model)
+    model = AutoModelForCausalLM.from_config(tiny_config(config), **kind)
+    randomize_weights(model)
     return model
 
 

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import check_template, checkpoint, load_model, load_tokenizer
-from .options import count, model_options, new_file, parser, positive, share
+from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
+from .options import add_model_options, count, count_or_fraction, parser, positive, writable_path
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -25,13 +25,17 @@ def options(argv: list[str]) -> argparse.Namespace:
     add("--model", required=True, help="checkpoint folder or hub name")
     add("--tasks", required=True, help="names, with commas between them")
     add("--include-path", type=os.path.expanduser, help="folder with task files of your own")
-    add("--limit", type=share, help="documents of each task; below 1, a share of them")
+    add("--limit", type=count_or_fraction, help="documents of each task; below 1, a share of them")
     add("--num-fewshot", type=count, help="examples in a prompt, where the task allows")
     add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     add("--system-instruction", help="what stands before every prompt")
-    model_options(add)
-    add("--max-length", type=positive, help="longest sequence; without it, what the model allows")
-    add("--output", type=new_file, help="write all results, with every sample, to this JSON file")
+    add_model_options(add)
+    add("--max-model-len", type=positive, help="longest sequence; without it, what the model allows")
+    add(
+        "--output",
+        type=writable_path,
+        help="write all results, with every sample, to this JSON file",
+    )
     return made.parse_args(argv)
 
 
@@ -41,14 +45,14 @@ def main(argv: list[str]) -> int:
     names = [name for name in map(str.strip, args.tasks.split(",")) if name]
     if not names:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
-    name = checkpoint(args.model)
+    name = checkpoint_path(args.model)
     harness, make_table = _lm_eval()
     from ..runtime import destroy_group, init_group
 
     manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
-        check_template(tokenizer)
+        check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     init_group()
     ready = harness.Harness(
@@ -60,7 +64,7 @@ def main(argv: list[str]) -> int:
         chat=args.chat,
         system_instruction=args.system_instruction,
         task_manager=manager,
-        max_length=args.max_length,
+        max_length=args.max_model_len,
     )
     results = ready.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints import check_template, checkpoint, load_model, load_tokenizer
-from .options import count, in_options, model_options, new_file, parser
+from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
+from .options import add_model_options, as_cli_message, count, parser, writable_path
 from .prompt_file import Asked, read_prompts
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         return _generate(options)
     except ValueError as error:
-        raise ValueError(in_options(error)) from error
+        raise ValueError(as_cli_message(error)) from error
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--file", help="prompts, one a line, .jsonl or .json; - reads lines of standard input")
     add("--jsonl", action="store_true", help="the lines of --file are JSON, whatever its name")
     add("--chat", action="store_true", help="put texts into the tokenizer's chat template")
-    add("--output", type=new_file, help="where to write; without it, standard output")
+    add("--output", type=writable_path, help="where to write; without it, standard output")
     add("--text", action="store_true", help="write only the texts, one after the other")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest that sum up to this")
@@ -86,11 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--n", type=int, default=1, help="completions per prompt")
     add("--logprobs", type=count, help="report log-probabilities, and this many alternatives")
     add("--deadline", type=float, help="seconds after which unfinished requests return")
-    model_options(add)
+    add_model_options(add)
     add("--memory", type=_memory, help="bytes, or a share of free memory, for the engine")
-    add("--max-running", type=int, help="requests in one step")
-    add("--trace", type=new_file, help="write what happened to each request, for Perfetto")
-    add("--plot", type=new_file, help="draw running and waiting requests over time, as SVG")
+    add("--max-num-seqs", type=int, help="requests in one step")
+    add("--trace", type=writable_path, help="write what happened to each request, for Perfetto")
+    add("--plot", type=writable_path, help="draw running and waiting requests over time, as SVG")
     add("--stats", action="store_true", help="print figures to standard error")
     add("--progress", action="store_true", help="show a progress bar")
     return made
@@ -116,7 +116,7 @@ def _params(options: argparse.Namespace, asked: list[Asked]) -> list[SamplingPar
     for_all = SamplingParams(**common)
     params = [SamplingParams(**common | own) if own else for_all for _, own in asked]
     for one in params:
-        if one.n > 1 and one.greedy:
+        if one.n > 1 and one.is_greedy:
             raise ValueError(f"--n {one.n} of the same text: raise --temperature")
     return params
 
@@ -124,7 +124,7 @@ def _params(options: argparse.Namespace, asked: list[Asked]) -> list[SamplingPar
 def _engine(options: argparse.Namespace, prompts: list[Any], stops: bool) -> Engine:
     from ..inference import Engine
 
-    name = checkpoint(options.model)
+    name = checkpoint_path(options.model)
     try:
         tokenizer = load_tokenizer(options.tokenizer or name)
     except ValueError:
@@ -132,7 +132,7 @@ def _engine(options: argparse.Namespace, prompts: list[Any], stops: bool) -> Eng
             raise
         tokenizer = None
     if options.chat:
-        check_template(tokenizer)
+        check_chat_template(tokenizer)
     model = load_model(name, options.dtype, options.device)
     more = {} if options.memory is None else {"memory": options.memory}
     return Engine(model, tokenizer, max_num_seqs=options.max_num_seqs, seed=options.seed, **more)
@@ -161,12 +161,12 @@ def _lines(done: list[Completion], only_text: bool) -> Iterator[str]:
 
 
 def _record(index: int, sample_index: int, one: Completion) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": index, "sibling": sample_index, "text": one.text}
-    record |= {"tokens": one.tokens, "finish_reason": one.finish_reason}
+    record: dict[str, Any] = {"index": index, "sample_index": sample_index, "text": one.text}
+    record |= {"token_ids": one.token_ids, "finish_reason": one.finish_reason}
     if one.logprobs is not None:
         record["logprobs"] = [entry.logprob for entry in one.logprobs]
-        if any(entry.top for entry in one.logprobs):
-            record["top_logprobs"] = [entry.top for entry in one.logprobs]
+        if any(entry.top_logprobs for entry in one.logprobs):
+            record["top_logprobs"] = [entry.top_logprobs for entry in one.logprobs]
     if one.error is not None:
         record["error"] = one.error
     return record

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from ..packing import IGNORE_INDEX, Pack, pack_lengths
-from ..packing.encoding import BATCH, SkippedRows, encoded, samples_of
+from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
 from .checkpoints import load_tokenizer
-from .options import count, in_options, new_file, parser, reading_choices, reading_options
+from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
 
 MOST_LENGTHS = 1 << 24
 """Samples that are looked at, where their lengths are known."""
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         return _inspect(args, tokenizer)
     except ValueError as error:
-        raise ValueError(in_options(error)) from error
+        raise ValueError(as_cli_message(error)) from error
 
 
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
@@ -47,19 +47,19 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     data = PackedDataset(
         args.data,
         tokenizer=tokenizer,
-        column=args.column,
+        text_column=args.text_column,
         budget=args.budget,
         overflow=args.overflow,
         seed=args.seed,
         rank=0,
-        world=1,
-        **reading_choices(args),
+        world_size=1,
+        **data_kwargs(args),
     )
     skipped = data.skipped
     lengths, total = measured(data, skipped)
     print(_summary(lengths, total))
     if skipped.rows:
-        print(f"{skipped.rows:,} rows left out, the first: {in_options(skipped.reasons[0])}")
+        print(f"{skipped.rows:,} rows left out, the first: {as_cli_message(skipped.reasons[0])}")
     print(histogram(lengths), budgets(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would waste {padding_waste(lengths):.1%}\n")
     packs = list(islice(data, max(args.packs, args.decode)))
@@ -80,16 +80,16 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add = made.add_argument
     add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
-    add("--column", default="text", help="column that holds the text")
-    reading_options(add)
+    add("--text-column", default="text", help="column that holds the text")
+    add_data_options(add)
     add("--budget", type=int, default=8192, help="tokens a pack may hold")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what becomes of samples longer than a pack")  # fmt: skip
     add("--seed", type=int, default=0, help="of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
-    add("--html", type=new_file, help="write the map there too")
-    add("--png", type=new_file, help="write the map there too")
+    add("--html", type=writable_path, help="write the map there too")
+    add("--png", type=writable_path, help="write the map there too")
     return made.parse_args(argv)
 
 
@@ -100,10 +100,10 @@ def measured(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
     """
     if data.lengths is not None:
         return np.asarray(data.lengths[:MOST_LENGTHS], np.int64), len(data.lengths)
-    stream, lengths, tokens = data.packs.settings, [], 0
-    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip else None
-    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):
-        found = [len(one) for one in samples_of(encoded(batch, stream.encoder), counted)]
+    stream, lengths, tokens = data.stream_settings, [], 0
+    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip_errors else None
+    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, ENCODE_BATCH))):
+        found = [len(one) for one in raise_or_skip(encode_rows(batch, stream.encoder), counted)]
         lengths, tokens = lengths + found, tokens + sum(found)
     over = next(rows, None) is None
     return np.array(lengths, np.int64), len(lengths) if over else None
@@ -171,7 +171,7 @@ def padding_waste(lengths: np.ndarray, batch: int = 32) -> float:
 
 def decoded(pack: Pack, tokenizer: Any) -> str:
     """Show a pack's samples, [[what counts]] in brackets."""
-    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.counted} count"]
+    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.num_label_tokens} count"]
     for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MOST_SAMPLES):
         counts = pack.labels[a:b] != IGNORE_INDEX
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), int(b - a)]

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from ..attention import unsupported_reason
-from ..attention.hf import Packed, check_default_cache, check_packed, check_paged
-from .checkpoints import first_line
+from ..attention.hf import PackedDifferences, check_default_cache, check_packed, check_paged
+from .checkpoints import short_error
 from .tiny_model import ATTENTION_DROPOUTS
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class IsolationResult:
     """What one attention implementation did with a pack."""
 
     name: str
     verdict: str
     """apart, LEAK, WRONG, refused, or not run."""
-    packed: Packed | None = None
+    packed: PackedDifferences | None = None
     paged: float | None = None
     note: str = ""
 
@@ -38,27 +38,27 @@ class Finding:
         return self.packed is not None
 
 
-def examine(oracle: Any, name: str, given: Any = None) -> Finding:
+def check_isolation(oracle: Any, name: str, given: Any = None) -> IsolationResult:
     """Hold one implementation against the documents run one by one with eager attention.
 
     given: the config as the user has it, where the oracle was built of a shrunk one.
     """
     reason = unsupported_reason(oracle) if name == "nopad" else None
     if reason is not None:
-        return Finding(name, "refused", note=reason)
+        return IsolationResult(name, "refused", note=reason)
     try:
         model = with_attention(oracle, name)
         packed = check_packed(model, oracle)
         paged = check_paged(model) if name == "nopad" else None
     except Exception as error:  # whatever a model or kernel library raises is the answer
-        return Finding(name, "not run", note=_short(error))
+        return IsolationResult(name, "not run", note=_short(error))
     limit = tolerance(model)
-    verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
+    verdict = "LEAK" if packed.leak > limit else "apart" if packed.within(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # NaN is neither more nor less
         verdict = "WRONG"
     notes = [_advice(model, oracle, verdict, limit)]
     notes += _dropout(given or oracle.config) if name == "nopad" else []
-    return Finding(name, verdict, packed, paged, "; ".join(filter(None, notes)))
+    return IsolationResult(name, verdict, packed, paged, "; ".join(filter(None, notes)))
 
 
 def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
@@ -99,13 +99,13 @@ def tolerance(model: Any) -> float:
 def _repair(model: Any, oracle: Any, limit: float) -> str:
     """Whether nopad's wrapper of the stock masks mends it."""
     try:
-        mended = check_packed(model, oracle, repair=True).right(limit)
+        mended = check_packed(model, oracle, repair=True).within(limit)
     except Exception as error:
         return f"repair failed: {_short(error)}"
     return "mended by nopad.attention.document_mask" if mended else "document_mask does not mend it"
 
 
-def report(name: str, model: Any, findings: list[Finding]) -> str:
+def report(name: str, model: Any, findings: list[IsolationResult]) -> str:
     """The table, and a sentence that says what to do."""
     count = sum(p.numel() for p in model.parameters())
     lines = [f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}", ""]
@@ -127,7 +127,7 @@ def report(name: str, model: Any, findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _row(finding: Finding) -> tuple[str, ...]:
+def _row(finding: IsolationResult) -> tuple[str, ...]:
     packed = finding.packed
     numbers = (
         [packed.leak, packed.logits, packed.loss, packed.gradients, finding.paged]
@@ -139,4 +139,4 @@ def _row(finding: Finding) -> tuple[str, ...]:
 
 
 def _short(error: Exception) -> str:
-    return textwrap.shorten(first_line(error), 160, placeholder=" ...")
+    return textwrap.shorten(short_error(error), 160, placeholder=" ...")

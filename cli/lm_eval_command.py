@@ -22,7 +22,7 @@ except ImportError:
     raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
 
 from ..inference.harness import EngineLM
-from .checkpoints import checkpoint, load_model, load_tokenizer
+from .checkpoints import checkpoint_path, load_model, load_tokenizer
 
 
 @register_model("nopad")
@@ -43,7 +43,7 @@ class CheckpointLM(EngineLM):
         """settings: of the engine, which makes its batches itself: their sizes mean nothing."""
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None  # lm_eval says so where the user said nothing
-        name = checkpoint(pretrained)
+        name = checkpoint_path(pretrained)
         words = load_tokenizer(tokenizer or name)
         model = load_model(name, dtype, device)
         super().__init__(model, words, max_length=max_length, **settings)

@@ -1,4 +1,4 @@
-"""`nopad doctor --agreement`: does generation compute what training computes, and how nearly?
+"""`nopad doctor --parity`: does generation compute what training computes, and how nearly?
 
 The engine continues a few prompts and reports the log-probability of each token it made; one packed
 training forward computes the same ones. The table tells how far they lie apart, for each dtype and
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..attention.backends import PAGED
-from ..attention.hf import draw_documents
-from ..inference import Engine, LogprobParity, agreement, invariant
+from ..attention.backends import PAGED_BACKENDS
+from ..attention.hf import random_documents
+from ..inference import Engine, LogprobParity, compare_logprobs, batch_invariant
 
 LENGTHS = (1, 5, 16, 33, 60, 90)
 NEW = 24
@@ -48,11 +48,11 @@ class Row:
 def rows(model: Any) -> Iterator[Row]:
     """Compare under every dtype and backend; the model is cast on the way."""
     model.set_attn_implementation("nopad")
-    prompts = [document[0].tolist() for document in draw_documents(model, LENGTHS)]
+    prompts = [document[0].tolist() for document in random_documents(model, LENGTHS)]
     for dtype in DTYPES:
         model.to(dtype)
         name = str(dtype).removeprefix("torch.")
-        for backend in PAGED:
+        for backend in PAGED_BACKENDS:
             yield _row(model, prompts, name, backend)
         yield _row(model, prompts, name, "sdpa", invariant_to=max(LENGTHS) + NEW)
 
@@ -63,9 +63,9 @@ def _row(
     label = f"{backend}, batch-invariant" if invariant_to else backend
     began = time.perf_counter()
     try:
-        with invariant(invariant_to) if invariant_to else nullcontext():
+        with batch_invariant(invariant_to) if invariant_to else nullcontext():
             engine = Engine(model, memory=1 << 28)
-            found = agreement(model, engine, prompts, NEW, attention=backend)
+            found = compare_logprobs(model, engine, prompts, NEW, attention=backend)
     except Exception as error:  # whatever a kernel library raises is the answer
         note = str(error).strip().splitlines() or [type(error).__name__]
         return Row(dtype, label, None, note=note[0].split("this call: ")[-1][:100])

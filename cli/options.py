@@ -12,14 +12,14 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARGUMENT = re.compile(
-    r"""(?<![\w/])(attn_implementation|budget|column|dtype|eos|glob|max_steps|memory|"""
-    r"""num_train_epochs|on_error|overflow|tokenizer)="""
+    r"""(?<![\w/])(add_eos|attn_implementation|budget|dtype|glob|max_steps|memory|"""
+    r"""num_train_epochs|on_error|overflow|text_column|tokenizer)="""
     r"""(?:"([^"]+)"|('[^']+'|-?\w+(?:\.\d+)?))?"""
 )
 """A setting as Python says it, with its value if there is one."""
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Texts as they stand, and defaults where they say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -32,36 +32,36 @@ class Help(argparse.RawDescriptionHelpFormatter):
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `nopad NAME` whose help is the command's docstring."""
     text = (doc or "").replace("`", "").strip()
-    return argparse.ArgumentParser(f"nopad {name}", description=text, formatter_class=Help)
+    return argparse.ArgumentParser(f"nopad {name}", description=text, formatter_class=HelpFormatter)
 
 
-def model_options(add: Any) -> None:
+def add_model_options(add: Any) -> None:
     """Where a model runs, and as what."""
     add("--tokenizer", help="folder or hub name; without it, the model's")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights")
     add("--device", help="cuda, cuda:1, cpu ...; without it, what there is")
 
 
-def reading_options(add: Any) -> None:
+def add_data_options(add: Any) -> None:
     """How data is read, besides where it lies."""
     add("--glob", help="which files of a folder, such as '*.jsonl'")
     add("--on-error", default="raise", choices=("raise", "skip"),
         help="what to do at a row that cannot be used: stop, or leave it out")  # fmt: skip
-    add("--eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's")
+    add("--add-eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's")
     add("--dtype", choices=("uint16", "uint32"), help="of tokens in a flat .bin file")
 
 
-def reading_choices(args: argparse.Namespace) -> dict[str, Any]:
+def data_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     """These options, as `PackedDataset` takes them."""
-    eos = True if args.eos is None else args.eos
-    return {"glob": args.glob, "on_error": args.on_error, "eos": eos, "dtype": args.dtype}
+    add_eos = True if args.add_eos is None else args.add_eos
+    return {"glob": args.glob, "on_error": args.on_error, "add_eos": add_eos, "dtype": args.dtype}
 
 
-def in_options(message: object, **renamed: str) -> str:
+def as_cli_message(message: object, **renamed: str) -> str:
     """Say what an error says of Python's arguments in words of the command line.
 
-    >>> in_options('no eos: pass eos= an id, or eos=False (on_error="skip" leaves it out)')
-    'no eos: pass --eos an id, or --eos none (--on-error skip leaves it out)'
+    >>> in_options('no eos: pass add_eos= an id, or add_eos=False (on_error="skip" leaves it out)')
+    'no eos: pass --add-eos an id, or --add-eos none (--on-error skip leaves it out)'
     """
 
     def option(found: re.Match) -> str:
@@ -80,22 +80,22 @@ def _end(text: str) -> int | bool:
     return int(text)
 
 
-def attention(name: str) -> str:
+def attention_name(name: str) -> str:
     """Take an implementation that Transformers knows, or one of the hub: those have a slash."""
     if name == "nopad":  # what is the default shall not load libraries to be known
         return name
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from ..attention.hf import NAME
+    from ..attention.hf import ATTN_IMPLEMENTATION
 
-    known = sorted({"eager", NAME, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    known = sorted({"eager", ATTN_IMPLEMENTATION, *ALL_ATTENTION_FUNCTIONS.valid_keys()})
     if name not in known and "/" not in name:
         told = f"{name!r}: no such attention; there are {', '.join(known)}"
         raise argparse.ArgumentTypeError(told)
     return name
 
 
-def new_file(text: str) -> Path:
+def writable_path(text: str) -> Path:
     """Take a file's name to write to; make its folder, or refuse now what would fail in an hour."""
     path = Path(os.path.expanduser(text))
     if path.is_dir():
@@ -134,7 +134,7 @@ def _whole(text: str, least: int) -> int:
     return int(number)
 
 
-def share(text: str) -> int | float:
+def count_or_fraction(text: str) -> int | float:
     """Take a number from 1, or below it a share."""
     try:
         number = float(text)

@@ -51,7 +51,7 @@ DROPOUTS = (
 )  # fmt: skip
 
 
-def shrink(config: Any, layers: int | None = None) -> Any:
+def tiny_config(config: Any, layers: int | None = None) -> Any:
     """A small config of the same class that keeps every kind of layer the given one has."""
     changes = {name: value for name, value in SMALL.items() if _wanted(config, name)}
     if "qk_rope_head_dim" in changes:  # the rotary part is what such configs call the head dim
@@ -69,7 +69,7 @@ def shrink(config: Any, layers: int | None = None) -> Any:
         given = getattr(config, name, None)
         if isinstance(given, list) and given:
             changes[name] = (list(dict.fromkeys(given)) * count)[:count]
-    changes |= {name: shrink(part, layers) for name, part in _parts(config)}
+    changes |= {name: tiny_config(part, layers) for name, part in _parts(config)}
     if hasattr(config, "is_decoder"):
         changes["is_decoder"] = True
     if getattr(config, "use_sliding_window", None) is False:
@@ -126,7 +126,7 @@ _OWN_RULES = {
 }  # fmt: skip
 
 
-def scramble(model: nn.Module, seed: int = 0) -> None:
+def randomize_weights(model: nn.Module, seed: int = 0) -> None:
     """Give every weight a size that matters: fresh weights are so small that errors hide."""
     make = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -55,12 +55,12 @@ class Engine:
     page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
     max_num_seqs: requests in one step; more raise throughput and the time between tokens.
     max_num_batched_tokens: tokens in one step; more finish prompts sooner and hold up the rest.
-    max_length: longest sequence; by default what the model's positions allow.
+    max_model_len: longest sequence; by default what the model's positions allow.
     max_waiting: requests that may queue; None: any number.
-    keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
+    keep_memory: keep pages, graphs and cached prefixes between calls; False gives all of it back.
     dtype: compute in this dtype although the weights are wider; by default as autocast says.
     seed: of requests that name none.
-    graphs: on a GPU, launch decode steps as graphs; False saves their memory and capture.
+    cuda_graphs: on a GPU, launch decode steps as graphs; False saves their memory and capture.
     debug: check every step's bookkeeping.
     """
 
@@ -73,12 +73,12 @@ class Engine:
         page_size: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
-        max_length: int | None = None,
+        max_model_len: int | None = None,
         max_waiting: int | None = None,
-        keep: bool = True,
+        keep_memory: bool = True,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        graphs: bool = True,
+        cuda_graphs: bool = True,
         debug: bool = False,
     ):
         self._model = unwrap_model(model)
@@ -88,12 +88,12 @@ class Engine:
             page_size=page_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_length=max_length,
-            graphs=graphs,
+            max_model_len=max_model_len,
+            cuda_graphs=cuda_graphs,
             debug=debug,
         )
         self._tongue = TokenizerAdapter(self._model, tokenizer)
-        self._intake = RequestBuilder(self._tongue, checked_seed(seed), settings.max_length)
+        self._intake = RequestBuilder(self._tongue, checked_seed(seed), settings.max_model_len)
         self._max_waiting = None if max_waiting is None else positive("max_waiting", max_waiting)
         self.stats = Stats()
         self.trace = RequestTrace()
@@ -104,7 +104,7 @@ class Engine:
             self.trace,
             lambda request: self._under_way.of(request).text_ends(request),
             lambda: bool(self._under_way),
-            keep=keep,
+            keep_memory=keep_memory,
             dtype=checked_dtype(dtype),
         )
         self._under_way = ActiveRequests()
@@ -148,7 +148,7 @@ class Engine:
         priority: int | Sequence[int] = 0,
         deadline: float | Sequence[float | None] | None = None,
     ) -> Iterator[StreamEvent]:
-        """Yield tokens and text as they are made; `StreamEvent.request` is the prompt's index.
+        """Yield tokens and text as they are made; `StreamEvent.request_id` is the prompt's index.
 
         The model is borrowed only while a step runs: between two events it is the trainer's. Other
         calls may come in between, other streams too; each gets what is its own.
@@ -170,14 +170,14 @@ class Engine:
                 while inbox:
                     event = inbox.popleft()
                     left -= event.completion is not None
-                    yield replace(event, request=index[event.request])
+                    yield replace(event, request_id=index[event.request_id])
         finally:
             for group in groups:
-                self._cancel(group)
+                self._abort(group)
                 self._under_way.forget(group)
             self._tenancy.rest()
 
-    def submit(
+    def add_request(
         self,
         prompt: Prompt,
         params: Params = None,
@@ -185,7 +185,7 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queue a request for `step`; its number names it in events and for `cancel`.
+        """Queue a request for `step`; its number names it in events and for `abort`.
 
         A prompt submitted again while requests are under way is answered anew, unless it names a
         seed; once all are done, the draws begin again.
@@ -217,11 +217,11 @@ class Engine:
         self._news.clear()
         return news
 
-    def cancel(self, request: int) -> None:
+    def abort(self, request: int) -> None:
         """End a submitted request; its completion has what it made so far."""
         group = self._under_way.get(request)
         if group is not None:
-            self._under_way.tell(self._cancel(group))
+            self._under_way.tell(self._abort(group))
             self._tenancy.rest()
 
     def score(
@@ -247,7 +247,7 @@ class Engine:
         Each token is predicted once, from the tokens before it in its window; the first one from
         the beginning-of-text token.
         """
-        longest = self._tenancy.settings.max_length
+        longest = self._tenancy.settings.max_model_len
         jobs, join = rolling_windows(self._tongue, texts, max_length, longest)
         return join(self._score(jobs, None))
 
@@ -272,7 +272,7 @@ class Engine:
     def max_num_batched_tokens(self, value: int) -> None:
         self._tenancy.turn("max_num_batched_tokens", positive("max_num_batched_tokens", value))
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Forget cached prefixes: what comes next is computed anew."""
         self._tenancy.forget()
 
@@ -326,7 +326,7 @@ class Engine:
         self._under_way.add(groups, inbox)
         done: dict[int, Completion] = {}
         while True:
-            ended = {e.request: e.completion for e in inbox if e.completion is not None}
+            ended = {e.request_id: e.completion for e in inbox if e.completion is not None}
             inbox.clear()
             if ended:
                 done |= ended
@@ -363,11 +363,11 @@ class Engine:
         if self._tenancy.settings.debug:
             self._loop.scheduler.check()
 
-    def _cancel(self, group: RequestGroup) -> list[Request]:
+    def _abort(self, group: RequestGroup) -> list[Request]:
         """End what is open of a group."""
         still = [request for request in group.requests if request.finish_reason is None]
         for request in still:
-            self._loop.cancel(request)
+            self._loop.abort(request)
         return still
 
     def _refuse_all(self, error: str) -> None:

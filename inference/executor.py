@@ -93,12 +93,12 @@ def build_executor(
     shapes = layer_shapes(model)
     shadow = None if kind.narrow is None else CastWeights(kind.modules, kind.narrow)
     page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
-    most = settings.max_num_seqs * -(-settings.max_length // settings.page_size)
+    most = settings.max_num_seqs * -(-settings.max_model_len // settings.page_size)
     budget = budget_bytes(settings.memory, device) - (shadow.bytes if shadow else 0)
     graphs = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, dtype.itemsize)
-        if settings.graphs and not gathers_parameters(model):
+        if settings.cuda_graphs and not gathers_parameters(model):
             graphs = _room_for_graphs(model, settings, dtype, budget)
         budget -= graphs
     count = min(budget // page, most)
@@ -119,7 +119,7 @@ def build_executor(
         PageAllocator(count, settings.page_size),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_length=settings.max_length,
+        max_model_len=settings.max_model_len,
         # On a GPU a step with a prompt in it is no graph and takes long: take in several at a time.
         admit_at_once=32 if device.type == "cuda" else 1,
         admit=admit,

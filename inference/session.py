@@ -38,7 +38,7 @@ class ModelSession:
         ends: Callable[[Request], bool],
         wanted: Callable[[], bool],
         *,
-        keep: bool,
+        keep_memory: bool,
         dtype: torch.dtype | None,
     ):
         self.settings = settings
@@ -48,7 +48,7 @@ class ModelSession:
         self._trace = trace
         self._ends = ends
         self._wanted = wanted
-        self._keep = keep
+        self._keep_memory = keep_memory
         self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
@@ -100,7 +100,7 @@ class ModelSession:
 
     def rest(self) -> None:
         """Unless it is to be kept, give all back once no request wants it."""
-        if not self._keep and self.machine is not None and not self._wanted():
+        if not self._keep_memory and self.machine is not None and not self._wanted():
             self.loop.drain()
             self.release()
 
@@ -119,7 +119,7 @@ class ModelSession:
     def forget(self) -> None:
         """Drop the cached prefixes, if there are any; what is under way goes on."""
         if self.machine is not None:
-            self.loop.scheduler.pages.forget()
+            self.loop.scheduler.pages.clear_prefixes()
 
     def release(self) -> None:
         """Give back pages, graphs and copies of weights."""
@@ -132,7 +132,7 @@ class ModelSession:
         machine = build_executor(
             self._model, self.settings, self._stats, self._trace, self._ends, kind
         )
-        self._stats.preparing += perf_counter() - began
+        self._stats.setup_seconds += perf_counter() - began
         self._weights.refresh()
         machine.loop.scheduler.scope = str(self._weights.number)
         for name, value in self._dial.items():
@@ -146,7 +146,7 @@ class ModelSession:
         if self._wanted():
             raise ValueError(
                 f"requests run in {self.machine.kind}, the model is now in {kind}: finish them "
-                "with the autocast, dtype, device and modules they began with, or cancel them first"
+                "with the autocast, dtype, device and modules they began with, or abort them first"
             )
         self.release()
 
@@ -173,7 +173,7 @@ class ModelSession:
         if shadow is not None:
             moved = shadow.refresh(self._modules) or moved
         if moved:
-            runner.forget_graphs()
+            runner.drop_graphs()
         changed = self._weights.refresh()
         runner.adapters = self._weights.adapters
         if not changed:
@@ -181,6 +181,6 @@ class ModelSession:
         news = self.loop.drain()
         scheduler = self.loop.scheduler
         scheduler.restart("the weights changed")
-        scheduler.pages.forget()
+        scheduler.pages.clear_prefixes()
         scheduler.scope = str(self._weights.number)
         return news

@@ -25,8 +25,8 @@ class Settings:
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_length: int
-    graphs: bool
+    max_model_len: int
+    cuda_graphs: bool
     debug: bool
 
 
@@ -37,8 +37,8 @@ def settle(
     page_size: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
-    max_length: int | None,
-    graphs: bool,
+    max_model_len: int | None,
+    cuda_graphs: bool,
     debug: bool,
 ) -> Settings:
     """Check what was asked for; None is what suits the model and its device."""
@@ -50,8 +50,8 @@ def settle(
         max_num_batched_tokens=positive(
             "max_num_batched_tokens", max_num_batched_tokens, 16384 if on_gpu else 2048
         ),
-        max_length=_max_length(model, max_length),
-        graphs=graphs,
+        max_model_len=_max_model_len(model, max_model_len),
+        cuda_graphs=cuda_graphs,
         debug=debug,
     )
 
@@ -85,11 +85,13 @@ def _page_size(value: int | None, default: int) -> int:
     return size
 
 
-def _max_length(model: Any, value: int | None) -> int:
-    length = positive("max_length", value, _positions(model))
+def _max_model_len(model: Any, value: int | None) -> int:
+    length = positive("max_model_len", value, _positions(model))
     rows = min(_position_tables(model), default=length)
     if length > rows + 1:  # the last token is never run
-        raise ValueError(f"max_length is {length}; the model knows {rows} positions: give no more")
+        raise ValueError(
+            f"max_model_len is {length}; the model knows {rows} positions: give no more"
+        )
     return length
 
 

@@ -329,7 +329,7 @@ def _given(
     extras = (turn.bias, turn.q_gain, turn.k_gain)
     bias, q_gain, k_gain = (turn.cos if t is None else t for t in extras)
     given = (
-        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.slots, pages.lengths,
+        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.kv_slots, pages.lengths,
         out, turn.eps, parts.shape[1], turn.cos.stride(0), keys.stride(1), values.stride(1),
     )  # fmt: skip
     sizes = {

@@ -19,8 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nopad.cli.checkpoints import check_template, checkpoint, load_model, load_tokenizer
-from nopad.cli.options import Help, model_options, positive
+from nopad.cli import (
+    HelpFormatter,
+    add_model_options,
+    check_chat_template,
+    checkpoint_path,
+    load_model,
+    load_tokenizer,
+    positive,
+)
 
 if TYPE_CHECKING:
     from nopad.trainer.evaluation import Report
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Evaluate a saved checkpoint by generation.",
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint directory or hub name")
@@ -45,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--seed", type=int, default=0, help="sampling seed")
     add("--deadline", type=float, help="time limit in seconds; unfinished examples do not count")
-    model_options(add)
+    add_model_options(add)
     add("--show", type=int, default=3, help="number of completions to print")
     return parser.parse_args(argv)
 
@@ -98,13 +105,13 @@ def main(argv: list[str] | None = None) -> Report:
     examples = load_examples(args)
     from nopad.inference import DataParallelEngine, Engine, SamplingParams
     from nopad.runtime import init_group
-    from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, lines
+    from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, report_lines
 
     init_group()
-    name = checkpoint(args.model)
+    name = checkpoint_path(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
-        check_template(tokenizer)
+        check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
@@ -118,12 +125,12 @@ def main(argv: list[str] | None = None) -> Report:
         metrics,
         params,
         deadline=args.deadline,
-        samples=args.show,
+        num_samples=args.show,
         on_error="raise",
     )
     report = evaluation.run(0)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*lines(report)[1:], sep="\n")
+        print(*report_lines(report)[1:], sep="\n")
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 
-from nopad.cli.options import Help, count, positive
+from nopad.cli import HelpFormatter, count, positive
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
 from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
@@ -31,7 +31,7 @@ which are few and slow, are read one by one."""
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Pretrain a causal LM on packs, and generate from the live model on the way.",
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add_data_and_model_options(parser, budget=512)
     add = parser.add_argument_group("training").add_argument
@@ -123,8 +123,8 @@ class Pretraining:
     """One run: model, optimizer, loader and evaluation; the training loop; its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, run_dir: RunDir, accelerator):
+        from nopad.trainer import StopRequest
         from nopad.trainer.fused import fuse_layers
-        from nopad.trainer.graceful_stop import StopRequest
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.monitoring import Meter
         from nopad.trainer.with_accelerate import PackedAccelerateLoader
@@ -158,7 +158,9 @@ class Pretraining:
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         examples = [Example(prompt) for prompt in args.prompt or []] or self.examples
         evaluation = continuation_eval(model, self.tokenizer, examples, args.eval_every, args.seed)
-        return AccelerateEval(self.accelerator, self.model, evaluation, console=True)
+        return AccelerateEval(
+            self.accelerator, self.model, evaluation, meter=self.meter, console=True
+        )
 
     def print(self, text: str) -> None:
         """Print a line above the progress bar, on the main process."""
@@ -198,7 +200,7 @@ class Pretraining:
                 if index == 0:
                     self.on_first_batch()
                 losses.append(self.backward(batch))
-                self.meter.add(self.loader.last, batch["labels"], self.loss.token_losses)
+                self.meter.add(self.loader.last_pack, batch["labels"], self.loss.token_losses)
                 if self.accelerator.sync_gradients:
                     self.step += 1
                     self.log_step(bar, losses)
@@ -251,7 +253,7 @@ class Pretraining:
 
     def after_step(self) -> None:
         """Evaluate, save or stop."""
-        self.stopping = self.stop.agreed()
+        self.stopping = self.stop.should_stop()
         is_last = self.step == self.args.steps
         if not self.stopping:
             self.evaluation.after_step(self.step, is_last)

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nopad.cli.options import Help, count, positive
+from nopad.cli import HelpFormatter, count, positive
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
 from nopad.recipes.support.holdout import continuation_eval
@@ -20,7 +20,9 @@ from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_re
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
@@ -63,7 +65,7 @@ def lightning_module(args: argparse.Namespace, run_dir: RunDir, model):
 
 def resume_path(path: Path) -> Path:
     """Return the checkpoint to resume from; raise if it is missing or damaged."""
-    from nopad.trainer.checkpoint_manifest import check_archive
+    from nopad.trainer import check_archive
 
     if not path.is_file():
         raise ValueError(f"{path} does not exist: omit --resume to start a new run")

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nopad.cli.checkpoints import checkpoint, load_tokenizer
-from nopad.cli.options import Help, count, positive
+from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_packing_options,
@@ -30,7 +29,7 @@ from nopad.recipes.support.run_recipe import run_recipe
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help="checkpoint directory or hub name of a causal LM")
@@ -57,7 +56,7 @@ def load_data(args: argparse.Namespace):
     """Return the tokenizer, a dataset of packed conversations, and held-out examples."""
     from nopad.recipes.support.holdout import hold_out
 
-    tokenizer = load_tokenizer(args.tokenizer or checkpoint(args.model))
+    tokenizer = load_tokenizer(args.tokenizer or checkpoint_path(args.model))
     if args.chat_template:
         with open(args.chat_template) as file:
             tokenizer.chat_template = file.read()
@@ -73,7 +72,7 @@ def load_model(args: argparse.Namespace, tokenizer):
 
     register()
     with error_context(args.model):
-        name = checkpoint(args.model)
+        name = checkpoint_path(args.model)
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=args.attention)
     check_vocab_size(model, tokenizer)
     if not args.lora:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nopad.cli.options import Help
+from nopad.cli import HelpFormatter
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
 from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf
@@ -21,7 +21,7 @@ from nopad.recipes.support.run_recipe import run_recipe
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add_data_and_model_options(parser, budget=2048)
     add_hf_options(parser, "train_hf", learning_rate=1e-3)

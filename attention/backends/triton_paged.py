@@ -21,19 +21,19 @@ try:
 
     from ...kernels.paged_decode import LEAST_SHARE, DecodeTiles, decode, padded, programs_at_once
     from ...kernels.paged_prefill import PrefillTiles, prefill
-except ImportError:  # `why_not` says so
+except ImportError:  # `unsupported_reason` says so
     triton = None
 
 
-def why_not(ask: CallSpec) -> str | None:
+def unsupported_reason(spec: CallSpec) -> str | None:
     if triton is None:
         return "triton is not installed"
-    if ask.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if spec.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU it needs TRITON_INTERPRET=1"
-    if max(ask.key_dim, ask.value_dim) > 256:
-        return f"head dim {max(ask.key_dim, ask.value_dim)} is over 256"
-    if ask.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} products"
+    if max(spec.key_dim, spec.value_dim) > 256:
+        return f"head dim {max(spec.key_dim, spec.value_dim)} is over 256"
+    if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it has no {spec.dtype} products"
     return None
 
 

@@ -30,7 +30,7 @@ LENGTHS = (9, 1, 14, 6, 11)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedDifferences:
     """Largest differences between a pack and its documents one by one."""
 
     leak: float
@@ -40,20 +40,20 @@ class Packed:
     gradients: float
     """Relative to the largest gradient."""
 
-    def right(self, tolerance: float = 1e-3) -> bool:
-        return worst([self.leak, self.logits, self.loss, self.gradients]) <= tolerance
+    def within(self, tolerance: float = 1e-3) -> bool:
+        return nan_max([self.leak, self.logits, self.loss, self.gradients]) <= tolerance
 
 
-def worst(differences: Iterable[float]) -> float:
+def nan_max(differences: Iterable[float]) -> float:
     """The largest of them, or NaN where one is NaN: Python's `max` may lose it.
 
-    >>> worst([0.5, float("nan"), 2.0])
+    >>> nan_max([0.5, float("nan"), 2.0])
     nan
     """
     return torch.tensor([0.0, *differences], dtype=torch.float64).max().item()
 
 
-def draw_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
+def random_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
     """Random documents [1, n] from the model's vocabulary."""
     make = torch.Generator().manual_seed(seed)
     top = min(vocabulary(model), 30_000)
@@ -67,7 +67,7 @@ def vocabulary(model: Any) -> int:
     return min(table.weight.shape[0] for table in tables if table is not None)
 
 
-def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:
+def packed_batch(documents: Sequence[Tensor]) -> dict[str, Any]:
     """The batch a collator makes of these documents, laid end to end."""
     device = documents[0].device
     lengths = [d.shape[1] for d in documents]
@@ -84,26 +84,28 @@ def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False) -> Packed:
+def check_packed(
+    model: Any, oracle: Any | None = None, *, repair: bool = False
+) -> PackedDifferences:
     """Compare a pack with its documents one by one, as the oracle (or the model itself) runs those.
 
     oracle: a model of the same weights whose attention is trusted, such as `eager`.
     repair: run the pack inside `document_mask`.
     """
-    documents = draw_documents(model)
+    documents = random_documents(model)
     logits, loss, gradients = _packed(model, documents, repair)
-    other = draw_documents(model, seed=1)
+    other = random_documents(model, seed=1)
     with torch.no_grad():
         changed = _forward(model, [other[0], *documents[1:]], repair)
     first = LENGTHS[0]
     want, want_loss, want_gradients = _one_by_one(oracle or model, documents)
     scale = max((g.abs().max().item() for g in want_gradients), default=1.0) or 1.0
     pairs = zip(gradients, want_gradients, strict=True)
-    return Packed(
+    return PackedDifferences(
         leak=_largest(changed[:, first:] - logits[:, first:]),
         logits=_largest(logits - want),
         loss=abs(loss - want_loss),
-        gradients=worst(_largest(a - b) for a, b in pairs) / scale,
+        gradients=nan_max(_largest(a - b) for a, b in pairs) / scale,
     )
 
 
@@ -112,10 +114,10 @@ def check_default_cache(model: Any) -> float:
 
     Transformers then makes a cache, and with one at hand its stock masks look for no documents.
     """
-    documents, other = draw_documents(model), draw_documents(model, seed=1)
+    documents, other = random_documents(model), random_documents(model, seed=1)
     logits = []
     for first in (documents[0], other[0]):
-        batch = batch_of([first, *documents[1:]])
+        batch = packed_batch([first, *documents[1:]])
         del batch["use_cache"]
         with torch.no_grad():
             logits.append(model(**batch).logits[:, LENGTHS[0] :])
@@ -127,7 +129,7 @@ def check_paged(model: Any, page_size: int = 16) -> float:
 
     The documents arrive in uneven chunks, so that steps mix prefills, continued ones and decodes.
     """
-    documents = draw_documents(model, lengths=(9, 1, 35, 6, 18))
+    documents = random_documents(model, lengths=(9, 1, 35, 6, 18))
     with torch.no_grad():
         want = _forward(model, documents, repair=False)[0].split([d.shape[1] for d in documents])
         found = []
@@ -135,7 +137,7 @@ def check_paged(model: Any, page_size: int = 16) -> float:
             for index, (start, end) in enumerate(spans):
                 got, logits = logits[: end - start], logits[end - start :]
                 found.append(_largest(got - want[index][start:end]))
-    return worst(found)
+    return nan_max(found)
 
 
 def _packed(model: Any, documents: list[Tensor], repair: bool):
@@ -153,7 +155,7 @@ def _one_by_one(model: Any, documents: list[Tensor]):
 
 
 def _forward(model: Any, documents: Sequence[Tensor], repair: bool) -> Tensor:
-    batch = batch_of(documents)
+    batch = packed_batch(documents)
     tokens = batch["input_ids"].shape[1]
     with document_mask(batch["cu_seq_lens_q"], tokens) if repair else nullcontext():
         return model(**batch).logits

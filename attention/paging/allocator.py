@@ -7,11 +7,11 @@ Every page is in one of three states:
                           └────────── adopt ◀────────────────  registered prefix still lives in it
 
 Cached pages are handed out again, least recently used first, once the free list is empty. Shared
-pages are never written: `own` says which copy must be made first. Copies that `own` and `adopt` ask
+pages are never written: `make_private` says which copy must be made first. Copies that `make_private` and `attach_prefix` ask
 for must all be made, in one `PagedCache.copy_page`, before the next forward writes.
 
-The engine shares by `adopt` alone: completions of one prompt find its prefix, and nobody forks.
-`fork` and `own` serve searches that branch in the middle of a page, such as beams.
+The engine shares by `attach_prefix` alone: completions of one prompt find its prefix, and nobody forks.
+`fork` and `make_private` serve searches that branch in the middle of a page, such as beams.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class PageAllocator:
     [0, 1]
     >>> pages.register("a", range(32), scope="weights 0")
     >>> pages.free("a")
-    >>> pages.adopt("b", range(40), scope="weights 0"), pages.pages("b"), pages.available
-    (Hit(tokens=32, copy=None), [0, 1], 2)
-    >>> pages.adopt("c", range(40), scope="weights 1").tokens
+    >>> pages.attach_prefix("b", range(40), scope="weights 0"), pages.pages("b"), pages.available
+    (PrefixHit(tokens=32, copy=None), [0, 1], 2)
+    >>> pages.attach_prefix("c", range(40), scope="weights 1").tokens
     0
     """
 
@@ -124,7 +124,7 @@ class PageAllocator:
         self._tables[child] = table
         return list(table)
 
-    def own(self, owner: Hashable, index: int) -> PageCopy | None:
+    def make_private(self, owner: Hashable, index: int) -> PageCopy | None:
         """Make the owner's page number `index` its own before it writes there."""
         table = self._table(owner)
         if not 0 <= index < len(table):
@@ -149,7 +149,7 @@ class PageAllocator:
             raise ValueError(f"owner {owner!r}: {len(tokens)} tokens do not fit pages {table}")
         self._prefixes.register(tokens, table, scope)
 
-    def adopt(self, owner: Hashable, tokens: Sequence[int], scope: str) -> PrefixHit:
+    def attach_prefix(self, owner: Hashable, tokens: Sequence[int], scope: str) -> PrefixHit:
         """Start an owner with the longest registered prefix of its tokens.
 
         Whole pages are shared. A hit that ends inside a page asks for a copy of that page; where no
@@ -170,7 +170,7 @@ class PageAllocator:
         table.append(copy.target)
         return PrefixHit(found, copy)
 
-    def forget(self) -> None:
+    def clear_prefixes(self) -> None:
         """Drop every registered prefix; held pages stay held."""
         self._prefixes = PrefixIndex(self.page_size, self._prefixes.digest)
         self._free.extend(self._cached)

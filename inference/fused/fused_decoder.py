@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Pages, Varlen, attend_cached
-from ...attention.backends import CallSpec, selection
+from ...attention.backends import CallSpec, select
 from ...attention.hf import current_varlen, record_call
 from ...kernels.decode_attention import QKTransform, attention_tiles, fused_decode_attention, place
 from ...kernels.paged_decode import supports_pdl
 from ...kernels.settling import settle
 from ...kernels.skinny import gated, gated_tiles, product, product_tiles
 from ...kernels.tokens import embed
-from ..execution.capture import capturing, side_by_side
+from ..execution.capture import is_capturing, run_on_streams
 from ..live_model.patches import Patches
 from .qkv_weights import QKVWeights
 
@@ -57,6 +56,8 @@ class FusedDecoder:
         self._angles: list[tuple[Tensor, Tensor]] = []
         """Cosines and sines by position; graphs hold addresses, so shorter ones stay."""
         self._ended: Tensor | None = None
+        self._step: Varlen | None = None
+        """What the model's forward was called with; the layers around it receive no keywords."""
 
     def __call__(self, modules: Sequence[nn.Module], places: Patches, stale: bool) -> None:
         """Offer the short way to every layer; the longer one stays for all other steps."""
@@ -67,20 +68,31 @@ class FusedDecoder:
             assert_plain(layer)
         self._fits = _one_dtype(body) and _untouched(body) and _proven(body)
         for owner, way in (
+            (body, self._body),
             (body.embed_tokens, self._embed),
             (body.rotary_emb, self._rotary),
             (body.norm, self._norm),
             *((layer, self._layer) for layer in body.layers),
         ):
-            places.put(owner, "forward", partial(way, owner, owner.forward))
-        places.after(self._forget)
+            places.set(owner, "forward", partial(way, owner, owner.forward))
+        places.on_restore(self._forget)
 
     def _taken(self) -> Pages | None:
         """The pages of this step, if it goes the short way."""
-        varlen: Varlen | None = current_varlen()
-        if not self._fits or not capturing() or varlen is None or varlen.max_length != 1:
+        varlen = self._varlen()
+        if not self._fits or not is_capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
+
+    def _varlen(self) -> Varlen | None:
+        return current_varlen() if self._step is None else self._step
+
+    def _body(self, body: Any, longer: Any, *args: Any, **options: Any) -> Any:
+        self._step = options.get("varlen")
+        try:
+            return longer(*args, **options)
+        finally:
+            self._step = None
 
     def _embed(self, module: Any, longer: Callable[..., Tensor], ids: Tensor) -> Tensor:
         return longer(ids) if self._taken() is None else embed(ids[0], module.weight)[None]
@@ -114,7 +126,7 @@ class FusedDecoder:
         return residual
 
     def _attend(self, attn: Any, parts: Tensor, turn: QKTransform, late: bool) -> Tensor:
-        varlen = current_varlen()
+        varlen = self._varlen()
         assert varlen is not None and varlen.pages is not None
         pages, layer, rows = varlen.pages, attn.layer_idx, parts.shape[1]
         keys, values = pages.cache.layer(layer)
@@ -163,7 +175,7 @@ def multiply_gated(x: Tensor, mlp: Any) -> Tensor:
     gate, up = mlp.gate_proj, mlp.up_proj
     tiles = gated_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
-        return silu_mul(*side_by_side(x, gate, up))
+        return silu_mul(*run_on_streams(x, gate, up))
     return gated(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 
 
@@ -202,7 +214,7 @@ def _untouched(body: nn.Module) -> bool:
         own = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if own is not None and not hasattr(own, "ours"):
+        if own is not None and not hasattr(own, "_nopad_patch"):
             return False
     return True
 
@@ -213,7 +225,7 @@ def _proven(body: Any) -> bool:
     for layer in body.layers:
         source = sys.modules[type(layer.self_attn).__module__]
         parts += [layer.input_layernorm.forward, getattr(source, "apply_rotary_pos_emb", None)]
-    return all(hasattr(part, "ours") for part in parts)
+    return all(hasattr(part, "_nopad_patch") for part in parts)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:
@@ -225,7 +237,7 @@ def _by_own_kernels(keys: Tensor, heads: int) -> bool:
         device="cuda", dtype=keys.dtype, heads=heads, kv_heads=kv, key_dim=dim, value_dim=dim,
         grad=False, window=False, softcap=False, sinks=False, page_size=page, decode=True,
     )  # fmt: skip
-    return selection.select(astuple(ask)) == "triton"
+    return select(ask) == "triton"
 
 
 def _gains(attn: Any) -> tuple[Any, Any, float]:

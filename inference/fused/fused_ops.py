@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...attention import PagedCache, Pages, Varlen, forward_context
-from ..execution.capture import for_capture, side_by_side
+from ...attention import PagedCache, Pages, Varlen, forward_context, step_context
+from ..execution.capture import capture_mode, run_on_streams
 from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
 from ..live_model.patches import Patches
@@ -29,6 +30,17 @@ log = logging.getLogger("nopad.inference")
 
 
 Modules = Sequence[nn.Module]
+_enabled: ContextVar[bool] = ContextVar("nopad_fused_ops", default=True)
+
+
+@contextmanager
+def without_fused_ops() -> Iterator[None]:
+    """Give engines that are built inside no fused kernels."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
 
 
 class FusedOp(Protocol):
@@ -49,6 +61,8 @@ def verified_ops(model: Any, like: PagedCache, most: int = 0) -> list[FusedOp]:
         like: a cache of the kind the steps will use.
         most: sequences a step will have at most; the kernels for as many are compiled here.
     """
+    if not _enabled.get():
+        return []
     proven: list[FusedOp] = []
     stacked = QKVWeights()
     parts = (_norms, _gates, _rotaries, stacked, _residuals, _short_way(stacked))
@@ -80,7 +94,7 @@ class FusedOps:
     @contextmanager
     def active(self, modules: Modules, stale: bool = True) -> Iterator[None]:
         """Let fused kernels stand in for the model's own operations; it is the first module."""
-        if stale or self._places is None or not self._places.back():
+        if stale or self._places is None or not self._places.reapply():
             self._places = None
             with fused(modules, self._parts, stale) as self._places:
                 yield
@@ -88,7 +102,7 @@ class FusedOps:
         try:
             yield
         finally:
-            self._places.out()
+            self._places.restore()
 
 
 @contextmanager
@@ -100,7 +114,7 @@ def fused(modules: Modules, parts: Sequence[FusedOp], stale: bool = True) -> Ite
             part(modules, places, stale)
         yield places
     finally:
-        places.out()
+        places.restore()
 
 
 def _rehearse(model: Any, parts: Sequence[FusedOp], like: PagedCache, most: int) -> None:
@@ -134,7 +148,7 @@ def _rehearse_step(model: Any, like: PagedCache, size: int) -> None:
         table = torch.zeros(size, width, dtype=torch.int32, device=model.device)
         pages = Pages(cache, table, bounds[:-1] * 0 + 1, ids[0] - 1, width * cache.page_size)
         varlen = Varlen(bounds, longest, pages)
-        with forward_context(varlen), for_capture(longest == 1):
+        with forward_context(varlen), capture_mode(longest == 1):
             x = body.embed_tokens(ids)
             more = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
             x = body.layers[0](x, attention_mask=None, **more)
@@ -159,7 +173,7 @@ def _logits(model: Any, like: PagedCache) -> Tensor:
     """Logits of two short sequences, then of one token more of each, as graphs compute it."""
     cache = _small(like)
     prompts = _step(model, cache, [range(5), range(3)])
-    with for_capture():
+    with capture_mode():
         return torch.cat([prompts, _step(model, cache, [range(5, 6), range(3, 4)])], dim=1)
 
 
@@ -183,7 +197,7 @@ def _step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
     longest = max(span.stop for span in spans)
     varlen = Varlen(bounds, max(map(len, spans)), Pages(cache, table, lengths, slots, longest))
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
-    with forward_context(varlen):
+    with step_context(model, varlen):
         out = model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, varlen=varlen
         )
@@ -200,7 +214,7 @@ def _norms(modules: Modules, places: Patches, stale: bool) -> None:
             def forward(x: Tensor, m: Any = module, eps: float = eps) -> Tensor:
                 return rms_norm(x, m.weight, eps)
 
-            places.put(module, "forward", forward)
+            places.set(module, "forward", forward)
 
 
 def _rms_eps(module: Any) -> float | None:
@@ -217,10 +231,10 @@ def _gates(modules: Modules, places: Patches, stale: bool) -> None:
             continue
 
         def forward(x: Tensor, m: Any = module) -> Tensor:
-            gate, up = side_by_side(x, m.gate_proj, m.up_proj)
+            gate, up = run_on_streams(x, m.gate_proj, m.up_proj)
             return m.down_proj(silu_mul(gate, up))
 
-        places.put(module, "forward", forward)
+        places.set(module, "forward", forward)
 
 
 def _residuals(modules: Modules, places: Patches, stale: bool) -> None:
@@ -260,9 +274,9 @@ def _residuals(modules: Modules, places: Patches, stale: bool) -> None:
             _rms_eps(layer.input_layernorm),
             _rms_eps(layer.post_attention_layernorm),
         )
-        places.put(layer, "forward", partial(layer_forward, layer=layer))
-    places.after(owed.clear)
-    places.put(body.norm, "forward", lambda x: settle(body.norm, x)[1])
+        places.set(layer, "forward", partial(layer_forward, layer=layer))
+    places.on_restore(owed.clear)
+    places.set(body.norm, "forward", lambda x: settle(body.norm, x)[1])
 
 
 def _rotaries(modules: Modules, places: Patches, stale: bool) -> None:
@@ -273,14 +287,14 @@ def _rotaries(modules: Modules, places: Patches, stale: bool) -> None:
         own = getattr(source, "apply_rotary_pos_emb", None)
         if own is None:
             continue
-        if not hasattr(own, "ours"):
+        if not hasattr(own, "_nopad_patch"):
             assert _turns_halves(own), "another way to turn"
 
         def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1):
             assert unsqueeze_dim == 1 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
             return rotary(q, k, cos, sin)
 
-        places.put(source, "apply_rotary_pos_emb", apply)
+        places.set(source, "apply_rotary_pos_emb", apply)
 
 
 @lru_cache(maxsize=64)

@@ -75,11 +75,11 @@ class _Layer:
 
     def stand_in(self, trio: list[nn.Linear], places: Patches) -> None:
         sizes = [linear.out_features for linear in trio]
-        places.after(self._forget)
-        places.put(trio[0], "forward", partial(self._first, sizes=sizes))
+        places.on_restore(self._forget)
+        places.set(trio[0], "forward", partial(self._first, sizes=sizes))
         for place in (1, 2):
             later = partial(self._later, place=place, linear=trio[place])
-            places.put(trio[place], "forward", later)
+            places.set(trio[place], "forward", later)
 
     def _forget(self) -> None:
         self._kept = {}

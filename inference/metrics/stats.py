@@ -38,7 +38,7 @@ class Stats:
     def reset(self) -> None:
         """Start counting anew."""
         self.steps = 0
-        self.tokens_run = 0
+        self.num_computed_tokens = 0
         """Tokens that went through the model."""
         self.rows_padded = 0
         """Rows of graphs that carried no request."""
@@ -49,15 +49,15 @@ class Stats:
         self.preemptions = 0
         self.prefix_tokens = 0
         self.prompt_tokens = 0
-        self.seconds = 0.0
+        self.step_seconds = 0.0
         """Time spent in steps, from planning to reading; what passes between two does not count."""
-        self.preparing = 0.0
+        self.setup_seconds = 0.0
         """Time it took to set up: to lay out the cache, compile kernels and prove that they fit."""
-        self.capturing = 0.0
+        self.capture_seconds = 0.0
         """Time it took to capture graphs, inside the steps that needed them first."""
         self._log = RingBuffer(7)
         self._idle = RingBuffer()
-        self._queue, self._first, self._between = RingBuffer(), RingBuffer(), RingBuffer()
+        self._queue_time, self._ttft, self._itl = RingBuffer(), RingBuffer(), RingBuffer()
 
     def note_queued(self, request: Request, now: float) -> None:
         self._queued_at[request.id] = now
@@ -71,7 +71,7 @@ class Stats:
         self._since[request.slot] = queued
         self._last[request.slot] = now if request.output else np.nan
         if not request.preempted:
-            self._queue.add(np.array([now - queued]))
+            self._queue_time.add(np.array([now - queued]))
 
     @property
     def steps_log(self) -> np.ndarray:
@@ -83,11 +83,11 @@ class Stats:
 
     def note_time(self, seconds: float) -> None:
         """A step was planned and launched, or the last ones were read."""
-        self.seconds += seconds
+        self.step_seconds += seconds
 
     def note_step(self, now: float, step: Step, scheduler: Scheduler) -> None:
         self.steps += 1
-        self.tokens_run += len(step.ids)
+        self.num_computed_tokens += len(step.ids)
         pages = scheduler.pages
         used = pages.num_pages - pages.available
         running = len(step.requests)
@@ -114,8 +114,8 @@ class Stats:
         last = self._last[slots]
         fresh = np.isnan(last)
         if fresh.any():
-            self._first.add(now - self._since[slots[fresh]])
-        self._between.add(now - last[~fresh])
+            self._ttft.add(now - self._since[slots[fresh]])
+        self._itl.add(now - last[~fresh])
         self._last[slots] = now
 
     def note_finish(self, request: Request, now: float) -> None:
@@ -132,7 +132,7 @@ class Stats:
         return float((log[:, 1] / log[:, 5]).mean()) if self.steps else 0.0
 
     @property
-    def page_use(self) -> float:
+    def kv_cache_usage(self) -> float:
         """Largest share of the pages in use."""
         log = self.steps_log
         return float((log[:, 4] / log[:, 6]).max(initial=0))
@@ -140,17 +140,17 @@ class Stats:
     @property
     def padding(self) -> float:
         """Share of the tokens run that carried no request."""
-        return self.rows_padded / max(self.rows_padded + self.tokens_run, 1)
+        return self.rows_padded / max(self.rows_padded + self.num_computed_tokens, 1)
 
     @property
-    def prefix_hit_rate(self) -> float:
+    def prefix_cache_hit_rate(self) -> float:
         """Share of the admitted tokens that were found in the cache."""
         return self.prefix_tokens / max(self.prompt_tokens, 1)
 
     @property
     def tokens_per_second(self) -> float:
         """New tokens over the time spent in steps."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
+        return self.new_tokens / self.step_seconds if self.step_seconds else 0.0
 
     def summary(self) -> dict[str, float]:
         """All figures as one flat dictionary, ready for a trainer's logger; seconds."""
@@ -159,21 +159,21 @@ class Stats:
             "graph_steps": self.graph_steps,
             "graphs_captured": self.graphs_captured,
             "new_tokens": self.new_tokens,
-            "tokens_run": self.tokens_run,
+            "num_computed_tokens": self.num_computed_tokens,
             "tokens_per_second": self.tokens_per_second,
             "occupancy": self.occupancy,
-            "page_use": self.page_use,
+            "kv_cache_usage": self.kv_cache_usage,
             "padding": self.padding,
-            "prefix_hit_rate": self.prefix_hit_rate,
-            "preparing": self.preparing,
-            "capturing": self.capturing,
+            "prefix_cache_hit_rate": self.prefix_cache_hit_rate,
+            "setup_seconds": self.setup_seconds,
+            "capture_seconds": self.capture_seconds,
             "preemptions": self.preemptions,
         }
         figures |= {f"finished_{reason}": n for reason, n in self.finished.items()}
         for name, window in (
-            ("queue", self._queue),
-            ("first_token", self._first),
-            ("between_tokens", self._between),
+            ("queue_time", self._queue_time),
+            ("ttft", self._ttft),
+            ("itl", self._itl),
         ):
             values = window.rows()
             for q in (50, 95, 99):

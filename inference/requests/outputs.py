@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 class TokenLogprob:
     """Log-probability of a token under the model's own distribution, before any sampling knob."""
 
-    token: int
+    token_id: int
     logprob: float
-    top: dict[int, float] = field(default_factory=dict)
+    top_logprobs: dict[int, float] = field(default_factory=dict)
     """The likeliest tokens, as many as were asked for, likeliest first."""
 
 
@@ -19,10 +19,10 @@ class TokenLogprob:
 class Completion:
     """The tokens a request produced, and why they end."""
 
-    tokens: list[int]
+    token_ids: list[int]
     text: str | None
     finish_reason: str
-    """"stop", "length", "deadline", "cancelled" or "error"."""
+    """"stop", "length", "deadline", "abort" or "error"."""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
@@ -34,8 +34,8 @@ class Completion:
 class StreamEvent:
     """One moment of a streamed request: new tokens and text, and the whole of it at its end."""
 
-    request: int
-    tokens: list[int]
+    request_id: int
+    token_ids: list[int]
     text: str
     completion: Completion | None = None
     sample_index: int = 0
@@ -47,7 +47,7 @@ class Score:
     """Log-likelihood of a continuation given its context."""
 
     logprob: float
-    greedy: bool
+    is_greedy: bool
     """Whether each token was the likeliest one at its place."""
     token_logprobs: list[float]
     error: str | None = None

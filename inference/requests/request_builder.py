@@ -22,10 +22,10 @@ PromptSpec = tuple[Prompt, Params, int, float | None]
 class RequestBuilder:
     """Make groups of requests, numbered as they come."""
 
-    def __init__(self, tongue: TokenizerAdapter, seed: int, max_length: int):
+    def __init__(self, tongue: TokenizerAdapter, seed: int, max_model_len: int):
         self._tongue = tongue
         self._seed = seed
-        self._max_length = max_length
+        self._max_model_len = max_model_len
         self._next = 0
 
     def generation_requests(
@@ -121,11 +121,11 @@ class RequestBuilder:
 
     def _fit(self, prompt: int, new: int, room: int) -> int:
         """Tokens a request may reach; ValueError where model or cache cannot hold it."""
-        longest = self._max_length
+        longest = self._max_model_len
         if prompt + (new > 0) > longest:
             raise ValueError(
-                f"the prompt has {prompt} tokens and the engine's max_length is {longest}: "
-                "shorten it, or raise max_length if the model allows"
+                f"the prompt has {prompt} tokens and the engine's max_model_len is {longest}: "
+                "shorten it, or raise max_model_len if the model allows"
             )
         limit = min(prompt + new, longest)
         if limit - 1 > room:

@@ -49,7 +49,7 @@ class RequestGroup:
         first, *rest = [self._completion(request) for request in self.requests]
         if rest:
             first = Completion(
-                first.tokens,
+                first.token_ids,
                 first.text,
                 first.finish_reason,
                 first.logprobs,
@@ -110,7 +110,7 @@ class RequestGroup:
             text = self._tongue.decode([*context, *request.output])
             text = text[len(self._tongue.decode(context)) :]
         return Completion(
-            tokens=list(request.output),
+            token_ids=list(request.output),
             text=text,
             finish_reason=request.finish_reason or "error",
             logprobs=_logprobs(request),

@@ -14,7 +14,7 @@ from typing import Any
 class SamplingParams:
     """Sampling settings of one request.
 
-    >>> SamplingParams(temperature=0, max_tokens=8).greedy
+    >>> SamplingParams(temperature=0, max_tokens=8).is_greedy
     True
     >>> SamplingParams(top_p=1.5)
     Traceback (most recent call last):
@@ -85,18 +85,18 @@ class SamplingParams:
             )
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         # Divided by less, logits would pass what floats can hold.
         return self.temperature < 1e-5
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether some tokens are cut from the distribution before the draw."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 

@@ -114,7 +114,7 @@ def _joined(parts: list[Score]) -> Score:
     error = next((p.error for p in parts if p.error), None)
     logprobs = [x for part in parts for x in part.token_logprobs]
     total = sum((p.logprob for p in parts), 0.0)
-    return Score(total, all(p.greedy for p in parts), logprobs, error)
+    return Score(total, all(p.is_greedy for p in parts), logprobs, error)
 
 
 def _job(tongue: TokenizerAdapter, context: Any, continuation: Any) -> ScoreJob:

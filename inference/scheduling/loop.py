@@ -45,7 +45,7 @@ class OutOfMemory(RuntimeError):
 class Runner(Protocol):
     """Runs steps. `launch` may return before the step is done; what it returns waits for it."""
 
-    depth: int
+    lookahead: int
     """Steps that may be under way while the next one is planned."""
 
     def copy_pages(self, copies: list[PageCopy]) -> None: ...
@@ -72,7 +72,7 @@ class Loop:
         self._columns = columns
         self._ends = ends
         self._canary = canary
-        self._depth = 0 if canary is not None else runner.depth
+        self._depth = 0 if canary is not None else runner.lookahead
         self._flying: deque[tuple[Step, Callable[[], StepOutput], Plan]] = deque()
 
     @property
@@ -111,10 +111,10 @@ class Loop:
             news += self._receive(*self._flying.popleft())
         return news
 
-    def cancel(self, request: Request) -> None:
+    def abort(self, request: Request) -> None:
         """End a request now with what it has."""
         if request.finish_reason is None:
-            self._finish(request, "cancelled")
+            self._finish(request, "abort")
 
     def drain(self) -> list[Request]:
         """Wait for the steps under way."""

@@ -47,7 +47,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_length: int,
+        max_model_len: int,
         rows_per_step: int = 1024,
         admit_at_once: int = 1,
         admit: Callable[[Request], None] = lambda request: None,
@@ -61,7 +61,7 @@ class Scheduler:
         """So many of those that wait join those that run together, or a quarter of the slots."""
         self.scope = ""
         """Which weights the cached prefixes belong to."""
-        self.table = np.zeros((max_num_seqs, -(-max_length // pages.page_size)), dtype=np.int32)
+        self.table = np.zeros((max_num_seqs, -(-max_model_len // pages.page_size)), dtype=np.int32)
         """Pages of each slot, in order."""
         self.running: list[Request] = []
         self.preemptions = 0
@@ -214,7 +214,7 @@ class Scheduler:
             if not self._waiting:
                 break
             request = self._waiting[0][1]
-            hit = self.pages.adopt(
+            hit = self.pages.attach_prefix(
                 request.id, request.tokens(0, request.reusable).tolist(), self.scope
             )
             if self._is_brewing(request, hit, brewing):

@@ -38,14 +38,14 @@ class SlotParams:
         """Write the settings of a request into its slot."""
         slot, p = request.slot, request.params
         self.seed[slot] = request.seed
-        self.temperature[slot] = 0 if p.greedy else p.temperature
+        self.temperature[slot] = 0 if p.is_greedy else p.temperature
         self.top_k[slot] = min(p.top_k, _ALL)
         self.top_p[slot], self.min_p[slot] = p.top_p, p.min_p
-        self.filters[slot] = p.filters
+        self.filters[slot] = p.has_filters
         self.repetition[slot] = p.repetition_penalty
         self.presence[slot] = p.presence_penalty
         self.frequency[slot] = p.frequency_penalty
-        self.penalises[slot] = p.penalises
+        self.penalises[slot] = p.has_penalties
         self.logprobs[slot] = -1 if p.logprobs is None else min(p.logprobs, _ALL)
         self.prompt_length[slot] = len(request.prompt)
         self.edited[slot] = bool(p.logit_bias) or (p.min_tokens > 0 and bool(request.stop_ids))

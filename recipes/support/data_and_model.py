@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from nopad.cli.checkpoints import found, has_weights, load_tokenizer
-from nopad.cli.options import attention, count, positive, reading_choices, reading_options
+from nopad.cli import (
+    add_data_options,
+    attention_name,
+    count,
+    data_kwargs,
+    has_weights,
+    load_tokenizer,
+    positive,
+    resolve_path,
+)
 
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
@@ -25,11 +33,15 @@ def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> 
 def add_packing_options(add: Any, budget: int) -> None:
     """Add the options of reading and packing that every recipe has."""
     add("--text-column", default="text", help="column with the text")
-    reading_options(add)
+    add_data_options(add)
     add("--budget", type=positive, default=budget, help="maximum tokens per pack")
     add("--workers", type=count, default=0, help="data loading processes per rank")
-    add("--attention", type=attention, default="nopad",
-        help="attention implementation: nopad, flash_attention_2, sdpa, ...")  # fmt: skip
+    add(
+        "--attention",
+        type=attention_name,
+        default="nopad",
+        help="attention implementation: nopad, flash_attention_2, sdpa, ...",
+    )  # fmt: skip
     add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
 
 
@@ -59,12 +71,17 @@ def load_data(args: argparse.Namespace, num_held_out: int = 32):
 
 def open_data(args: argparse.Namespace, tokenizer, column: str):
     """Open `--data` as one source, from which rows can be held out."""
-    from nopad.packing.build import open_sources
     from nopad.packing.encoding import Encoder
-    from nopad.packing.sources.token_store import TokenStore
+    from nopad.packing.sources import TokenStore, open_source
 
-    encoder = Encoder(tokenizer, column=column, eos=reading_choices(args)["eos"])
-    (opened,) = open_sources([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
+    encoder = Encoder(tokenizer, text_column=column, add_eos=data_kwargs(args)["add_eos"])
+    opened = open_source(
+        args.data,
+        text_column=column,
+        eos_token_id=encoder.eos_token_id,
+        glob=args.glob,
+        dtype=args.dtype,
+    )
     return TokenStore(opened) if isinstance(opened, list) else opened
 
 
@@ -75,12 +92,12 @@ def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: str = 
     return PackedDataset(
         source,
         tokenizer=tokenizer,
-        column=args.text_column,
+        text_column=args.text_column,
         budget=args.budget,
         overflow=overflow,
         seed=args.seed,
         epochs=None,
-        **reading_choices(args),
+        **data_kwargs(args),
     )
 
 
@@ -115,7 +132,7 @@ def load_model(args: argparse.Namespace, tokenizer):
         model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
     else:
         with error_context(args.model):
-            name = found(args.model)
+            name = resolve_path(args.model)
             if has_weights(name):
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from nopad.cli.options import count, positive
+from nopad.cli import count, positive
 from nopad.recipes.support.run_dir import RunDir, add_run_options
 from nopad.recipes.support.run_recipe import hold_signals
 

@@ -28,11 +28,11 @@ class ExcludingRows(RowSource):
 
     def __init__(self, source: RowSource, excluded: Iterable[str]):
         self.excluded = frozenset(excluded)
-        self.source, self.name, self.shards = source, source.name, source.shards
-        self.size, self.shuffles = source.size, source.shuffles
+        self.source, self.name, self.default_shards = source, source.name, source.default_shards
+        self.num_bytes, self.shuffles_rows = source.num_bytes, source.shuffles_rows
 
-    def read(self, shard, shards, cursor=None, shuffle=None):
-        rows = self.source.read(shard, shards, cursor, shuffle)
+    def read(self, shard, shards, cursor=None, shuffle_key=None):
+        rows = self.source.read(shard, shards, cursor, shuffle_key)
         return (row for row in rows if row_digest(row.value) not in self.excluded)
 
     def fingerprint(self) -> str:
@@ -53,7 +53,7 @@ def row_digest(row: Any) -> str:
 
 def hold_out(data: Any, count: int, column: str = "text") -> tuple[Any, list[Example]]:
     """Return the data without at most `count` rows, and those rows as examples."""
-    source = open_source(data, column=column)
+    source = open_source(data, text_column=column)
     if count == 0 or not isinstance(source, RowSource):
         return data, []
     examples = pick_examples((row.value for row in source.read(0, 1)), count, column)
@@ -129,5 +129,5 @@ def continuation_eval(
         {"matched": matched} if scored else {},
         SamplingParams(temperature=0.7, max_tokens=32, seed=seed),
         every=every,
-        watch="matched" if scored else None,
+        monitor="matched" if scored else None,
     )

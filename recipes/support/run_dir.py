@@ -79,7 +79,7 @@ def check_unchanged(path: Path, settings: dict[str, Any], explicit: dict[str, An
     """Raise if an explicit argument would change what a resumed run computes."""
     changes = []
     for name in [name for name in explicit if name not in CHANGEABLE]:
-        # By repr, because 0 == False: --eos 0 is a token id, --eos none is False.
+        # By repr, because 0 == False: --add-eos 0 is a token id, --add-eos none is False.
         if repr(settings[name]) == repr(explicit[name]):
             continue
         option = "--" + name.replace("_", "-")
@@ -167,14 +167,14 @@ class RunDir:
 
     def has_checkpoint(self) -> bool:
         """Whether the run has completed any save, even if it has been damaged since."""
-        from nopad.trainer.checkpoint_manifest import MANIFEST
+        from nopad.trainer import MANIFEST
 
         patterns = (f"checkpoint-*/{MANIFEST}", "*.ckpt", "*.safetensors")
         return any(path for pattern in patterns for path in self.path.glob(pattern))
 
     def latest_step(self) -> int:
         """Return the step of the newest intact checkpoint."""
-        from nopad.trainer.checkpoint_manifest import latest_intact_checkpoint
+        from nopad.trainer import latest_intact_checkpoint
 
         return int(latest_intact_checkpoint(self.path).name.partition("-")[2])
 
@@ -193,7 +193,7 @@ class RunDir:
         keep: how many checkpoints to keep up to this one; None keeps all. Later ones are then
         removed too: they are damaged, or the run would have been resumed from them.
         """
-        from nopad.trainer.checkpoint_manifest import write_manifest
+        from nopad.trainer import write_manifest
 
         write_manifest(self.unfinished_path(step))
         shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nopad.cli.options import in_options
+from nopad.cli import as_cli_message
 from nopad.recipes.support.run_dir import RunProgress
 
 Main = Callable[[list[str] | None, RunProgress], None]
@@ -66,7 +66,7 @@ def user_message(error: Exception) -> str:
     >>> user_message(ImportError("No module named 'peft'"))
     "No module named 'peft': pip install 'nopad[lora]'"
     """
-    message = in_options(error, **RENAMED)
+    message = as_cli_message(error, **RENAMED)
     if isinstance(error, ImportError):
         extra = next((extra for package, extra in EXTRAS.items() if package in message), None)
         return f"{message.rstrip('.')}: pip install 'nopad[{extra}]'" if extra else message

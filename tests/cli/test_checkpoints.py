@@ -30,8 +30,8 @@ def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monke
 def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"^there is no {kind} {name}$"):
-        checkpoints.found(name)
-    assert checkpoints.found("owner/name") == "owner/name"
+        checkpoints.resolve_path(name)
+    assert checkpoints.resolve_path("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, mo
     ],
 )
 def test_an_error_is_told_in_one_line_that_says_something(error, line):
-    assert checkpoints.first_line(error) == line
+    assert checkpoints.short_error(error) == line
 
 
 @pytest.mark.parametrize(("name", "rank", "index"), [("cuda:1", "0", 1), (None, "2", 2)])

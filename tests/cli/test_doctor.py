@@ -8,7 +8,7 @@ import pytest
 from nopad.cli import logprob_parity
 from nopad.cli.checkpoints import load_model
 from nopad.cli.doctor import main
-from nopad.cli.tiny_model import shrink
+from nopad.cli.tiny_model import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -86,7 +86,7 @@ def test_a_model_that_stays_large_is_not_built(capsys, monkeypatch):
 
 def cut(folder):
     """A checkpoint whose weights end too early."""
-    AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
 
@@ -107,14 +107,16 @@ def test_a_config_file_is_enough(tmp_path, capsys):
 
 def test_a_checkpoint_may_lie_at_home(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    model = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]()))
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
     model.save_pretrained(tmp_path / "mine")
     assert main(["~/mine", "--attn", "nopad"]) == 0
     assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
 
 
 def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
-    AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(
+        tmp_path
+    )
     assert main([str(tmp_path), "--attn", "nopad"]) == 0
     parameters = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     assert parameters == 128
@@ -125,7 +127,7 @@ def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsy
 
     monkeypatch.setattr(logprob_parity, "LENGTHS", (1, 5, 33))  # Triton may be interpreted
     monkeypatch.setattr(logprob_parity, "NEW", 4)
-    assert main(["llama", "--agreement"]) == 0
+    assert main(["llama", "--parity"]) == 0
     text = capsys.readouterr().out
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
     assert ("float32", "sdpa") in rows and ("bfloat16", "sdpa") in rows
@@ -140,8 +142,8 @@ def test_disagreement_is_status_one(capsys, monkeypatch):
     def apart(*args, **named):
         return logprob_parity.LogprobParity(144, 0.5, 2.0, "float32", "cpu")
 
-    monkeypatch.setattr(logprob_parity, "agreement", apart)
-    assert main(["llama", "--agreement"]) == 1
+    monkeypatch.setattr(logprob_parity, "compare_logprobs", apart)
+    assert main(["llama", "--parity"]) == 1
     assert "TOO FAR" in capsys.readouterr().out
 
 
@@ -154,13 +156,13 @@ def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkey
             raise RuntimeError("no kernel image")
         return logprob_parity.LogprobParity(144, 0.0, 0.0, "float32", "cpu")
 
-    monkeypatch.setattr(logprob_parity, "agreement", sometimes)
-    assert main(["llama", "--agreement"]) == 1
+    monkeypatch.setattr(logprob_parity, "compare_logprobs", sometimes)
+    assert main(["llama", "--parity"]) == 1
     assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
 
 
 def test_agreement_of_a_refused_model_is_not_tried(capsys):
-    assert main(["qwen3_next", "--agreement"]) == 2
+    assert main(["qwen3_next", "--parity"]) == 2
     assert "refused" in capsys.readouterr().out
 
 

@@ -70,8 +70,8 @@ def test_a_folder_of_several_kinds_is_told_with_the_option_that_chooses(data, ca
 def test_flat_tokens_are_inspected(tmp_path, capsys):
     np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(tmp_path / "flat.bin")
     assert main(["inspect", str(tmp_path / "flat.bin")]) == 2
-    assert "need --dtype (uint16 or uint32) and --eos (an id)" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "flat.bin"), "--dtype", "uint16", "--eos", "0"]) == 0
+    assert "need --dtype (uint16 or uint32) and --add-eos (an id)" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "flat.bin"), "--dtype", "uint16", "--add-eos", "0"]) == 0
     assert "2 samples, 7 tokens" in capsys.readouterr().out
 
 
@@ -103,9 +103,9 @@ def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
 def test_an_end_that_is_no_token_is_told_of_the_option(made, tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
     given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(made)]
-    assert main(["inspect", *given, "--eos", "999999"]) == 2
+    assert main(["inspect", *given, "--add-eos", "999999"]) == 2
     told = capsys.readouterr().err
-    assert "--eos 999999: the vocabulary has the ids from 0 " in told and "--on-error" not in told
+    assert "--add-eos 999999: the vocabulary has the ids from 0 " in told and "--on-error" not in told
 
 
 def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):

@@ -7,12 +7,12 @@ import re
 
 import pytest
 from nopad.cli import generate
-from nopad.cli.options import in_options, new_file
+from nopad.cli.options import as_cli_message, writable_path
 
 
 def test_the_folders_of_a_new_file_are_there_before_any_work(tmp_path):
     path = tmp_path / "a" / "b" / "map.html"
-    assert new_file(str(path)) == path
+    assert writable_path(str(path)) == path
     path.write_text("as any writer would")
 
 
@@ -20,14 +20,14 @@ def test_a_file_where_a_folder_should_be_is_told(tmp_path):
     (tmp_path / "taken").touch()
     for name in ("taken/map.html", "taken/deeper/map.html"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no folder, nor can be made one"):
-            new_file(str(tmp_path / name))
+            writable_path(str(tmp_path / name))
 
 
 def test_a_new_file_may_lie_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert new_file("~/maps/map.html") == tmp_path / "maps" / "map.html"
+    assert writable_path("~/maps/map.html") == tmp_path / "maps" / "map.html"
     with pytest.raises(argparse.ArgumentTypeError, match="~ is a folder"):
-        new_file("~")
+        writable_path("~")
 
 
 def test_help_tells_defaults_of_zero_and_leaves_out_what_says_nothing():
@@ -47,5 +47,5 @@ def test_help_tells_of_every_command_and_of_the_version(capsys):
 
 
 def test_errors_speak_of_options_also_where_values_are_patterns_and_not_inside_paths():
-    told = in_options('data/dtype=1/x.bin: glob="*.jsonl" finds nothing, say dtype="uint16"')
+    told = as_cli_message('data/dtype=1/x.bin: glob="*.jsonl" finds nothing, say dtype="uint16"')
     assert told == "data/dtype=1/x.bin: --glob *.jsonl finds nothing, say --dtype uint16"

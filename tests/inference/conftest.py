@@ -69,7 +69,7 @@ class OracleRunner:
     """Runs steps on an array of slots instead of a model."""
 
     def __init__(self, num_pages: int, page_size: int, slots: int, depth: int, canary: bool = True):
-        self.depth, self.page_size = depth, page_size
+        self.lookahead, self.page_size = depth, page_size
         self.kv = np.zeros((num_pages, page_size), np.uint64)
         self.newest = np.zeros(slots, np.int64)
         self.canary = CacheChecker(num_pages, page_size) if canary and depth == 0 else None
@@ -122,7 +122,7 @@ class World:
             PageAllocator(num_pages, page_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_length=1024,
+            max_model_len=1024,
             admit=self.columns.admit,
             **more,
         )

@@ -44,7 +44,7 @@ def engine(tiny):
 
 BAD = {
     "empty": ([], GREEDY, "empty"),
-    "too long": (list(range(3, 90)) * 4, GREEDY, "max_length is 256"),
+    "too long": (list(range(3, 90)) * 4, GREEDY, "max_model_len is 256"),
     "beyond the vocabulary": ([3, 97], GREEDY, "97 is not in the vocabulary of 97: is the tok"),
     "negative id": ([3, -1], GREEDY, "-1 is not in the vocabulary"),
     "not ids": ([0.5, 1.5], GREEDY, "flat list of ids"),
@@ -66,13 +66,13 @@ def test_a_bad_request_says_why_and_the_others_are_unharmed(engine, case):
     prompt, params, message = BAD[case]
     good = [[5, 6, 7], [8, 9]]
     out = engine.generate([good[0], prompt, good[1]], [GREEDY, params, GREEDY])
-    alone = [c.tokens for c in engine.generate(good, GREEDY)]
-    assert [out[0].tokens, out[2].tokens] == alone
+    alone = [c.token_ids for c in engine.generate(good, GREEDY)]
+    assert [out[0].token_ids, out[2].token_ids] == alone
     if message is None:
         assert out[1].error is not None or out[1].finish_reason in ("stop", "length")
     else:
         assert out[1].finish_reason == "error" and message in out[1].error
-        assert out[1].tokens == []
+        assert out[1].token_ids == []
 
 
 def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(tiny, monkeypatch):
@@ -82,7 +82,7 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
     poison = 96  # a request that contains it gets logits that are not numbers
     runner = None
     kinds = {"good": [5, 6], "nan": [5, poison], "id": [5, 400], "empty": [], "type": "text"}
-    want = engine.generate([[5, 6]], GREEDY)[0].tokens
+    want = engine.generate([[5, 6]], GREEDY)[0].token_ids
     runner = engine._machine.runner
     real = runner._forward
 
@@ -100,7 +100,7 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
         assert len(out) == len(names)
         for name, completion in zip(names, out, strict=True):
             if name == "good":
-                assert completion.tokens == want[:2] and completion.error is None
+                assert completion.token_ids == want[:2] and completion.error is None
             else:
                 assert completion.finish_reason == "error" and completion.error
     engine._machine.loop.scheduler.check()
@@ -116,7 +116,7 @@ def test_a_request_the_cache_can_never_hold_is_refused_and_the_others_run(tiny):
 def test_a_fault_of_the_engine_raises_and_the_next_call_works(tiny, where, monkeypatch):
     engine = Engine(tiny("llama"), page_size=64)
     prompt = list(range(3, 60))
-    want = engine.generate([prompt], GREEDY)[0].tokens
+    want = engine.generate([prompt], GREEDY)[0].token_ids
 
     def fault(*_):
         raise RuntimeError("seeded fault")
@@ -124,7 +124,7 @@ def test_a_fault_of_the_engine_raises_and_the_next_call_works(tiny, where, monke
     monkeypatch.setattr(engine._machine.runner, where, fault)
     with pytest.raises(RuntimeError, match="seeded fault"):
         engine.generate([prompt, [*prompt, 4]], GREEDY)
-    assert engine.generate([prompt], GREEDY)[0].tokens == want
+    assert engine.generate([prompt], GREEDY)[0].token_ids == want
 
 
 def test_refused_models_say_why():
@@ -132,7 +132,7 @@ def test_refused_models_say_why():
 
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="bloom"):
-        Engine(model, max_length=64).generate([[3]], GREEDY)
+        Engine(model, max_model_len=64).generate([[3]], GREEDY)
 
 
 def test_streamed_events_add_up_to_the_completion(engine):
@@ -140,18 +140,18 @@ def test_streamed_events_add_up_to_the_completion(engine):
     want = engine.generate(prompts, GREEDY)
     tokens, text, done = {0: [], 1: [], 2: []}, {0: "", 1: "", 2: ""}, {}
     for event in engine.stream(prompts, GREEDY):
-        tokens[event.request] += event.tokens
-        text[event.request] += event.text
+        tokens[event.request_id] += event.token_ids
+        text[event.request_id] += event.text
         if event.completion is not None:
-            done[event.request] = event.completion
+            done[event.request_id] = event.completion
     assert [done[i] for i in range(3)] == want
-    assert [tokens[i] for i in range(3)] == [c.tokens for c in want]
+    assert [tokens[i] for i in range(3)] == [c.token_ids for c in want]
     assert [text[0], text[1]] == [want[0].text, want[1].text]
 
 
 def test_a_stream_left_early_cancels_its_requests(engine):
     for event in engine.stream([[5, 6, 7]] * 3, SamplingParams(temperature=0, max_tokens=50)):
-        assert event.tokens
+        assert event.token_ids
         break
     assert not engine._machine.loop.busy
     engine._machine.loop.scheduler.check()
@@ -178,26 +178,26 @@ def test_text_is_held_back_until_a_character_is_whole():
 
 
 def test_submitted_requests_run_beside_a_blocking_call(engine):
-    first = engine.submit([5, 6, 7], GREEDY)
+    first = engine.add_request([5, 6, 7], GREEDY)
     between = engine.generate([[8, 9]], GREEDY)
     done = {}
     for _ in range(50):
         for event in engine.step():
             if event.completion is not None:
-                done[event.request] = event.completion
+                done[event.request_id] = event.completion
     assert list(done) == [first]
-    assert done[first].tokens == engine.generate([[5, 6, 7]], GREEDY)[0].tokens
+    assert done[first].token_ids == engine.generate([[5, 6, 7]], GREEDY)[0].token_ids
     assert between[0].error is None
 
 
 def test_a_full_queue_refuses_and_a_blocking_call_feeds_it_slowly(tiny):
     engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=2)
-    numbers = [engine.submit([5, 6, i + 7], GREEDY) for i in range(4)]
+    numbers = [engine.add_request([5, 6, i + 7], GREEDY) for i in range(4)]
     done = {}
     while len(done) < 4:
         for event in engine.step():
             if event.completion is not None:
-                done[event.request] = event.completion
+                done[event.request_id] = event.completion
     assert [bool(done[n].error) for n in numbers] == [False, False, True, True]
     assert "queue is full" in done[numbers[3]].error
     assert all(c.error is None for c in engine.generate([[5, 6, i] for i in range(7, 20)], GREEDY))
@@ -222,8 +222,8 @@ def test_stats_and_traces_tell_what_happened(tiny, tmp_path):
     engine.generate([[5 + i] * 14 for i in range(4)], long)
     s = engine.stats.summary()
     assert s["new_tokens"] == 120 and s["finished_length"] == 4 and s["preemptions"] > 0
-    assert 0 < s["occupancy"] <= 1 and 0 < s["page_use"] <= 1
-    assert s["first_token_p99"] >= s["first_token_p50"] > 0 and s["between_tokens_p50"] > 0
+    assert 0 < s["occupancy"] <= 1 and 0 < s["kv_cache_usage"] <= 1
+    assert s["ttft_p99"] >= s["ttft_p50"] > 0 and s["itl_p50"] > 0
     engine.trace.write_jsonl(tmp_path / "trace.jsonl")
     events = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
     kinds = [e["event"] for e in events]
@@ -244,7 +244,7 @@ def test_logs_hold_no_prompt_and_no_text(tiny, caplog, capfd, tmp_path):
         done = engine.generate([secret], SamplingParams(temperature=0, max_tokens=4))
     engine.trace.write_jsonl(tmp_path / "trace.jsonl")
     said = caplog.text + "".join(capfd.readouterr()) + (tmp_path / "trace.jsonl").read_text()
-    assert secret not in said and str(done[0].tokens) not in said
+    assert secret not in said and str(done[0].token_ids) not in said
     assert done[0].text not in said or not done[0].text.strip()
 
 
@@ -288,10 +288,10 @@ def test_keys_of_other_weights_are_seen_by_the_canary(tiny):
     prompt = list(range(3, 43))
     engine.generate([prompt], GREEDY)
     scheduler = engine._machine.loop.scheduler
-    scheduler.pages.adopt("thief", prompt, scheduler.scope)  # stays cached under the old version
+    scheduler.pages.attach_prefix("thief", prompt, scheduler.scope)  # stays cached under the old version
     scheduler.pages.free("thief")
-    real = scheduler.pages.adopt
-    scheduler.pages.adopt = lambda owner, tokens, scope: real(owner, tokens, "1")
+    real = scheduler.pages.attach_prefix
+    scheduler.pages.attach_prefix = lambda owner, tokens, scope: real(owner, tokens, "1")
     scheduler.scope = "changed"
     with pytest.raises(AssertionError, match="does not hold its token"):
         engine.generate([prompt], GREEDY)
@@ -316,9 +316,9 @@ def test_thousands_of_requests_come_back_in_order(tiny):
     prompts = [[3 + i % 90] for i in range(2000)]
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     out = engine.generate(prompts, one)
-    table = {p[0]: c.tokens for p, c in zip(prompts[:90], out, strict=False)}
-    assert [c.tokens for c in out] == [table[p[0]] for p in prompts]
-    assert np.mean([len(c.tokens) for c in out]) == 1
+    table = {p[0]: c.token_ids for p, c in zip(prompts[:90], out, strict=False)}
+    assert [c.token_ids for c in out] == [table[p[0]] for p in prompts]
+    assert np.mean([len(c.token_ids) for c in out]) == 1
 
 
 def test_every_argument_of_the_engine_is_explained():
@@ -328,19 +328,19 @@ def test_every_argument_of_the_engine_is_explained():
 
 def test_requests_submitted_one_after_the_other_look_at_the_weights_once(tiny, monkeypatch):
     engine = Engine(tiny("llama"))
-    engine.submit([5, 6, 7], GREEDY)
+    engine.add_request([5, 6, 7], GREEDY)
     looked, weights = [], engine._tenancy._weights
     plain = weights._sample
     monkeypatch.setattr(weights, "_sample", lambda: looked.append(1) or plain())
-    engine.submit([8, 9], GREEDY)
+    engine.add_request([8, 9], GREEDY)
     assert not looked
     engine.step()
-    engine.submit([10, 11], GREEDY)
-    engine.submit([12], GREEDY)
+    engine.add_request([10, 11], GREEDY)
+    engine.add_request([12], GREEDY)
     assert len(looked) == 1
     while engine._loop.busy:
         engine.step()
-    engine.submit([13], GREEDY)
+    engine.add_request([13], GREEDY)
     assert len(looked) == 2
 
 
@@ -349,15 +349,15 @@ def test_a_running_engine_answers_no_new_request_from_the_cache_of_old_weights(t
     model = tiny("llama")
     engine = Engine(model, page_size=16)
     prompt = list(range(3, 52))
-    engine.submit(prompt, GREEDY)
-    engine.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    engine.add_request(prompt, GREEDY)
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     for _ in range(10):
         engine.step()
     for parameter in model.parameters():
         parameter.data.copy_(parameter.flip(0))
-    again, got = engine.submit(prompt, GREEDY), None
+    again, got = engine.add_request(prompt, GREEDY), None
     while got is None:
-        done = (e.completion for e in engine.step() if e.request == again)
+        done = (e.completion for e in engine.step() if e.request_id == again)
         got = next((c for c in done if c is not None), None)
     (want,) = Engine(model, page_size=16).generate([prompt], GREEDY)
-    assert got.tokens == want.tokens
+    assert got.token_ids == want.token_ids

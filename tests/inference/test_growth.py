@@ -28,7 +28,7 @@ def bytes_per_evaluation(engine: Engine, rounds: int) -> float:
         engine.score([[5, 6, 7, 8]], [[[9, 10], [11]]])
         for event in engine.stream([[5, 6]], SamplingParams(temperature=0, max_tokens=2)):
             del event
-        engine.submit([3, 4], SamplingParams(temperature=0, max_tokens=2), deadline=1e6)
+        engine.add_request([3, 4], SamplingParams(temperature=0, max_tokens=2), deadline=1e6)
         while not any(e.completion for e in engine.step()):
             pass
 
@@ -100,12 +100,12 @@ def test_figures_of_a_reset_start_at_zero_and_idle_time_does_not_count(tiny):
     engine = Engine(tiny("llama"), page_size=16, memory=4 * 16 * 2 * 2 * 2 * 8 * 4)
     long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     engine.generate([[5 + i] * 14 for i in range(4)], long)
-    seconds, preemptions = engine.stats.seconds, engine.stats.preemptions
+    seconds, preemptions = engine.stats.step_seconds, engine.stats.preemptions
     assert preemptions > 0
     engine.stats.reset()
     engine.generate([[5] * 4], long)
     assert engine.stats.preemptions == 0 and engine.stats.new_tokens == 30
-    assert 0 < engine.stats.seconds < seconds
+    assert 0 < engine.stats.step_seconds < seconds
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -128,4 +128,4 @@ def test_every_step_counts_whole_and_nothing_between_them(world, depth, monkeypa
     params = SamplingParams(temperature=0, max_tokens=5)
     w.scheduler.add(Request(id=0, prompt=np.arange(3), limit=8, params=params))
     w.drain(bound=20)
-    assert len(waits) == 5 and w.stats.seconds == 5 * (2 + 4)
+    assert len(waits) == 5 and w.stats.step_seconds == 5 * (2 + 4)

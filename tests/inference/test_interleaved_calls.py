@@ -45,13 +45,13 @@ class Record:
 
     def __init__(self, which: int):
         self.which = which
-        self.tokens: dict[int, list[int]] = {}
+        self.token_ids: dict[int, list[int]] = {}
         self.text: dict[int, str] = {}
         self.done: list[Completion] = []
 
     def add(self, event) -> None:
         assert not self.done, "something comes after the completion"
-        self.tokens.setdefault(event.sample_index, []).extend(event.tokens)
+        self.token_ids.setdefault(event.sample_index, []).extend(event.token_ids)
         self.text[event.sample_index] = self.text.get(event.sample_index, "") + event.text
         if event.completion is not None:
             self.done.append(event.completion)
@@ -71,15 +71,15 @@ class Caller:
 
     def submit(self, i: int) -> None:
         which = i % len(ASKED)
-        self.submitted[self.engine.submit(*ASKED[which])] = Record(which)
+        self.submitted[self.engine.add_request(*ASKED[which])] = Record(which)
 
     def step(self, _: int = 0) -> None:
         for event in self.engine.step():
-            self.submitted[event.request].add(event)
+            self.submitted[event.request_id].add(event)
 
     def cancel(self, i: int) -> None:
         if self.submitted:
-            self.engine.cancel(list(self.submitted)[i % len(self.submitted)])
+            self.engine.abort(list(self.submitted)[i % len(self.submitted)])
 
     def stream(self, i: int) -> None:
         which = [(i + k) % len(ASKED) for k in range(1 + i % 3)]
@@ -92,7 +92,7 @@ class Caller:
         events, records = self.streams[i % len(self.streams)]
         event = next(events, None)
         if event is not None:
-            records[event.request].add(event)
+            records[event.request_id].add(event)
         return event is not None
 
     def close(self, i: int) -> None:
@@ -139,7 +139,7 @@ class Caller:
             full = record in self.submitted.values() and "queue is full" in done.error
             assert full or "released" in done.error or "RuntimeError" in done.error
             self.check_beginning(record)
-        elif any(c.finish_reason == "cancelled" for c in all_of(done)):
+        elif any(c.finish_reason == "abort" for c in all_of(done)):
             self.check_beginning(record)
             assert [record.text.get(k, "") for k in range(len(all_of(done)))] == [
                 c.text for c in all_of(done)
@@ -147,13 +147,13 @@ class Caller:
         else:
             assert done == want
             for k, one in enumerate(all_of(done)):
-                assert record.tokens.get(k, []) == one.tokens
+                assert record.token_ids.get(k, []) == one.token_ids
                 assert record.text.get(k, "") == (one.text or "")
 
     def check_beginning(self, record: Record) -> None:
         whole = all_of(self.alone(record.which))
-        for k, tokens in record.tokens.items():
-            assert whole[k].tokens[: len(tokens)] == tokens
+        for k, tokens in record.token_ids.items():
+            assert whole[k].token_ids[: len(tokens)] == tokens
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> 
     with patch("nopad.inference.executor.Loop", partial(deep, depth)):
         engine = Engine(
             model, Letters(), page_size=16, max_num_seqs=running, max_waiting=waiting,
-            max_num_batched_tokens=40, memory=pages * PAGE, keep=keep,
+            max_num_batched_tokens=40, memory=pages * PAGE, keep_memory=keep,
         )  # fmt: skip
         caller = Caller(engine, alone)
         for kind, i in calls:
@@ -251,13 +251,15 @@ def test_a_blocking_call_between_two_events_takes_nothing_from_the_stream(engine
 
 @pytest.mark.parametrize("waiting", [None, 1])
 def test_an_engine_that_keeps_nothing_streams_as_well(tiny, waiting):
-    engine = Engine(tiny("llama"), Letters(), keep=False, max_num_seqs=1, max_waiting=waiting)
+    engine = Engine(
+        tiny("llama"), Letters(), keep_memory=False, max_num_seqs=1, max_waiting=waiting
+    )
     prompts = ["hello there", "", "x", "yz"]
     want = engine.generate(prompts, GREEDY)
     done = {}
     for event in engine.stream(prompts, GREEDY):
         if event.completion is not None:
-            done[event.request] = event.completion
+            done[event.request_id] = event.completion
             assert engine.generate(["some text"], GREEDY)[0].error is None
     assert [done[i] for i in range(4)] == want and engine._machine is None
 

@@ -100,7 +100,7 @@ def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
     status = evaluate_checkpoint.run([*argv, "--prompt", long, "--max-tokens", "2"])
     output = capsys.readouterr().out
     assert status == 1 and json.loads(output.splitlines()[-1])["eval/failed"] == 5
-    assert "went wrong: example 0: " in output and "max_length" in output
+    assert "error: example 0: " in output and "max_length" in output
 
 
 def test_a_deadline_that_lets_nothing_finish_is_status_one(checkpoint, data, capsys):

@@ -270,7 +270,7 @@ def test_a_pack_trains_like_its_samples_one_by_one():
         model.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = model(**batch, num_items_in_batch=pack.counted).loss
+            loss = model(**batch, num_items_in_batch=pack.num_label_tokens).loss
             loss.backward()
             total += loss.item()
         return total, {n: p.grad.clone() for n, p in model.named_parameters()}

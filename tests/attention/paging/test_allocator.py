@@ -37,7 +37,7 @@ class World:
     def start(self, tokens, scope):
         owner = self.next
         self.next += 1
-        hit = self.pages.adopt(owner, tokens, scope)
+        hit = self.pages.attach_prefix(owner, tokens, scope)
         if hit.copy is not None:
             assert hit.tokens % self.size, "a copy is only needed inside a page"
             self._copy(hit.copy)
@@ -53,7 +53,7 @@ class World:
         held = len(self.pages.pages(owner))
         try:
             if held * self.size > len(text):
-                copy = self.pages.own(owner, len(text) // self.size)
+                copy = self.pages.make_private(owner, len(text) // self.size)
                 if copy is not None:
                     self._copy(copy)
             need = -(-(len(text) + len(tokens)) // self.size) - held
@@ -123,7 +123,7 @@ def play(steps, seed, check_every=1, **named):
         elif roll < 0.97:
             world.end(draw.choice(owners), register=draw.random() < 0.7)
         elif roll < 0.98:
-            world.pages.forget()
+            world.pages.clear_prefixes()
         if step % check_every == 0:
             world.pages.check()
         if step % 64 == 0:
@@ -151,13 +151,13 @@ def churn(steps, seed):
         roll = random_()
         if roll < 0.35 or not owners:
             fresh += 1
-            pages.adopt(fresh, tokens[fresh & 3][: 16 * (fresh % 4)], "w")
+            pages.attach_prefix(fresh, tokens[fresh & 3][: 16 * (fresh % 4)], "w")
             owners.append(fresh)
         elif roll < 0.6:
             owner = owners[int(random_() * len(owners))]
             try:
                 pages.allocate(owner, 1)
-                pages.own(owner, 0)
+                pages.make_private(owner, 0)
             except OutOfPages:
                 pages.free(owner)
                 owners.remove(owner)
@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def forget(self):
-        self.world.pages.forget()
+        self.world.pages.clear_prefixes()
 
     @invariant()
     def everything_adds_up(self):
@@ -279,7 +279,7 @@ def test_a_double_free_raises_and_names_the_owner():
 def test_use_after_free_raises():
     pages = allocator(a=2)
     pages.free("a")
-    for use in (pages.pages, lambda a: pages.own(a, 0), lambda a: pages.fork(a, "b")):
+    for use in (pages.pages, lambda a: pages.make_private(a, 0), lambda a: pages.fork(a, "b")):
         with pytest.raises(ValueError, match="'a'"):
             use("a")
     pages.check()
@@ -304,7 +304,7 @@ def test_running_out_leaves_everything_as_it_was():
     pages.allocate("a", 2)
     pages.fork("a", "c")
     with pytest.raises(OutOfPages, match="cannot copy shared page"):
-        pages.own("c", 0)
+        pages.make_private("c", 0)
     assert pages.pages("c") == pages.pages("a")
     pages.check()
 
@@ -312,9 +312,9 @@ def test_running_out_leaves_everything_as_it_was():
 def test_a_shared_page_is_copied_once_and_then_owned():
     pages = allocator(a=2)
     pages.fork("a", "b")
-    copy = pages.own("b", 1)
+    copy = pages.make_private("b", 1)
     assert (copy.source, copy.target) == (1, 2)
-    assert pages.own("b", 1) is None and pages.own("a", 1) is None
+    assert pages.make_private("b", 1) is None and pages.make_private("a", 1) is None
     assert pages.pages("a") == [0, 1] and pages.pages("b") == [0, 2]
 
 
@@ -322,7 +322,7 @@ def test_a_hit_inside_a_page_is_copied_and_whole_pages_are_shared():
     pages = PageAllocator(8, 64)
     pages.allocate("a", 2)
     pages.register("a", range(100), "w")
-    hit = pages.adopt("b", range(100), "w")
+    hit = pages.attach_prefix("b", range(100), "w")
     assert hit.tokens == 96 and hit.copy.source == 1
     assert pages.pages("b") == [0, hit.copy.target] and hit.copy.target not in pages.pages("a")
 
@@ -331,13 +331,13 @@ def test_a_link_across_the_border_of_two_pages_needs_both():
     pages = PageAllocator(8, 24)
     pages.allocate("a", 2)
     pages.register("a", range(40), "w")
-    hit = pages.adopt("b", range(40), "w")
+    hit = pages.attach_prefix("b", range(40), "w")
     assert hit.tokens == 32 and hit.copy.source == 1 and pages.pages("b")[0] == 0
     pages.free("b")
     pages.free("a", [1])
     pages.allocate("c", 7)  # takes the second page, too: what lay across the border is gone
     pages.free("c")
-    assert pages.adopt("d", range(40), "w").tokens == 16
+    assert pages.attach_prefix("d", range(40), "w").tokens == 16
     pages.check()
 
 
@@ -348,10 +348,10 @@ def test_the_least_recently_used_prefix_is_evicted_first():
         pages.register(owner, [owner] * 16, "w")
     for owner in (2, 0, 1, 3):
         pages.free(owner)
-    assert pages.adopt("again", [2] * 16, "w").tokens == 16
+    assert pages.attach_prefix("again", [2] * 16, "w").tokens == 16
     pages.free("again")  # now the most recent
     pages.allocate("new", 2)
-    found = [pages.adopt(("look", i), [i] * 16, "w").tokens for i in range(4)]
+    found = [pages.attach_prefix(("look", i), [i] * 16, "w").tokens for i in range(4)]
     assert found == [0, 0, 16, 16]
 
 
@@ -361,15 +361,15 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     pages.register("a", range(48), "w")
     pages.free("a")
     pages.allocate("b", 1)
-    assert pages.adopt("c", range(48), "w").tokens == 32
+    assert pages.attach_prefix("c", range(48), "w").tokens == 32
 
 
 def test_other_weights_find_nothing():
     pages = PageAllocator(4, 16)
     pages.allocate("a", 2)
     pages.register("a", range(32), "step 10")
-    assert pages.adopt("b", range(32), "step 11").tokens == 0
-    assert pages.adopt("c", range(32), "step 10").tokens == 32
+    assert pages.attach_prefix("b", range(32), "step 11").tokens == 0
+    assert pages.attach_prefix("c", range(32), "step 10").tokens == 32
 
 
 @pytest.mark.parametrize("seed", range(3))

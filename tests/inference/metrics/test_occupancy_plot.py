@@ -84,7 +84,7 @@ def test_ticks_are_few_and_within_the_axis(most):
 def test_a_dial_turned_below_what_runs_leaves_running_within_the_slots(tiny, tmp_path):
     engine = Engine(tiny("llama"), max_num_seqs=4)
     for i in range(8):
-        engine.submit([5, 6, i], GREEDY)
+        engine.add_request([5, 6, i], GREEDY)
     engine.step()
     engine.max_num_seqs = 2  # while four run
     while engine._loop.busy:
@@ -111,10 +111,10 @@ def test_a_step_lasts_from_its_beginning_until_nothing_is_left(tiny):
 
 def test_requests_that_are_cancelled_or_lost_leave_nothing_running(tiny):
     engine = Engine(tiny("llama"))
-    engine.submit([5, 6], GREEDY)
-    number = engine.submit([5, 7], GREEDY)
+    engine.add_request([5, 6], GREEDY)
+    number = engine.add_request([5, 7], GREEDY)
     engine.step()
-    engine.cancel(number)
+    engine.abort(number)
     assert len(engine.stats._idle.rows()) == 0
     engine.release()
     assert len(engine.stats._idle.rows()) == 1

@@ -24,16 +24,16 @@ def test_a_turned_dial_leaves_the_steps_before_it_as_they_were(tiny):
 def test_no_more_than_all_slots_and_pages_are_ever_in_use(tiny):
     engine = Engine(tiny("llama"), max_num_seqs=4, memory=8 * PAGE)
     for i in range(4):
-        engine.submit([5, 6, i] * 9, GREEDY)
+        engine.add_request([5, 6, i] * 9, GREEDY)
     engine.step()
     engine.max_num_seqs = 1  # while four run
     while engine._loop.busy:
         engine.step()
-    assert engine.stats.occupancy == 1 and engine.stats.page_use == 1
+    assert engine.stats.occupancy == 1 and engine.stats.kv_cache_usage == 1
     engine.release()
     engine._tenancy.settings = replace(engine._tenancy.settings, memory=4 * PAGE)
     engine.generate([[5, 6]], GREEDY)
-    assert engine.stats.page_use == 1
+    assert engine.stats.kv_cache_usage == 1
 
 
 def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
@@ -53,22 +53,24 @@ def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
         came += [w.time] * (len(second.output) - len(came))
     made = len(first.output) + len(second.output)
     assert first.finish_reason == "stop" and w.stats.new_tokens == made
-    assert w.stats._first.rows()[1] == came[0]
-    assert w.stats._between.rows().tolist() == [1.0] * (made - 2)
+    assert w.stats._ttft.rows()[1] == came[0]
+    assert w.stats._itl.rows().tolist() == [1.0] * (made - 2)
 
 
 def test_a_reset_while_requests_run_starts_the_counts_anew_and_harms_nobody(tiny):
     engine = Engine(tiny("llama"), max_num_seqs=3)
     long = GREEDY | {"max_tokens": 12}
     prompts = [[5, 6, 7], [8, 9], [3, 4]]
-    want = [c.tokens for c in engine.generate(prompts, long)]
-    brief = engine.submit([10, 11], GREEDY | {"max_tokens": 1})
-    numbers = [engine.submit(prompt, long) for prompt in prompts]  # one waits for the brief one
-    done = {e.request: e.completion for e in engine.step() if e.completion}
+    want = [c.token_ids for c in engine.generate(prompts, long)]
+    brief = engine.add_request([10, 11], GREEDY | {"max_tokens": 1})
+    numbers = [
+        engine.add_request(prompt, long) for prompt in prompts
+    ]  # one waits for the brief one
+    done = {e.request_id: e.completion for e in engine.step() if e.completion}
     assert list(done) == [brief]
     engine.stats.reset()
     while len(done) < 4:
-        done |= {e.request: e.completion for e in engine.step() if e.completion}
-    assert [done[n].tokens for n in numbers] == want
+        done |= {e.request_id: e.completion for e in engine.step() if e.completion}
+    assert [done[n].token_ids for n in numbers] == want
     assert engine.stats.new_tokens == 3 * 12 - 2
-    assert len(engine.stats._first.rows()) == 1 and engine.stats.summary()["queue_p50"] > 0
+    assert len(engine.stats._ttft.rows()) == 1 and engine.stats.summary()["queue_time_p50"] > 0

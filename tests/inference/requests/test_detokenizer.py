@@ -60,14 +60,14 @@ def test_a_text_is_cut_at_the_stop_string_that_ended_it(engine):
     whole = said(engine)[0].text
     late = next(i for i in range(9, 20) if whole[i] not in whole[6:i])
     done, streamed = said(engine, min_tokens=6, stop=[whole[late], whole[1:3]])
-    assert done.finish_reason == "stop" and len(done.tokens) == late + 1
+    assert done.finish_reason == "stop" and len(done.token_ids) == late + 1
     assert done.text == streamed == whole[:late]
 
 
 def test_a_stop_token_is_told_alike_with_and_without_stop_strings(engine):
     first, _ = said(engine)
-    ends = first.tokens[5]
-    place = first.tokens.index(ends)
+    ends = first.token_ids[5]
+    place = first.token_ids.index(ends)
     for stop in ((), "never there"):
         done, streamed = said(engine, stop_token_ids=[ends], stop=stop)
         assert done.text == streamed == first.text[: place + 1]
@@ -81,9 +81,11 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny):
     always = {"logit_bias": {90: 1000.0}}
     for stop in (["<|end|>"], ["never there", "<|end|>"]):
         done, streamed = said(engine, stop=stop, **always)
-        assert (done.tokens, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
+        assert (done.token_ids, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
     assert said(engine, stop=["<|other|>"], **always)[0].finish_reason == "length"
-    assert said(engine, stop=["<|other|>"])[0].tokens == whole.tokens, "what is unknown is no stop"
+    assert said(engine, stop=["<|other|>"])[0].token_ids == whole.token_ids, (
+        "what is unknown is no stop"
+    )
 
 
 def test_text_is_the_same_however_its_bytes_come():

@@ -34,13 +34,13 @@ def engine(tiny):
 @pytest.mark.parametrize("bad", ["a\ud800", CHAT])
 def test_whatever_a_tokenizer_raises_is_the_prompts_own(engine, bad):
     want = engine.generate(["abc"], GREEDY)
-    beside = engine.submit([5, 6, 7], GREEDY)
+    beside = engine.add_request([5, 6, 7], GREEDY)
     refused, *rest = engine.generate([bad, "abc"], GREEDY)
     assert refused.finish_reason == "error" and "cannot read the prompt: " in refused.error
     assert ("TypeError" in refused.error) == isinstance(bad, str) and "\ud800" not in refused.error
     assert rest == want
     ended = [e for _ in range(9) for e in engine.step() if e.completion]
-    assert [e.request for e in ended] == [beside] and ended[0].completion.error is None
+    assert [e.request_id for e in ended] == [beside] and ended[0].completion.error is None
     spoilt, fine = engine.score([bad, "abc"], ["d", "d"])
     assert "cannot read the prompt: " in spoilt.error and fine == engine.score(["abc"], ["d"])[0]
     spoilt, fine = engine.score_rolling([bad, "abc"])

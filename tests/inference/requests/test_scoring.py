@@ -40,7 +40,7 @@ def test_the_shortest_windows_predict_each_token_from_the_one_before(engine):
 def test_a_text_of_nothing_is_certain(engine):
     nothing, something, ids = engine.score_rolling(["", "once", []])
     assert nothing == ids and something.error is None
-    assert (nothing.logprob, nothing.greedy, nothing.token_logprobs) == (0.0, True, [])
+    assert (nothing.logprob, nothing.is_greedy, nothing.token_logprobs) == (0.0, True, [])
     assert nothing.error is None and isinstance(nothing.logprob, float)
 
 

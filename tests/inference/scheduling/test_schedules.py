@@ -60,7 +60,7 @@ def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
             w.scheduler.add(requests[arrivals.pop(0)[1]])
         gone = cancels.get(step)
         if gone is not None and requests[gone].order and requests[gone].finish_reason is None:
-            w.loop.cancel(requests[gone])
+            w.loop.abort(requests[gone])
             cut[gone] = len(requests[gone].output)
         w.step()
         if not arrivals and not w.loop.busy:
@@ -68,7 +68,7 @@ def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
     for r in requests:
         want = expected(r)
         if r.id in cut:
-            assert r.finish_reason == "cancelled" and r.output == want[: cut[r.id]]
+            assert r.finish_reason == "abort" and r.output == want[: cut[r.id]]
         else:
             assert r.output == want, f"seed {seed}, request {r.id}: {r.output} is not {want}"
             reason = "stop" if want[-1] in r.stop_ids else "length"
@@ -120,7 +120,7 @@ def test_a_request_may_be_cancelled_at_any_step_and_the_others_do_not_notice(
             if step == cancel_at and requests[1].finish_reason is None:
                 held = w.scheduler.pages.available
                 running = requests[1].slot >= 0
-                w.loop.cancel(requests[1])
+                w.loop.abort(requests[1])
                 assert w.scheduler.pages.available > held or not running
                 w.scheduler.check()
             w.step()

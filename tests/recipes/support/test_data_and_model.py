@@ -57,7 +57,7 @@ def test_flat_tokens_are_packed_as_they_are(tmp_path):
     packs = _packs(pretrain_args(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16"))
     assert sorted(next(iter(packs)).lengths.tolist()) == [3, 4]
     other = _packs(
-        pretrain_args(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--eos", "6")
+        pretrain_args(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--add-eos", "6")
     )
     assert sorted(next(iter(other)).lengths.tolist()) == [2, 5]
 
@@ -73,7 +73,7 @@ def test_fine_tuning_reads_data_by_the_same_options(tmp_path):
 
 
 def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.build.SMALL", 0)
+    monkeypatch.setattr("nopad.packing.build.PRETOKENIZE_UP_TO", 0)
     argv = sft_argv(tmp_path, small_inputs.chats(tmp_path))
     with monkeypatch.context() as ranks:
         ranks.setenv("RANK", "1")
@@ -85,10 +85,10 @@ def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, caps
 
 
 def _count_steps(packs) -> None:
-    from nopad.trainer.with_hf.trainer import _steps
+    from nopad.trainer.with_hf.trainer import _count_steps
     from transformers import TrainingArguments
 
-    _steps(TrainingArguments(num_train_epochs=1.0), packs)
+    _count_steps(TrainingArguments(num_train_epochs=1.0), packs)
 
 
 def test_fine_tuning_takes_the_column_that_its_errors_speak_of(tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_silently_begin_again(st
     args = pretrain.parse_args(["--resume"])
     run_dir = RunDir.from_args("pretrain", args)
     assert args.resume == "last"
-    with pytest.raises(ValueError, match=r"checkpoint-3: weights is torn or damaged"):
+    with pytest.raises(ValueError, match=r"checkpoint-3: weights is truncated or corrupted"):
         run_dir.latest_step()
 
 

@@ -137,7 +137,7 @@ class RecipeRun:
 SIGNAL_POINTS = {
     "first step": (loader.PackedLoader, "_step", 0),
     "evaluation": (GenerationEval, "_evaluate", 0),
-    "save": (data_state, "gathered_state", 1),
+    "save": (data_state, "gather_data_state", 1),
     "end": (graceful_stop.StopRequest, "release", 0),
 }
 """Where a signal arrives: the owner of a function, its name, and how many calls to skip.
@@ -193,7 +193,7 @@ def signals(recipe: RecipeRun, number: int) -> str:
         for _ in range(2 if point == "twice" else 1):
             for rank in range(world_size) if point == "twice" else (target_rank,):
                 run.send(signal_number, rank)
-            time.sleep(2 * graceful_stop.RELAYED)
+            time.sleep(2 * graceful_stop.RELAY_SECONDS)
     codes = run.wait()
     seconds = time.monotonic() - sent
     outcome = "second" if point == "twice" and any(codes) else point
@@ -217,7 +217,7 @@ CRASH_POINTS = {
     "all written, no manifest": ((checkpoint_manifest, with_hf), "write_manifest", 1),
     "some written": ((with_hf.PackedTrainer,), "_save_optimizer_and_scheduler", 1),
     "gathered, not written": ((accelerate.accelerator,), "save_accelerator_state", 1),
-    "after the save": ((graceful_stop.StopRequest,), "agreed", 8),
+    "after the save": ((graceful_stop.StopRequest,), "should_stop", 8),
 }
 """Where a save is interrupted: owners of a function, its name, and how many calls to skip."""
 
