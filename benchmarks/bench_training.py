@@ -316,19 +316,20 @@ def variant_name(name: str, sft: bool) -> str:
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], None]]:
+    padded = {"pad_to_budget": True}
     fixed = {"fixed_sequences": 64, "max_length": bench.max_length}
     return {
-        "compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", fill=True),
+        "compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", **padded),
         "eager": lambda: run_nopad(bench, "eager", ""),
         "liger": lambda: run_liger(bench),
         "flattening": lambda: run_flattening(bench),
         "padded": lambda: run_padded(bench),
-        "sft-compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", True, fill=True),
+        "sft-compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", True, **padded),
         "sft-eager": lambda: run_nopad(bench, "eager", "", True),
         "sft-liger": lambda: run_liger(bench, True),
         "sft-flattening": lambda: run_flattening(bench, True),
         "fixed": lambda: run_nopad(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
-        "broken": lambda: run_nopad(bench, "compiled, with graph breaks", "breaks", fill=True),
+        "broken": lambda: run_nopad(bench, "compiled, with graph breaks", "breaks", **padded),
     }
 
 

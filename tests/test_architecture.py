@@ -53,6 +53,7 @@ ONLY_IN = {
     ("trainer", "lightning"): "trainer/with_lightning/",
     ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
     ("inference", "lm_eval"): "inference/harness/",
+    ("inference", "matplotlib"): "inference/metrics/",
 }
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {

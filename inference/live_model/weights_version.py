@@ -10,7 +10,6 @@ imported: its layers are recognized by a property they all have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -106,7 +105,9 @@ def _version(tensor: Tensor) -> int:
 
 def adapter_layers(modules: Iterable[nn.Module]) -> list[AdapterLayer]:
     """Return the layers that have adapters."""
-    return [vars(module) for module in modules if _has_adapters(type(module))]
+    modules = list(modules)
+    types = {each for each in {type(module) for module in modules} if _has_adapters(each)}
+    return [vars(module) for module in modules if type(module) in types]
 
 
 def adapter_state(layers: Sequence[AdapterLayer]) -> AdapterState:
@@ -128,7 +129,6 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (list, dict)) else value
 
 
-@lru_cache(maxsize=1024)
 def _has_adapters(module_type: type[nn.Module]) -> bool:
     # A property in PEFT's layers; Transformers models have a method of the same name.
     return isinstance(getattr(module_type, "disable_adapters", None), property)

@@ -82,7 +82,7 @@ def train_with_hf(
         trainer = PackedTrainer(
             model,
             training_arguments(args),
-            PackedCollator(fill=args.compile),
+            PackedCollator(pad_to_budget=args.compile),
             data,
             processing_class=tokenizer,
             callbacks=[StopCallback(), StartCallback()],

@@ -57,7 +57,7 @@ def test_fixed_shapes_do_not_depend_on_the_pack():
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("options", [{"fixed_sequences": 4}, {"fill": True}, {"stack": True}])
+@pytest.mark.parametrize("options", [{"fixed_sequences": 4}, {"pad_to_budget": True}, {"stack": True}])
 def test_plain_samples_cannot_be_filled_up_to_a_budget(options):
     with pytest.raises(ValueError, match="plain samples have none: pass packs"):
         PackedCollator(**options)([{"input_ids": [1, 2, 3]}])
@@ -103,12 +103,12 @@ def test_rows_without_tokens_raise():
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
-        (PackedCollator, {"pad_token_id": None, "fill": True}, "pad_token_id=None: any id"),
+        (PackedCollator, {"pad_token_id": None, "pad_to_budget": True}, "pad_token_id=None: any id"),
         (PackedCollator, {"pad_token_id": -1}, "pad_token_id=-1: any id"),
         (PackedCollator, {"max_length": 5}, "max_length=5, fixed_sequences=None"),
         (PackedCollator, {"max_length": -3, "fixed_sequences": 4}, "max_length=-3"),
         (PackedCollator, {"max_length": 0, "fixed_sequences": 4}, "max_length=0"),
-        (PaddedCollator, {"multiple": 0}, "multiple=0: 1 or more"),
+        (PaddedCollator, {"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: 1 or more"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(kind, settings, told):
@@ -179,7 +179,7 @@ def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, s
     if marked:
         rows[0]["labels"] = [IGNORE_INDEX] * 15 + [1] * 5
     data = PackedDataset(
-        rows, budget=8, strategy=strategy, ahead=ahead, shards=1, shuffle=False, pool=4
+        rows, budget=8, strategy=strategy, pretokenize=pretokenize, shards=1, shuffle=False, pool=4
     )
     collators = PackedCollator(mean="sample"), PackedCollator(mean="sample", fixed_sequences=8)
     whole = {1: 5 if marked else 19, 2: 3, 3: 8, 4: 7}
@@ -193,7 +193,7 @@ def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, s
             assert np.allclose(weights, wanted)
     packs = list(data)
     stacked = PackedCollator(mean="sample", stack=True)(packs)["loss_weights"]
-    alone = [PackedCollator(mean="sample", fill=True)(pack)["loss_weights"][0] for pack in packs]
+    alone = [PackedCollator(mean="sample", pad_to_budget=True)(pack)["loss_weights"][0] for pack in packs]
     assert torch.equal(stacked, torch.stack(alone))
 
 
@@ -205,14 +205,14 @@ def test_a_split_sample_weighs_less_by_the_first_token_of_each_further_part():
 
 def test_a_truncated_sample_weighs_as_a_whole_one():
     for ahead in (True, False):
-        data = PackedDataset([[1] * 20], budget=8, overflow="truncate", ahead=ahead, shards=1)
+        data = PackedDataset([[1] * 20], budget=8, overflow="truncate", pretokenize=pretokenize, shards=1)
         (weights,) = (PackedCollator(mean="sample")(pack)["loss_weights"] for pack in data)
         assert np.isclose(weights.sum(), 1.0)
 
 
 def test_padded_rows_hold_the_same_samples():
     rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
-    batch = PaddedCollator(pad_token_id=1, multiple=4)(rows)
+    batch = PaddedCollator(pad_token_id=1, pad_to_multiple_of=4)(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 1, 1, 1]]
     assert batch["attention_mask"].sum(1).tolist() == [3, 1]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100], [-100, -100, -100, -100]]

@@ -42,7 +42,7 @@ def test_ids_that_are_none_are_refused(part, ids, told):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_length": 0}, {"max_length": 1}, {"fixed_sequences": 8}, {"fill": True}, {"stack": True}],
+    [{"max_length": 0}, {"max_length": 1}, {"fixed_sequences": 8}, {"pad_to_budget": True}, {"stack": True}],
 )
 def test_lengths_and_shapes_that_a_pair_cannot_have_are_refused(options):
     (name,) = options

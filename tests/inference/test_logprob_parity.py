@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from nopad.inference import Engine, SamplingParams, compare_logprobs, batch_invariant
+from nopad.inference import Engine, SamplingParams, batch_invariant, compare_logprobs
 from nopad.inference.logprob_parity import LogprobParityEval
 
 

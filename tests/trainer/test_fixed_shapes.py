@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FIXED = {
-    "fill": {"fill": True, "mean": "sample"},
+    "fill": {"pad_to_budget": True, "mean": "sample"},
     "stack": {"stack": True},
     "fixed": {"fixed_sequences": 16},
 }

@@ -16,7 +16,7 @@ from nopad.attention import (
     layer_shapes,
     unsupported_reason,
 )
-from nopad.attention.hf import packed_batch, check_packed, check_paged, random_documents, interface
+from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
 from nopad.attention.hf.selfcheck import nan_max
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -64,9 +64,9 @@ def moved(not_installed, monkeypatch):
 
 
 def nopad_model(layers=1):
-    config = shrink(CONFIG_MAPPING["llama"](), layers=layers)
+    config = tiny_config(CONFIG_MAPPING["llama"](), layers=layers)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="nopad")
-    scramble(model)
+    randomize_weights(model)
     return model.eval()
 
 
@@ -126,7 +126,7 @@ def test_the_wrapper_is_removed_and_installed_again(not_installed):
 def test_no_mask_is_ignored_by_models_with_windows(kind, installed, not_installed):
     if installed:
         mask_patch.install_mask_patch()
-    config = shrink(CONFIG_MAPPING[kind]())
+    config = tiny_config(CONFIG_MAPPING[kind]())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="nopad").eval()
     with pytest.raises(ValueError, match="takes no attention_mask"):
         model(input_ids=IDS, attention_mask=PADDED, use_cache=False)

@@ -82,7 +82,7 @@ def crashing(function):
 atomic_file.os.fsync = crashing(os.fsync)
 atomic_file.os.link = crashing(os.link)
 atomic_file.Path.replace = crashing(atomic_file.Path.replace)
-atomic_file.to_disk = crashing(atomic_file.to_disk)
+atomic_file.fsync_path = crashing(atomic_file.fsync_path)
 atomic_file.write_state(path, {"version": 1, "position": {"index": 99}})
 print("finished")
 """
