@@ -7,8 +7,8 @@ python recipes/pretrain_lightning.py --config run.yaml --resume
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from nopad.cli import HelpFormatter, count, positive
@@ -19,10 +19,8 @@ from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
 from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_recipe
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
-    )
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
@@ -40,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parse_with_config(parser, argv, "pretrain_lightning")
 
 
-def lightning_module(args: argparse.Namespace, run_dir: RunDir, model):
+def lightning_module(args: Namespace, run_dir: RunDir, model):
     """Wrap the model in a minimal LightningModule: a training step and an optimizer."""
     import lightning.pytorch as pl
     import torch

@@ -36,12 +36,8 @@ def add_packing_options(add: Any, budget: int) -> None:
     add_data_options(add)
     add("--budget", type=positive, default=budget, help="maximum tokens per pack")
     add("--workers", type=count, default=0, help="data loading processes per rank")
-    add(
-        "--attention",
-        type=attention_name,
-        default="nopad",
-        help="attention implementation: nopad, flash_attention_2, sdpa, ...",
-    )  # fmt: skip
+    add("--attention", type=attention_name, default="nopad",
+        help="attention implementation: nopad, flash_attention_2, sdpa, ...")  # fmt: skip
     add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
 
 

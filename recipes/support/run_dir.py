@@ -167,10 +167,13 @@ class RunDir:
 
     def has_checkpoint(self) -> bool:
         """Whether the run has completed any save, even if it has been damaged since."""
-        from nopad.trainer import MANIFEST
+        from nopad.trainer import find_manifest
 
-        patterns = (f"checkpoint-*/{MANIFEST}", "*.ckpt", "*.safetensors")
-        return any(path for pattern in patterns for path in self.path.glob(pattern))
+        if any(find_manifest(path) for path in self.path.glob("checkpoint-*")):
+            return True
+        return any(
+            path for suffix in ("ckpt", "safetensors") for path in self.path.glob(f"*.{suffix}")
+        )
 
     def latest_step(self) -> int:
         """Return the step of the newest intact checkpoint."""

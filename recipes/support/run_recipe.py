@@ -17,7 +17,6 @@ from nopad.recipes.support.run_dir import RunProgress
 Main = Callable[[list[str] | None, RunProgress], None]
 
 RENAMED = {
-    "column": "text_column",
     "attn_implementation": "attention",
     "max_steps": "steps",
     "num_train_epochs": "epochs",
@@ -32,7 +31,7 @@ def run_recipe(recipe: str, main: Main, argv: list[str] | None = None) -> int:
     status = exit_status(recipe, main, argv)
     if status == 0:
         from nopad.runtime import destroy_group  # imported late: loads torch
-        from nopad.trainer.graceful_stop import SIGNALS
+        from nopad.trainer import SIGNALS
 
         for number in SIGNALS:  # all is saved: a late signal must not turn success into failure
             signal.signal(number, signal.SIG_IGN)
@@ -88,7 +87,7 @@ def hold_signals() -> Iterator[None]:
 
     Enter this before that callback is constructed: the callback restores these handlers.
     """
-    from nopad.trainer.graceful_stop import StopRequest
+    from nopad.trainer import StopRequest
 
     message = b"\ntraining is over: exiting after the save; a second signal exits at once\n"
     request = StopRequest(message)

@@ -14,7 +14,7 @@ import pytest
 import small_inputs
 from nopad.recipes import pretrain
 from nopad.recipes.support import data_and_model, holdout
-from nopad.trainer.evaluation.generation_eval import TAKEN
+from nopad.trainer.evaluation.generation_eval import RESERVED_NAMES
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -87,7 +87,7 @@ def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, name
         None, None, [Example("Once", reference)], every=1, seed=0
     )
     metrics = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]
-    assert [name for name in metrics if name not in TAKEN] == names
+    assert [name for name in metrics if name not in RESERVED_NAMES] == names
     assert [evaluation.watch] == (names or [None])
 
 
