@@ -160,13 +160,13 @@ class Bench:
             add_eos=False,
         )
         loader = PackedLoader(data, collator, num_workers=1, pin_memory=not self.tiny)
-        self.waited = lambda: loader.waited
+        self.waited = lambda: loader.wait_seconds
         for batch in loader:
-            yield batch, loader.last.lengths
+            yield batch, loader.last_pack.lengths
 
     def run(self, name: str, model: torch.nn.Module, batches, warm=WARM, timed=TIMED) -> dict:
         """Train; report useful tokens per second, MFU, memory, waits and the spread of steps."""
-        flops, head = ModelFlops.of_model(model), 6 * model.get_output_embeddings().weight.numel()
+        flops, head = ModelFlops.from_model(model), 6 * model.get_output_embeddings().weight.numel()
         optimizer = self.optimizer(model)
         tokens, work, marks, losses, waited = [], [], [], [], 0.0
         with Watch() as watch:
@@ -183,7 +183,7 @@ class Bench:
                 if number >= warm:
                     tokens.append(int(np.sum(lengths)))
                     idle = tokens[-1] - int((batch["labels"] != IGNORE_INDEX).sum())
-                    work.append(flops.of(lengths) - head * idle)
+                    work.append(flops.step_flops(lengths) - head * idle)
             self.sync()
             seconds = time.perf_counter() - marks[warm]
             row = self._report(name, tokens, work, seconds, waited)

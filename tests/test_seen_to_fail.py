@@ -44,7 +44,7 @@ FAULTS = {
     ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
-        "StopRequest.agreed = lambda self: False",
+        "StopRequest.should_stop = lambda self: False",
     ),
     "something is kept of every pack": (
         "packing/test_bounds.py::"
@@ -57,7 +57,7 @@ FAULTS = {
         "inference/test_engine.py::"
         "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
         "nopad.inference.requests.tokenization",
-        "TokenizerAdapter._checked = lambda self, ids: np.asarray(ids, dtype=np.int64)",
+        "TokenizerAdapter._check_ids = lambda self, ids: np.asarray(ids, dtype=np.int64)",
     ),
     "requests that failed are left out": (
         "inference/test_engine.py::"
@@ -81,8 +81,9 @@ FAULTS = {
     "answers of several ranks come back in another order": (
         "trainer/evaluation/test_ranks.py::test_uneven_ranks_never_hang",
         "nopad.inference.data_parallel",
-        "right = together\n"
-        "together = lambda work, hands: right(work, hands)[:: -1 if len(hands) > 1 else 1]",
+        "right = run_on_all_ranks\n"
+        "run_on_all_ranks = "
+        "lambda work, shards: right(work, shards)[:: -1 if len(shards) > 1 else 1]",
     ),
     "lines have no limit": (
         "packing/sources/test_hostile_names.py::"

@@ -74,8 +74,8 @@ class _Captured:
 
 def is_decode_only(step: Step) -> bool:
     """Return whether every request of a step runs one token and samples one."""
-    alike = len(step.yielding) == len(step.requests) == len(step.rows)
-    return step.max_tokens == 1 and alike
+    alike = len(step.sampled_requests) == len(step.requests) == len(step.logits_indices)
+    return step.max_query_len == 1 and alike
 
 
 def graph_bytes(max_num_seqs: int, vocab_size: int, itemsize: int) -> int:
@@ -137,7 +137,7 @@ class DecodeGraphs:
         """Return the smallest graph for a step; without budget, the smallest captured one."""
         backend = forced_paged_backend()
         size = capture_size(len(step.requests))
-        width = 4 << max(0, (step.table.shape[1] - 1) // 4).bit_length()
+        width = 4 << max(0, (step.page_table.shape[1] - 1) // 4).bit_length()
         if (backend, size, width) in self._captured or self._used_bytes < self._byte_budget:
             return backend, size, width
         large = (k for k in self._captured if k[0] == backend and k[1] >= size and k[2] >= width)
@@ -201,12 +201,12 @@ def _padded(step: Step, size: int, width: int, padding_row: int) -> list[np.ndar
     """Return the step's arrays, padded to `size` rows."""
     count = len(step.requests)
     ids, positions, slots = (np.zeros(size, np.int64) for _ in range(3))
-    ids[:count], positions[:count] = step.ids, step.positions
-    slots[:count], slots[count:] = step.slots, -1
+    ids[:count], positions[:count] = step.token_ids, step.positions
+    slots[:count], slots[count:] = step.kv_slots, -1
     lengths = np.ones(size, np.int32)
-    lengths[:count] = step.lengths
+    lengths[:count] = step.seq_lens
     rows = np.full(size, padding_row, np.int64)
-    rows[:count] = step.yield_slots
+    rows[:count] = step.sampled_rows
     table = np.zeros((size, width), np.int32)
-    table[:count, : step.table.shape[1]] = step.table
+    table[:count, : step.page_table.shape[1]] = step.page_table
     return [ids, positions, slots, lengths, rows, table]

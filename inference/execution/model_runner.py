@@ -21,18 +21,18 @@ from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
 from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
-from ..scheduling.loop import OutOfMemory, StepOutput
-from ..scheduling.slot_params import SlotParams
-from ..scheduling.step import Step
+from ..scheduling.loop import OutOfMemory
+from ..scheduling.row_params import RowParams
+from ..scheduling.step import Step, StepOutput
 from .cuda_graphs import DecodeGraphs, is_decode_only
 from .memory_budget import is_out_of_memory
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
 try:
-    from ...kernels.tokens import resolve
+    from ...kernels import fill_last_tokens
 except ImportError:  # Triton is not installed
-    resolve = None
+    fill_last_tokens = None
 
 log = logging.getLogger("nopad.inference")
 
@@ -44,7 +44,7 @@ class ModelRunner:
         self,
         model: Any,
         cache: PagedCache,
-        slot_params: SlotParams,
+        slot_params: RowParams,
         stats: Stats,
         device: torch.device,
         graph_byte_budget: int,
@@ -73,7 +73,7 @@ class ModelRunner:
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
-        self.cache.copy_page([c.source for c in copies], [c.target for c in copies])
+        self.cache.copy_pages([c.source for c in copies], [c.target for c in copies])
 
     def launch(self, step: Step) -> Callable[[], StepOutput]:
         """Start a step; call the returned function to wait for its output."""
@@ -89,16 +89,16 @@ class ModelRunner:
         if replayed is not None:
             assert self._graphs is not None
             logits, tokens, num_padding = replayed
-            self._stats.note_graph(num_padding, len(self._graphs))
-            if not step.choice.plain:
+            self._stats.record_graph_step(num_padding, len(self._graphs))
+            if not step.sampling.argmax_only:
                 tokens = self._sample(step, logits)
         else:
             logits = self._forward(step)
-            tokens = self._sample(step, logits[: len(step.yielding)])
+            tokens = self._sample(step, logits[: len(step.sampled_requests)])
         outputs = [tokens]
-        if step.top >= 0:
-            (targets,) = self._transfer.to_device([step.targets])
-            logprobs = gather_logprobs(logits, torch.cat([tokens, targets]), step.top)
+        if step.num_logprobs >= 0:
+            (targets,) = self._transfer.to_device([step.score_targets])
+            logprobs = gather_logprobs(logits, torch.cat([tokens, targets]), step.num_logprobs)
             outputs += [logprobs.logprob, logprobs.is_greedy]
             outputs += [logprobs.top_tokens, logprobs.top_logprobs]
         read = self._transfer.to_host(outputs)
@@ -137,17 +137,17 @@ class ModelRunner:
         """Return the logits [R, V] of the rows to sample or score."""
         ids, positions, cu_seqlens, lengths, table, slots, rows = self._transfer.to_device(
             [
-                step.ids,
+                step.token_ids,
                 step.positions,
                 step.cu_seqlens,
-                step.lengths,
-                step.table,
-                step.slots,
-                step.rows,
+                step.seq_lens,
+                step.page_table,
+                step.kv_slots,
+                step.logits_indices,
             ]
         )
-        pages = Pages(self.cache, table, lengths, slots, step.max_length)
-        varlen = Varlen(cu_seqlens, step.max_tokens, pages)
+        pages = Pages(self.cache, table, lengths, slots, step.max_seq_len)
+        varlen = Varlen(cu_seqlens, step.max_query_len, pages)
         return self.forward(ids, positions, varlen, rows)
 
     def forward(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
@@ -173,7 +173,7 @@ class ModelRunner:
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Choose the tokens, and keep them on the device for the next step."""
-        slots, positions = self._transfer.to_device([step.yield_slots, step.yield_positions])
+        slots, positions = self._transfer.to_device([step.sampled_rows, step.sampled_positions])
         tokens = sample(logits, self._sampling_inputs(step))
         valid = tokens.clamp(min=0)
         self._last_tokens.index_copy_(0, slots, valid)
@@ -184,34 +184,34 @@ class ModelRunner:
 
     def _sampling_inputs(self, step: Step) -> SamplingInputs:
         """Copy the sampler's inputs to the device."""
-        c = step.choice
-        if c.plain:
+        c = step.sampling
+        if c.argmax_only:
             return SamplingInputs()
         temperature = uniform = None
         if c.temperature is not None and c.uniform is not None:
             temperature, uniform = self._transfer.to_device([c.temperature, c.uniform])
         edits = None if c.edits is None else LogitEdits(*self._transfer.to_device(list(c.edits)))
         filters = penalties = None
-        if c.filter_rows is not None:
-            slot, params = step.yield_slots[c.filter_rows], self._slot_params
-            columns = [c.filter_rows, params.top_k[slot], params.top_p[slot], params.min_p[slot]]
+        if c.filter_indices is not None:
+            slot, params = step.sampled_rows[c.filter_indices], self._slot_params
+            columns = [c.filter_indices, params.top_k[slot], params.top_p[slot], params.min_p[slot]]
             filters = Filters(*self._transfer.to_device(columns))
-        if c.penalty_rows is not None:
-            penalties = self._penalties(step, c.penalty_rows)
+        if c.penalty_indices is not None:
+            penalties = self._penalties(step, c.penalty_indices)
         return SamplingInputs(edits, penalties, temperature, uniform, filters)
 
     def _penalties(self, step: Step, rows: np.ndarray) -> Penalties:
-        slot, params = step.yield_slots[rows], self._slot_params
+        slot, params = step.sampled_rows[rows], self._slot_params
         self._seed_history(step, rows)
         logit_rows, index, *columns = self._transfer.to_device(
             [
                 rows,
                 slot,
-                params.prompt_length[slot],
-                step.yield_positions[rows],
-                params.repetition[slot],
-                params.presence[slot],
-                params.frequency[slot],
+                params.prompt_len[slot],
+                step.sampled_positions[rows],
+                params.repetition_penalty[slot],
+                params.presence_penalty[slot],
+                params.frequency_penalty[slot],
             ]
         )
         return Penalties(logit_rows, self._token_history[index], *columns)
@@ -221,20 +221,24 @@ class ModelRunner:
 
         Later tokens are added on the device as they are sampled.
         """
-        fresh = [step.yielding[row] for row in rows.tolist() if not step.yielding[row].in_flight]
-        width = max((r.limit for r in fresh), default=0)
+        fresh = [
+            step.sampled_requests[row]
+            for row in rows.tolist()
+            if not step.sampled_requests[row].num_in_flight
+        ]
+        width = max((r.max_len for r in fresh), default=0)
         if width > self._token_history.shape[1]:
             shape = len(self._last_tokens), 1 << (width - 1).bit_length()
             wider = self._last_tokens.new_zeros(*shape)
             wider[:, : self._token_history.shape[1]] = self._token_history
             self._token_history = wider
         for request in fresh:
-            known = torch.from_numpy(request.tokens(0, request.length))
-            self._token_history[request.slot, : len(known)] = known.to(self._device)
+            known = torch.from_numpy(request.token_ids(0, request.num_tokens))
+            self._token_history[request.row, : len(known)] = known.to(self._device)
 
 
 def _with_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:
     """Replace the ids below zero: -1 - i becomes the last token of batch row i."""
-    if ids.is_cuda and resolve is not None:
-        return resolve(ids, last_tokens)
+    if ids.is_cuda and fill_last_tokens is not None:
+        return fill_last_tokens(ids, last_tokens)
     return torch.where(ids < 0, last_tokens[(-1 - ids).clamp_(min=0)], ids)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 try:
-    from ...kernels.tokens import likeliest
+    from ...kernels import argmax
 except ImportError:  # Triton is not installed
-    likeliest = None
+    argmax = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +84,8 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 def _argmax(logits: Tensor) -> Tensor:
     """Return the token of each row's largest logit, -1 for rows with a NaN."""
-    if logits.is_cuda and likeliest is not None:
-        return likeliest(logits)
+    if logits.is_cuda and argmax is not None:
+        return argmax(logits)
     best, token = logits.max(dim=-1)
     return torch.where(best.isnan(), -1, token)
 

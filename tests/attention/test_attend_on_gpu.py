@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from nopad.attention import PagedCache, Pages, Varlen, attend
-from nopad.attention.hf import packed_batch, check_packed, check_paged, random_documents
+from nopad.attention.hf import check_packed, check_paged, packed_batch, random_documents
 from nopad.attention.reference import reference
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 
@@ -135,6 +135,6 @@ def test_deterministic_mode_gives_the_same_gradients_twice():
 def test_copies_of_pages_read_before_they_write():
     cache = decode_step().pages.cache
     old = copy.deepcopy(cache.layer(0))
-    cache.copy_page([0, 1], [1, 2])
+    cache.copy_pages([0, 1], [1, 2])
     for tensor, before in zip(cache.layer(0), old, strict=True):
         assert torch.equal(tensor[1], before[0]) and torch.equal(tensor[2], before[1])

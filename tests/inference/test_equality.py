@@ -16,7 +16,7 @@ _alone: dict = {}
 
 
 def alone(model, prompt: list[int], new: int) -> list[int]:
-    """The same request, by itself, through generate."""
+    """Tokens of a request that `generate` runs alone."""
     key = (id(model), tuple(prompt), new)
     if key not in _alone:
         ids = torch.tensor([prompt])
@@ -25,36 +25,36 @@ def alone(model, prompt: list[int], new: int) -> list[int]:
     return _alone[key]
 
 
-def requests(seed: int, count: int, vocabulary: int = 97) -> list[tuple[list[int], int]]:
+def requests(seed: int, count: int, vocab_size: int = 97) -> list[tuple[list[int], int]]:
     rng = random.Random(seed)
-    shared = [rng.randrange(3, vocabulary) for _ in range(40)]
-    made = []
+    shared = [rng.randrange(3, vocab_size) for _ in range(40)]
+    pairs = []
     for _ in range(count):
         prompt = shared[: rng.choice([0, 0, 17, 33])]
-        prompt = prompt + [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, 25))]
-        made.append((prompt, rng.randint(1, 10)))
-    return made
+        prompt = prompt + [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 25))]
+        pairs.append((prompt, rng.randint(1, 10)))
+    return pairs
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=QUIET, derandomize=True)
 @given(data=st.data())
 def test_completions_equal_generate_alone(tiny, family, data):
     model = tiny(family)
-    asked = requests(data.draw(st.integers(0, 5)), data.draw(st.integers(1, 6)))
+    pairs = requests(data.draw(st.integers(0, 5)), data.draw(st.integers(1, 6)))
     page = data.draw(st.sampled_from([16, 32, 64]))
-    least = max(-(-(len(p) + n) // page) for p, n in asked)
+    min_pages = max(-(-(len(p) + n) // page) for p, n in pairs)
     engine = Engine(
         model,
         page_size=page,
-        memory=page_bytes(model, page) * (least + data.draw(st.integers(0, 3))),
+        memory=page_bytes(model, page) * (min_pages + data.draw(st.integers(0, 3))),
         max_num_seqs=data.draw(st.integers(1, 5)),
         max_num_batched_tokens=data.draw(st.sampled_from([1, 5, 16, 256])),
         debug=data.draw(st.booleans()),
     )
-    priorities = [data.draw(st.integers(0, 1)) for _ in asked]
-    params = [SamplingParams(temperature=0, max_tokens=n) for _, n in asked]
-    out = engine.generate([p for p, _ in asked], params, priority=priorities)
-    for completion, (prompt, new) in zip(out, asked, strict=True):
+    priorities = [data.draw(st.integers(0, 1)) for _ in pairs]
+    params = [SamplingParams(temperature=0, max_tokens=n) for _, n in pairs]
+    out = engine.generate([p for p, _ in pairs], params, priority=priorities)
+    for completion, (prompt, new) in zip(out, pairs, strict=True):
         assert completion.error is None
         assert completion.token_ids == alone(model, prompt, new)
 
@@ -67,26 +67,26 @@ def page_bytes(model, page: int) -> int:
 
 def test_arrivals_and_cancellations_do_not_change_the_others(tiny):
     model = tiny("llama")
-    asked = requests(3, 8)
+    pairs = requests(3, 8)
     for seed in range(6):
         rng = random.Random(seed)
         engine = Engine(model, page_size=16, memory=page_bytes(model, 16) * 7, max_num_seqs=4)
-        done, owner, left = {}, {}, list(range(len(asked)))
+        done, owner, left = {}, {}, list(range(len(pairs)))
         for _ in range(400):
             if left and rng.random() < 0.4:
                 i = left.pop(0)
-                prompt, new = asked[i]
+                prompt, new = pairs[i]
                 owner[engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=new))] = i
             if owner and rng.random() < 0.05:
                 engine.abort(rng.choice(list(owner)))
             for event in engine.step():
                 if event.completion is not None:
                     done[owner[event.request_id]] = event.completion
-            if not left and len(done) == len(asked):
+            if not left and len(done) == len(pairs):
                 break
-        assert sorted(done) == list(range(len(asked)))
+        assert sorted(done) == list(range(len(pairs)))
         for i, completion in done.items():
-            want = alone(model, *asked[i])
+            want = alone(model, *pairs[i])
             assert completion.token_ids == want[: len(completion.token_ids)]
             if completion.finish_reason != "abort":
                 assert completion.token_ids == want

@@ -45,7 +45,7 @@ def test_no_position_is_read_past_a_learned_table(tiny):
     model = tiny("gpt2")  # of 256 positions; the last token of a sequence is never run
     (done,) = Engine(model, max_model_len=257).generate([[3, 4, 5]], {"max_tokens": 400})
     assert done.error is None and len(done.token_ids) <= 254
-    with pytest.raises(ValueError, match="max_model_len is 258; the model knows 256 positions"):
+    with pytest.raises(ValueError, match="max_model_len is 258; the model has 256 positions"):
         Engine(model, max_model_len=258)
     Engine(tiny("llama"), max_model_len=1000)  # what is turned has no end
 

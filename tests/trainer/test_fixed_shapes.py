@@ -8,7 +8,7 @@ from front_ends import FIRST_STEP
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
-from nopad.trainer.monitoring.preflight import leak
+from nopad.trainer.monitoring.preflight import measure_leak
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -57,4 +57,4 @@ def test_a_leak_is_found_under_constant_shapes():
         {"fixed_sequences": 2},
         {"fixed_sequences": 9, "max_length": 2},
     ):
-        assert leak(model, PackedCollator(**shapes)) > 1e-2, shapes
+        assert measure_leak(model, PackedCollator(**shapes)) > 1e-2, shapes

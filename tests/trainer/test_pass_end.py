@@ -37,9 +37,9 @@ def ids(batch: dict) -> list[int]:
     "settings",
     [
         {},
-        {"accumulation": 3},
-        {"accumulation": 4, "last_window": "drop"},
-        {"accumulation": 3, "num_workers": 1},
+        {"accumulation_steps": 3},
+        {"accumulation_steps": 4, "drop_last": True},
+        {"accumulation_steps": 3, "num_workers": 1},
     ],
     ids=str,
 )

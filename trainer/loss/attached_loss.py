@@ -40,7 +40,7 @@ class AttachedLoss:
         """Whether the loss comes straight from the hidden states."""
         self.token_losses: Tensor | None = None
         """Of the last batch: the loss of each label [B, T], at the label's position, detached."""
-        self.apart = False
+        self.mask_documents = False
         """Whether stock masks are told the boundaries, for models that do not pass positions on."""
         self._request: tuple[Tensor, Any, Tensor | None] | None = None
         self._count: AsyncLabelCount | None = None
@@ -64,7 +64,7 @@ class AttachedLoss:
         self.fused = False
 
     @contextmanager
-    def keeping_logits(self) -> Iterator[None]:
+    def logits_kept(self) -> Iterator[None]:
         """Compute logits for as long as this lasts."""
         fused = self.fused
         self.keep_logits()
@@ -126,7 +126,7 @@ class AttachedLoss:
         return outputs
 
     def _boundaries(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
-        if self.apart and "cu_seq_lens_q" in kwargs:
+        if self.mask_documents and "cu_seq_lens_q" in kwargs:
             return document_mask(kwargs["cu_seq_lens_q"], targets.shape[-1])
         return nullcontext()
 

@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LARGEST = 3_000_000
 REFUSED, TOO_BIG = "refused", "not built small"
-# `unsupported_reason` gives each one's reason: state beside attention, no attention interface, sparse
-# choice of keys, positions that cannot restart.
+# `unsupported_reason` gives the reason of each: state beside attention, no attention interface,
+# sparse selection of keys, positions that cannot restart.
 _REFUSED = """
 axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
 camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon

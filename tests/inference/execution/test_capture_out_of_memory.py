@@ -39,9 +39,9 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
 
     engine = Engine(tiny("llama"), page_size=16)
     want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
-    assert engine._machine is not None
+    assert engine._executor is not None
     monkeypatch.setattr(graphs, "_capture", capture)
-    engine._machine.runner._graphs = graphs
+    engine._executor.runner._graphs = graphs
     before = engine.max_num_batched_tokens, engine.max_num_seqs
     got = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert got == want and (engine.max_num_batched_tokens, engine.max_num_seqs) == before
@@ -53,8 +53,8 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
 def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
     engine = Engine(tiny("llama"), page_size=16)
     want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
-    assert engine._machine is not None
-    runner = engine._machine.runner
+    assert engine._executor is not None
+    runner = engine._executor.runner
     real = runner._launch
 
     def launch(step):
@@ -72,9 +72,9 @@ def test_an_error_that_is_not_about_memory_is_told(tiny, graphs, monkeypatch):
 
     engine = Engine(tiny("llama"), page_size=16)
     engine.generate([[5, 6]], GREEDY)
-    assert engine._machine is not None
+    assert engine._executor is not None
     monkeypatch.setattr(graphs, "_capture", capture)
-    engine._machine.runner._graphs = graphs
+    engine._executor.runner._graphs = graphs
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate([[5, 6]], GREEDY)
 

@@ -14,13 +14,13 @@ from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import DecodeGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.slot_params import SlotParams
+from nopad.inference.scheduling.row_params import RowParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:
     return SimpleNamespace(
-        requests=[None] * rows, yielding=[None] * rows, rows=[None] * rows, max_tokens=1,
-        table=np.zeros((rows, pages), np.int32),
+        requests=[None] * rows, sampled_requests=[None] * rows, logits_indices=[None] * rows,
+        max_query_len=1, page_table=np.zeros((rows, pages), np.int32),
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = ModelRunner(nothing, nothing, SlotParams(4), Stats(), cpu, graph_byte_budget=0)
+    runner = ModelRunner(nothing, nothing, RowParams(4), Stats(), cpu, graph_byte_budget=0)
     runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):
@@ -83,8 +83,8 @@ def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch)
     for gathering in (False, True, False):
         monkeypatch.setattr(session, "gathers_parameters", lambda model, now=gathering: now)
         engine.generate([[5, 6]], SamplingParams(max_tokens=1))
-        assert engine._machine is not None
-        runner = engine._machine.runner
+        assert engine._executor is not None
+        runner = engine._executor.runner
         runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
         captures.append(runner._replay(step()))
         runner._graphs = None

@@ -34,7 +34,7 @@ def launch(module: str, key: str = "1") -> bool | None:
 
 def test_kernels_of_ours_are_left_out_and_compiled_once_each(compiled):
     with stage.precompile_kernels(torch.device("cpu")):
-        assert launch("nopad.kernels.skinny_kernels") and launch("nopad.kernels.skinny_kernels")
+        assert launch("nopad.kernels.skinny_gemm") and launch("nopad.kernels.skinny_gemm")
         assert launch("nopad.kernels.paged_decode", "2")
         assert not launch("liger_kernel.ops")
         assert not compiled

@@ -274,7 +274,7 @@ class Request:
 def test_a_special_token_among_the_stop_strings_ends_the_text(small):
     lm = EngineLM(*small)
     ids, params, _ = lm.generation_request("Lily", {"until": ["<end>", "."], "max_gen_toks": 4})
-    checked = lm.engine._tongue.check_params(params)
+    checked = lm.engine._tokenizer.check_params(params)
     assert checked.stop == (".",) and set(checked.stop_token_ids) == {1, 2}
     assert params.is_greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
 

@@ -103,7 +103,7 @@ def test_a_call_that_fails_gives_the_new_parameters_back_too(model):
     score(engine)
     load(model)
     there = parameter_ids(model)
-    engine._machine.runner.launch = lambda step: (_ for _ in ()).throw(RuntimeError("seeded"))
+    engine._executor.runner.launch = lambda step: (_ for _ in ()).throw(RuntimeError("seeded"))
     with pytest.raises(RuntimeError, match="seeded"):
         score(engine)
     assert parameter_ids(model) == there
@@ -138,7 +138,7 @@ def test_the_cache_takes_the_dtype_of_the_model(model, first, then):
     assert score(engine) == score(Engine(model)) == pytest.approx(plain(model), abs=5e-2)
     if then == "float32":
         assert score(engine) == pytest.approx(plain(model), abs=1e-4)
-    assert engine._machine.runner.cache.layer(0)[0].dtype == getattr(torch, then)
+    assert engine._executor.runner.cache.layer(0)[0].dtype == getattr(torch, then)
 
 
 def test_another_device_or_other_modules_are_another_kind_of_model():
@@ -200,12 +200,12 @@ def test_a_sharded_model_is_of_one_kind_gathered_or_not(model, tmp_path, layers)
         fully_shard(model, **how)
         engine = Engine(model)
         streamed = [t for event in engine.stream([PROMPT], GREEDY) for t in event.token_ids]
-        prepared, machine = engine.stats.setup_seconds, engine._machine
+        prepared, machine = engine.stats.setup_seconds, engine._executor
         for _ in range(2):
             model(torch.tensor([PROMPT])).logits.float().sum().backward()
             model.zero_grad()
             assert engine.generate([PROMPT], GREEDY)[0].token_ids == streamed
-        assert engine._machine is machine and engine.stats.setup_seconds == prepared
+        assert engine._executor is machine and engine.stats.setup_seconds == prepared
     finally:
         dist.destroy_process_group()
 
@@ -266,14 +266,14 @@ def test_an_engine_that_keeps_nothing_gives_all_back_when_the_last_request_ends(
     elif how == "close":
         stream = engine.stream([PROMPT, [6, 7]], GREEDY)
         next(stream)
-        assert engine._machine is not None
+        assert engine._executor is not None
         stream.close()
     else:
         prompts = [PROMPT] if how == "run out" else [PROMPT, [6, 7], [8]]
         events = list(engine.stream(prompts, GREEDY))
         done = [event.request_id for event in events if event.completion is not None]
         assert sorted(done) == list(range(len(prompts)))
-    assert engine._machine is None
+    assert engine._executor is None
     assert len(engine.generate([PROMPT], GREEDY)[0].token_ids) == 12
 
 
@@ -345,7 +345,7 @@ def test_graphs_captured_with_other_adapters_are_not_replayed(adapted, monkeypat
     monkeypatch.setattr(model_runner, "DecodeGraphs", lambda *_: Graphs())
     engine = Engine(adapted)
     score(engine)
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     runner._graph_byte_budget, runner._graphs = 1, Graphs()
     decode: Any = SimpleNamespace(requests=[0], yielding=[0], rows=[0], max_tokens=1)
     first = runner._replay(decode)
@@ -376,4 +376,4 @@ def test_adapters_that_come_after_the_first_call_are_noticed(model):
 def test_a_model_without_adapters_has_none_to_look_at(model):
     engine = Engine(model)
     score(engine)
-    assert engine._tenancy._weights._adapter_layers == []
+    assert engine._session._weights._adapter_layers == []

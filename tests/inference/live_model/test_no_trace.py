@@ -90,7 +90,7 @@ def evaluate(engine, how: str) -> None:
 
 def broken(engine, kind=RuntimeError) -> None:
     engine.generate([[3, 4]], GREEDY)
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     runner.launch = lambda step: (_ for _ in ()).throw(kind("seeded"))
     engine.generate([[3, 4]], GREEDY)
 
@@ -137,7 +137,7 @@ def test_wide_weights_under_autocast_are_neither_cast_nor_changed():
     with torch.autocast("cpu", torch.bfloat16):
         narrow = engine.generate([[3, 4, 5]], GREEDY)[0].token_ids
     assert trace_of(m) == before
-    assert engine._machine.runner.cache.layer(0)[0].dtype == torch.bfloat16
+    assert engine._executor.runner.cache.layer(0)[0].dtype == torch.bfloat16
     asked = Engine(m, dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].token_ids
     assert asked == narrow
 
@@ -235,7 +235,7 @@ def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training(no_acc
     engine = Engine(m)
     got = engine.generate([[3, 4, 5]], GREEDY)[0].token_ids
     assert trace_of(m) == before
-    assert engine._machine.runner.cache.layer(0)[0].dtype == torch.bfloat16
+    assert engine._executor.runner.cache.layer(0)[0].dtype == torch.bfloat16
     assert got == Engine(model(), dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].token_ids
 
 

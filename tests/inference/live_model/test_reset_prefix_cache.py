@@ -29,11 +29,11 @@ def test_after_forgetting_a_prompt_is_computed_anew(tiny):
 def test_there_is_nothing_to_forget_before_the_first_call_and_after_release(tiny):
     engine = Engine(tiny("llama"), page_size=16)
     engine.reset_prefix_cache()
-    assert engine._machine is None
+    assert engine._executor is None
     run(engine)
     engine.release()
     engine.reset_prefix_cache()
-    assert engine._machine is None and run(engine)[0] == ANEW
+    assert engine._executor is None and run(engine)[0] == ANEW
 
 
 def test_requests_under_way_go_on_as_if_nothing_was_forgotten(tiny):

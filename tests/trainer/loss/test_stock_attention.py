@@ -8,7 +8,7 @@ from front_ends import FIRST_STEP
 from nopad.attention.hf import mask_patch
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.preflight import leak
+from nopad.trainer.monitoring.preflight import measure_leak
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -39,7 +39,7 @@ def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
 ):
     for attention in FORGETFUL[kind]:
         model = build(kind, attention)
-        assert leak(model) > 1e-2, "no longer leaks: take it off the list"
+        assert measure_leak(model) > 1e-2, "no longer leaks: take it off the list"
         gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
         ours = FIRST_STEP[front](model, tiny_run.dataset(), tmp_path)
         assert tiny_run.distance(ours, gold) < 5e-6, attention

@@ -36,7 +36,7 @@ def train(run, steps: int) -> dict:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
-            packs.append(loader.last.index)
+            packs.append(loader.last_pack.index)
             losses.append(float(loss))
             if accelerator.sync_gradients:
                 done += 1

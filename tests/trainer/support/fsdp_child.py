@@ -25,7 +25,7 @@ def main(accumulation: int = 2) -> None:
         own = {"": [], "head": [head], "norm and head": [[norm, head]]}[unit]
         for part in [*model.model.layers, *own, model]:
             fully_shard(part, reshard_after_forward=resharded)
-        loader = iter(PackedLoader(tiny_run.dataset(), accumulation=accumulation))
+        loader = iter(PackedLoader(tiny_run.dataset(), accumulation_steps=accumulation))
         for _ in range(accumulation):
             (model(**next(loader)).loss / accumulation).backward()
         gradient = {name: p.grad.full_tensor() for name, p in model.named_parameters()}

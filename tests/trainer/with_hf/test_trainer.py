@@ -67,7 +67,7 @@ def test_predictions_are_the_logits_of_the_set_and_leave_the_loss_as_it_was(tmp_
         gold = run.model(**batch).logits[0].detach().numpy()
         assert np.allclose(logits[: len(gold)], gold, atol=1e-5)
         assert labels[: len(gold)].tolist() == pack.labels.tolist()
-    assert run.model_loss.fused
+    assert run.attached_loss.fused
     run.args.prediction_loss_only = True
     assert run.predict(data).predictions is None
 
@@ -118,7 +118,7 @@ def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_
     assert run.args.save_total_limit == 1
 
     def unsealed(self, *args):
-        assert not (tmp_path / "checkpoint-2" / "nopad_seal.json").exists()
+        assert not (tmp_path / "checkpoint-2" / "nopad_manifest.json").exists()
         stock(self, *args)
 
     monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", unsealed)
@@ -159,7 +159,7 @@ def test_arguments_serve_a_second_trainer_with_other_data(tmp_path):
         data = tiny_run.dataset(count)
         run = PackedTrainer(tiny_run.model(), args, None, data)
         assert run.args.max_steps == data.count()
-        assert run.model_loss.options["label_smoothing"] == 0.1
+        assert run.attached_loss.options["label_smoothing"] == 0.1
     assert vars(args) == before
 
 
@@ -167,7 +167,7 @@ def test_what_packs_cannot_do_is_refused_with_the_way_out(tmp_path):
     from hf_child import trainer
 
     stream = PackedDataset(lambda: iter([[1, 2, 3]]), budget=32, pretokenize=False)
-    with pytest.raises(ValueError, match=r"stream's packs cannot be counted.*say max_steps="):
+    with pytest.raises(ValueError, match=r"packs of a stream cannot be counted.*pass max_steps="):
         trainer(tmp_path, stream, 1, num_train_epochs=1)
     with pytest.raises(ValueError, match=r"auto_find_batch_size=True.*lower the data's budget"):
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, auto_find_batch_size=True)
@@ -222,7 +222,7 @@ def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
         pass
 
     for args in (None, TrainingArguments(str(tmp_path), max_steps=1)):
-        with pytest.raises(ValueError, match=r"TrainingArguments.*give an SFTConfig"):
+        with pytest.raises(ValueError, match=r"TrainingArguments.*pass an SFTConfig"):
             PackedSFTTrainer(tiny_run.model(), args, None, tiny_run.dataset())
 
 

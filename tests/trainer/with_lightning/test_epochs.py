@@ -105,8 +105,8 @@ def test_a_reloaded_loader_is_the_one_whose_waiting_is_told():
 
         def on_train_batch_start(self, trainer, *_):
             packs = trainer.datamodule.loader
-            packs.waited += 1.0
-            self.met += (trainer.callbacks[0].meter._waited() == packs.waited,)
+            packs.wait_seconds += 1.0
+            self.met += (trainer.callbacks[0].meter._wait_seconds() == packs.wait_seconds,)
 
     reads = Reads()
     trained(dataset(), reads, max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -121,7 +121,7 @@ def test_packs_to_validate_on_are_there_without_a_trainer():
 def test_other_data_begins_at_its_beginning_where_loaders_are_reloaded():
     class Swap(pl.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
-            trainer.datamodule.train = tiny_run.dataset(9)
+            trainer.datamodule.train_dataset = tiny_run.dataset(9)
 
     settings = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     seen = trained(dataset(), Swap(), **settings)
@@ -144,8 +144,8 @@ def test_a_batch_that_the_module_left_out_comes_again():
     packs, module = PackedDataModule(dataset()), Leave()
     trainer(packs, max_epochs=2).fit(module, packs)
     assert module.batches == trained(dataset(), max_epochs=1)
-    assert packs.loader is not None and packs.loader.stepped is not None
-    assert packs.loader.stepped["position"]["index"] == len(module.batches)
+    assert packs.loader is not None and packs.loader.trained_state is not None
+    assert packs.loader.trained_state["position"]["index"] == len(module.batches)
 
 
 @pytest.mark.parametrize(

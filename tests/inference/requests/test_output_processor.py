@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -58,7 +59,7 @@ def test_a_step_that_fails_ends_what_is_under_way_and_the_next_one_says_so(engin
     )
     with failing(engine, error):
         engine.step()
-    assert not engine._under_way
+    assert not engine._outputs.has_requests()
     done = finished(engine)
     assert list(done) == [refused, waiting, several]
     assert "max_tokens is 0" in done[refused].error
@@ -147,7 +148,7 @@ def test_another_autocast_is_told_and_harms_nobody(engine, want):
 
 def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, want):
     engine.generate([PROMPT], GREEDY)
-    engine._loop._depth = 1  # as on a GPU: an end is noticed while the next step runs
+    engine._loop._lookahead = 1  # as on a GPU: an end is noticed while the next step runs
     (done,) = engine.generate([PROMPT], GREEDY | {"stop_token_ids": want.token_ids[1:2]})
     assert done.finish_reason == "stop" and engine._loop.busy
     with torch.autocast("cpu", torch.bfloat16):
@@ -159,7 +160,7 @@ def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
     drawn = GREEDY | {"temperature": 1.0}
     fits, full = (engine.add_request(PROMPT, drawn | {"n": n}) for n in (2, 2))
     never = engine.add_request(PROMPT, drawn | {"n": 5})
-    assert engine._loop.scheduler.waiting == 2
+    assert engine._loop.scheduler.num_waiting == 2
     done = finished(engine)
     assert done[fits].error is None and len(done[fits].others) == 1
     assert done[full].error == "the queue is full (2 waiting, at most 3): step() first"
@@ -207,3 +208,17 @@ def test_a_dial_is_turned_to_whole_numbers_within_its_range(tiny, bad):
         with pytest.raises(ValueError, match=f"^max_num_batched_tokens is {bad!r}; "):
             engine.max_num_batched_tokens = bad
     assert engine.max_num_seqs == 16
+
+
+def test_completions_have_the_prompt_as_the_model_saw_it(tiny):
+    tokenizer = FakeTokenizer(bos_token_id=1, add_bos=True)
+    engine = Engine(tiny("llama"), tokenizer, max_model_len=8, max_waiting=1)
+    text, ids, long, bad, params = engine.generate(
+        ["ab", [3, 4], [5] * 9, [3, 97], [6]], [GREEDY] * 4 + [{"max_tokens": 0}]
+    )
+    assert text.prompt_token_ids == [1, 65, 66] and ids.prompt_token_ids == [3, 4]
+    assert long.error and long.prompt_token_ids == [5] * 9, "also if the request is rejected"
+    assert params.error and params.prompt_token_ids == [6]
+    assert bad.error and bad.prompt_token_ids is None
+    (done,) = engine.generate([[3, 4]], {"n": 2, "max_tokens": 2})
+    assert done.prompt_token_ids == done.others[0].prompt_token_ids == [3, 4]
