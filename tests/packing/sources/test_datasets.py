@@ -204,7 +204,7 @@ def test_a_mask_that_is_no_list_says_nothing_of_padding(rows, mask):
 def test_empty_rows_of_ready_tokens_are_named_or_left_out_and_counted():
     parts = [{"input_ids": [[1, 2], [3]]}, {"input_ids": [[4], [], [5, 6]]}]
     data = datasets.concatenate_datasets([datasets.Dataset.from_dict(part) for part in parts])
-    with pytest.raises(ValueError, match="document 3 is empty or has nulls: on_error"):
+    with pytest.raises(ValueError, match="document 3 is empty or has nulls: pass on_error"):
         PackedDataset(data, budget=8)
     options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
     packs = PackedDataset(data, **options)
@@ -240,7 +240,7 @@ def test_rows_with_nulls_are_named_or_left_out_and_counted(null, length, labelle
         rows["labels"] = [[-100, -100], [-100, 2], null, [5, -100]]
     kinds = datasets.Features(dict.fromkeys(rows, ids))
     data = datasets.Dataset.from_dict(rows, kinds).select(range(1, 4))
-    with pytest.raises(ValueError, match="dataset, document 1 is empty or has nulls: on_error"):
+    with pytest.raises(ValueError, match="dataset, document 1 is empty or has nulls: pass on_error"):
         PackedDataset(data, budget=8)
     options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
     packs = PackedDataset(data, **options)
