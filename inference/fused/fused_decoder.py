@@ -255,7 +255,7 @@ def _by_own_kernels(keys: Tensor, heads: int) -> bool:
         value_dim=dim, grad=False, window=False, softcap=False, sinks=False,
         page_size=page_size, decode=True,
     )  # fmt: skip
-    return select(astuple(spec) == "triton"
+    return select(spec) == "triton"
 
 
 def _qk_norm_weights(attn: Any) -> tuple[Any, Any, float]:

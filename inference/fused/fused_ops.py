@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import PagedCache, Pages, Varlen, forward_context, step_context
-from ..execution.capture import for_capture
+from ..execution.capture import capture_mode
 from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
 from ..live_model.patches import Patches
@@ -25,6 +26,18 @@ from .qkv_weights import QKVWeights
 from .replacements import gated_mlps, norms, residual_adds, rotary
 
 log = logging.getLogger("nopad.inference")
+
+_enabled: ContextVar[bool] = ContextVar("nopad_fused_ops", default=True)
+
+
+@contextmanager
+def without_fused_ops() -> Iterator[None]:
+    """Build engines inside without fused kernels."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
 
 
 class FusedOp(Protocol):
@@ -47,6 +60,8 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
         cache_like: a cache of the kind that steps will use.
         max_num_seqs: the most sequences of a step; kernels for up to as many are compiled here.
     """
+    if not _enabled.get():
+        return []
     verified: list[FusedOp] = []
     qkv_weights = QKVWeights()
     candidates = (norms, gated_mlps, rotary, qkv_weights, residual_adds, _decoder(qkv_weights))
