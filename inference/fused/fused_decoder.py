@@ -171,8 +171,9 @@ class FusedDecoder:
         """Return the residual with its pending partial sums, and its norm; both [M, H]."""
         x = hidden[0]
         pending, self._pending = self._pending, None
-        is_pending = pending is not None and pending[0] is hidden
-        partials = pending[1] if is_pending else x.new_empty(0, *x.shape)
+        partials = x.new_empty(0, *x.shape)
+        if pending is not None and pending[0] is hidden:
+            partials = pending[1]
         return add_rms_norm_split_k(x, partials, norm.weight, _eps(norm), supports_pdl(x.device))
 
     def _clear_pending(self) -> None:
@@ -192,7 +193,8 @@ def gated_linear(x: Tensor, mlp: Any) -> Tensor:
     gate, up = mlp.gate_proj, mlp.up_proj
     tiles = gated_gemm_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
-        return silu_mul(*run_on_streams(x, gate, up))
+        gate_out, up_out = side_by_side(x, gate, up)
+        return silu_mul(gate_out, up_out)
     return gated_gemm(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 
 

@@ -9,7 +9,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from nopad.kernels import norm as norm_kernels
 from nopad.kernels import (
     add_rms_norm,
     add_rms_norm_split_k,
@@ -17,6 +16,7 @@ from nopad.kernels import (
     rms_norm_backward,
     rms_norm_forward,
 )
+from nopad.kernels import norm as norm_kernels
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 WIDTHS = (16, 96, 300)
