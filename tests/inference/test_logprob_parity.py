@@ -19,7 +19,7 @@ def prompts(count: int = 12) -> list[list[int]]:
 def test_generation_computes_what_training_computes(tiny, family):
     model = tiny(family)
     found = agreement(model, Engine(model), prompts(), new=10)
-    assert found.token_ids == 120 and found.dtype == "float32"
+    assert found.tokens == 120 and found.dtype == "float32"
     assert found.largest < 1e-4, str(found)
 
 
@@ -73,7 +73,7 @@ def test_without_rounding_by_company_the_difference_is_exactly_nothing(tiny, set
     plain = agreement(model, Engine(model, **settings), prompts(), new=10)
     with invariant(longest=64):
         found = agreement(model, Engine(model, **settings), prompts(), new=10)
-    assert found.token_ids == plain.token_ids and found.largest == 0.0, str(found)
+    assert found.tokens == plain.tokens and found.largest == 0.0, str(found)
 
 
 def test_invariant_arithmetic_refuses_sequences_it_was_not_told_of(tiny):
