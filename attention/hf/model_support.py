@@ -38,8 +38,9 @@ _STATEFUL_MODULES = (
 )  # fmt: skip
 _SPARSE_MODULES = ("Indexer",)
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent")
-_drops_kwargs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Probed answers by model; not an attribute, since an evaluation leaves no trace on a model."""
+
+_drops_kwargs: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""By model; not an attribute of it, since an evaluation leaves no trace on the live model."""
 
 
 def unsupported_reason(model: Any) -> str | None:

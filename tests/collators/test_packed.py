@@ -1,4 +1,4 @@
-"""The packed batch: drop-in for plain lists, boundaries that survive, shapes that never change."""
+"""The packed batch: drop-in for lists of samples, with boundaries, and with fixed shapes."""
 
 from __future__ import annotations
 

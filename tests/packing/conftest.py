@@ -1,4 +1,4 @@
-"""What the tests of packing share: documents, digests, and a run of many ranks and workers."""
+"""Shared by the packing tests: documents, digests, and a run of many ranks and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nopad.packing.state import merge_states
 
 
 def digest(pack: Pack) -> tuple[int, str]:
-    """A pack's place and a hash of all it holds; an empty one has no hash."""
+    """A pack's index and a hash of its content; an empty pack has no hash."""
     if not len(pack.tokens):
         return pack.index, ""
     parts = (pack.tokens, pack.labels, pack.cu_seqlens, pack.samples, pack.sources)
@@ -51,7 +51,7 @@ class Run:
         return self
 
     def packs(self):
-        """Give the packs of all ranks, round by round, marking each as trained."""
+        """Yield the packs of all ranks, round by round, marking each as trained."""
         loaders = [self._loader(rank) for rank in range(self.world_size)]
         for _ in count():
             packs = [next(loader, None) for loader in loaders]
@@ -82,13 +82,13 @@ class Run:
         return dataset
 
     def saved(self) -> dict:
-        """Give the state of the run, merged over ranks."""
+        """Return the state of the run, merged over ranks."""
         return merge_states([main.state_dict() for main in self.mains])
 
 
 @pytest.fixture(scope="session")
 def tools():
-    """Give the helpers to tests, which cannot import each other."""
+    """Return the helpers."""
 
     class Tools:
         pass
@@ -112,7 +112,7 @@ def jsonl(tmp_path):
 
 @pytest.fixture
 def make(tools, jsonl):
-    """Give a function that opens a dataset of each kind for one rank."""
+    """Return a function that opens a dataset of each kind for one rank."""
     rows = tools.documents(400)
     path = jsonl(rows)
     other = jsonl(tools.documents(150, seed=1), "other.jsonl")

@@ -36,7 +36,7 @@ def open_data(folder, kind, rank, world_size):
 
 
 def train(folder, kind, workers, rank, world_size, digest, pause=None):
-    """What a child does: step, and save what was seen with the state, atomically."""
+    """Train in a child: step, and save the packs seen with the state, atomically."""
     data, record = open_data(folder, kind, rank, world_size), folder / f"record{rank}.json"
     done = {"state": None, "digests": []}
     if record.exists():
@@ -47,7 +47,7 @@ def train(folder, kind, workers, rank, world_size, digest, pause=None):
         done["digests"].append(list(digest(pack)))
         done["state"] = data.state_after(pack)
         write_state(record, done)
-        # Ranks that step together are killed behind the same step, with packs read ahead.
+        # Ranks that step together are killed after the same step, with packs read ahead.
         time.sleep(600 if len(done["digests"]) == pause else 0.001)
 
 
@@ -58,7 +58,7 @@ def folder(tools, jsonl):
 
 @pytest.fixture
 def start(folder, tools):
-    """Give a function that starts a child."""
+    """Return a function that starts a child."""
     context = multiprocessing.get_context("fork")
 
     def run(kind, workers, rank, world_size, pause=None):

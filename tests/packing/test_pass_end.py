@@ -1,4 +1,4 @@
-"""The end of a pass: what continues from it is the next pass, whoever read and whoever goes on."""
+"""The end of a pass: the next pass continues from it, for any readers before and after."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ KINDS = (
 
 @pytest.fixture
 def make(tools, jsonl):
-    """Give a function that opens a dataset of each kind for one rank."""
+    """Return a function that opens a dataset of each kind for one rank."""
     rows = tools.documents(60)
     path, other = jsonl(rows), jsonl(rows[:20], "other.jsonl")
     sources = {
@@ -124,7 +124,7 @@ def test_the_next_pass_is_the_same_for_other_ranks_and_workers(make, tools, kind
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_with_an_uneven_end_go_on_together(make, tools, world_size):
-    """The last round may begin in the epoch before, where epochs are shorter than a round."""
+    """The last round may begin in the epoch before, if epochs are shorter than a round."""
     rows = [[n + 1] * 8 for n in range(4)]
 
     def build(rank=0, world_size=1):

@@ -1,4 +1,4 @@
-"""Killed anywhere, continued anyhow: the rest of the stream is bit for bit the same.
+"""Killed anywhere and resumed, the rest of the stream is bit for bit the same.
 
 Ordered digests of whole packs are compared, never sets or counts.
 """
@@ -26,7 +26,7 @@ def open_stream(path, rank=0, world_size=1, **options):
 
 @pytest.fixture
 def kinds(tools, jsonl):
-    """Give functions that open each kind of dataset for one rank."""
+    """Return functions that open each kind of dataset for one rank."""
     rows, path = tools.documents(160), jsonl(tools.documents(240, seed=2))
     store = TokenStore([TokenArray.of([Sample(row) for row in rows])])
     other = jsonl(tools.documents(60, seed=3), "other.jsonl")
@@ -46,7 +46,7 @@ def kinds(tools, jsonl):
 
 
 def states_and_digests(tools, data):
-    """The state before any pack and after each, as they survive JSON, and what each pack was."""
+    """The state before any pack and after each, as JSON, and the digest of each pack."""
     states, digests = [json.dumps(data.state_dict())], []
     for pack in data:
         digests.append(tools.digest(pack))
@@ -61,7 +61,7 @@ def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_p
         states, digests = states_and_digests(tools, make(epochs=2))
         for _ in range(125):
             cut = rng.randrange(len(states))
-            if kills % 25 == 0:  # the rest through a file, as a run would
+            if kills % 25 == 0:  # through a file, as in a run
                 write_state(tmp_path / "state.json", json.loads(states[cut]))
                 state = read_state(tmp_path / "state.json")
             else:
@@ -126,7 +126,7 @@ def test_all_72_changes_of_ranks_and_workers_continue_the_sequence(kinds, tools,
 
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
 def test_a_state_at_every_batch_of_ten_thousand_documents_loses_none(tools, jsonl, kind):
-    """A4: at every pack the state restores the very next pack; at some, all the rest."""
+    """A4: at every pack the state restores the next pack; at some, all the rest."""
     rows = tools.documents(10_000, longest=60)
     path = None if kind == "planned" else jsonl(rows)
 

@@ -41,7 +41,7 @@ def sharded_run(tools, path):
 
 
 def check_content(make, rows, epochs):
-    """Every document whole and once per epoch, right labels, within the budget."""
+    """Every document is complete and once per epoch, with its labels, within the budget."""
     found = []
     for pack in make():
         assert len(pack.tokens) <= BUDGET and pack.cu_seqlens[-1] == len(pack.tokens)
@@ -75,7 +75,7 @@ def check_views(tools, make):
 
 
 def check_states(make, tmp_path):
-    """A wrong state is refused, a torn file noticed."""
+    """A wrong state is rejected, a corrupted file detected."""
     data = make()
     packs = iter(data)
     next(packs)
@@ -101,7 +101,7 @@ def check_states(make, tmp_path):
 
 
 def check_rows(tmp_path):
-    """Bad rows are refused, good ones kept; names stay inside; mixtures follow their weights."""
+    """Bad rows are rejected, good ones kept; names stay inside; mixtures follow their weights."""
     for bad in ([], [1.5], [True], [-1], [2**70], [[1]], None):
         with pytest.raises(ValueError):
             make_sample(bad)
@@ -128,7 +128,7 @@ def check_rows(tmp_path):
 
 
 def check_packer():
-    """A packer killed while parts of a split sample wait keeps exactly what still waits."""
+    """A packer killed while parts of a split sample are pending keeps exactly these parts."""
     samples = [Sample(np.arange(1, n)) for n in (150, 40, 30, 70, 20)]
     first = packer.Packer(BUDGET, pool=4)
     list(first.add(samples))
@@ -140,7 +140,7 @@ def check_packer():
 
 
 def check_laps(path):
-    """Each pass over a stream has its own order."""
+    """Each lap of a stream has its own order."""
     source = jsonl_module.JsonlSource([path])
     reader = row_reader.ShuffledRows(source, shuffle_block=8)
     laps = []
@@ -154,7 +154,7 @@ def check_laps(path):
 
 @pytest.fixture
 def probe(tools, jsonl, tmp_path):
-    """Give the whole of the checks as one function."""
+    """Return all checks as one function."""
     rows = tools.documents(60, longest=150)
     path = jsonl(rows)
     mixture = [(path, 3), (jsonl(rows[:30], "other.jsonl"), 1)]

@@ -82,7 +82,7 @@ def spaced():
 
 
 class Slow:
-    """The same tokenizer, that does not know where its tokens come from."""
+    """The same tokenizer, without offsets."""
 
     def __init__(self, inner):
         self.inner, self.eos_token_id = inner, inner.eos_token_id

@@ -1,4 +1,4 @@
-"""Hostile documents: each is refused by name or left out and counted, its neighbours unharmed."""
+"""Hostile documents: each is rejected by name or skipped and counted, the others are unaffected."""
 
 import json
 import os
@@ -9,16 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from char_tokenizer import tokenize_chars
 from nopad.packing import PackedDataset, Packer, Sample
 from nopad.packing.encoding import Encoder
 from nopad.packing.sources import RowError
 
 VOCAB = 512
-
-
-def letters(text):
-    text.encode("utf-8")  # as real tokenizers do, refuse lone surrogates
-    return [ord(letter) % VOCAB for letter in text]
 
 
 IDS = {
@@ -78,7 +74,7 @@ GOOD = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 def test_a_bad_row_is_named_or_left_out_and_its_neighbours_are_packed(name, pretokenize):
     source = [*GOOD[:2], ROWS[name], *GOOD[2:]]
     options = {"budget": 8, "pool": 2, "shuffle": False, "pretokenize": pretokenize, "shards": 1}
-    options |= {"tokenizer": letters, "vocab_size": VOCAB, "add_eos": False}
+    options |= {"tokenizer": tokenize_chars, "vocab_size": VOCAB, "add_eos": False}
     with pytest.raises(ValueError, match=r"list, row 2: .*on_error"):
         list(PackedDataset(source, **options))
     data = PackedDataset(source, on_error="skip", **options)
@@ -121,7 +117,7 @@ def test_a_bad_line_is_named_or_left_out_and_its_neighbours_are_packed(tmp_path,
     data = b"\n".join([*good[:2], LINES[name], *good[2:]]) + b"\n"
     path.write_bytes(pa.compress(data, codec="gzip", asbytes=True) if suffix else data)
     options = {"budget": 8, "pool": 2, "shuffle": False, "shards": 1, "pretokenize": False}
-    options |= {"tokenizer": letters, "vocab_size": VOCAB, "add_eos": False}
+    options |= {"tokenizer": tokenize_chars, "vocab_size": VOCAB, "add_eos": False}
     with pytest.raises(ValueError, match=r"rows\.jsonl(\.gz)?, line 3: .*on_error"):
         list(PackedDataset(path, **options))
     packed = PackedDataset(path, on_error="skip", **options)
@@ -189,7 +185,7 @@ def test_a_torn_compressed_file_is_named_and_every_row_before_it_is_packed(tmp_p
 
 
 def _readable(path, codec):
-    """Give all that can be unpacked of a file: read byte by byte, nothing is lost."""
+    """Return all bytes of a file that can be decompressed, reading byte by byte."""
     data = []
     with pa.input_stream(str(path), compression=codec) as stream, suppress(OSError):
         while byte := stream.read(1):
@@ -230,7 +226,7 @@ def test_lines_that_are_appended_while_a_file_is_read_wait_for_the_next_run(tmp_
 
 def test_a_hundred_thousand_documents_obey_the_law_of_tokens():
     """A7: tokens in = packed + truncated + dropped + rejected, with hostile rows among them."""
-    rng, encoder = random.Random(0), Encoder(letters, vocab_size=VOCAB, add_eos=False)
+    rng, encoder = random.Random(0), Encoder(tokenize_chars, vocab_size=VOCAB, add_eos=False)
     bad = [row for name, row in ROWS.items() if "messages" not in name]
     packer = Packer(256, pool=256, overflow="truncate")
     given = rejected = out = 0

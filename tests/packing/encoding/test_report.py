@@ -1,4 +1,4 @@
-"""The account of what became of the data is whole, planned or streamed."""
+"""The report accounts for all data, planned or streamed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Mixtures: shares of tokens follow the weights at every moment, and sources end as asked."""
+"""Mixtures: token shares follow the weights at every moment, and sources end by their strategy."""
 
 import json
 from itertools import islice
@@ -67,7 +67,7 @@ def test_a_weight_may_drift_with_the_tokens_seen():
 
 
 def sources(*counts):
-    """Lists of documents whose tokens say which source they belong to."""
+    """Lists of documents whose tokens encode their source."""
     return [[np.full(4, 10 * s + 1) for _ in range(n)] for s, n in enumerate(counts)]
 
 
@@ -188,7 +188,7 @@ def test_weights_that_drift_go_on_in_the_next_pass(pretokenize, how):
         drift, budget=100, pool=8, pretokenize=pretokenize, shards=shards, rank=0, world_size=1
     )
     first = list(data)
-    if how == "marked as trained":  # as of packs that workers read
+    if how == "marked as trained":  # as for packs that workers read
         data.rewind()
         data.mark_trained(*first)
     if how != "iterated again":

@@ -1,4 +1,4 @@
-"""Leveling: the same packs in another order, in which ranks that step together work alike."""
+"""Leveling: the same packs in another order, in which ranks that step together have equal work."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ def lognormal_plan(n=100_000, budget=8192, seed=0):
 
 
 def spread(costs, ranks):
-    """Give the time of the slowest rank over the mean, summed over all whole steps."""
+    """Return the time of the slowest rank over the mean, summed over all complete steps."""
     steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
     return steps.max(1).sum() / steps.mean(1).sum()
 
 
 def pack_list(plan):
-    """Give the packs as (item, start, length) lists, in order."""
+    """Return the packs as (item, start, length) lists, in order."""
     columns = np.stack([plan.items, plan.starts, plan.lengths], 1).tolist()
     return [columns[plan.segments(p)] for p in range(len(plan))]
 
@@ -52,7 +52,7 @@ def test_ranks_that_step_together_work_alike():
     plan = lognormal_plan()
     leveled = balance_plan(plan)
     seven_b, attention = Cost(), Cost(0.0, 1.0)
-    assert spread(seven_b.of_packs(plan), 8) > 1.1  # what levelling is for
+    assert spread(seven_b.of_packs(plan), 8) > 1.1  # the reason for leveling
     assert spread(seven_b.of_packs(leveled), 8) <= 1.01
     assert spread(seven_b.of_packs(leveled), 64) <= 1.02
     assert spread(attention.of_packs(leveled), 8) <= 1.05
@@ -81,7 +81,7 @@ def test_steps_of_one_window_come_in_no_order_of_cost():
     steps = costs[: len(costs) // 1024 * 1024].reshape(-1, 128, 8).mean(2)
     assert max(abs(np.corrcoef(window, np.arange(128))[0, 1]) for window in steps) < 0.5
     ranks = costs[: len(costs) // 8 * 8].reshape(-1, 8).mean(0)
-    assert ranks.max() / ranks.mean() < 1.001  # no rank always gets the dear ones
+    assert ranks.max() / ranks.mean() < 1.001  # no rank always gets the expensive packs
 
 
 def test_shards_that_level_alone_still_step_together():

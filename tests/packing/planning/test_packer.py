@@ -1,4 +1,4 @@
-"""Samples in, packs out: every token once, in its sample, within the budget, at any kill point."""
+"""Samples to packs: every token once, in its sample, within the budget, at any kill point."""
 
 import json
 
@@ -21,7 +21,7 @@ SETTINGS = st.fixed_dictionaries(
 
 
 def numbered(lengths):
-    """Samples whose tokens say which sample and place they are."""
+    """Samples whose tokens encode their sample and position."""
     return [Sample(1000 * (i + 1) + np.arange(n)) for i, n in enumerate(lengths)]
 
 
@@ -134,7 +134,7 @@ def test_a_sample_that_is_read_again_with_another_length_is_refused(choice, leng
     state = first.state_dict()
     Packer(10, pool=8, **choice).load_state_dict(state, samples)
     if choice.get("overflow") == "truncate" and length > 10:
-        return  # what is cut off is not looked at
+        return  # truncated tokens are not compared
     with pytest.raises(ValueError, match=f"sample 2 has {length} tokens, another number"):
         Packer(10, pool=8, **choice).load_state_dict(state, changed)
 

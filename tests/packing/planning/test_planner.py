@@ -1,4 +1,4 @@
-"""The planner: nothing lost, nothing over budget, nothing late, whatever the calls and restarts."""
+"""The planner: nothing lost, nothing over budget, nothing late, for any calls and restarts."""
 
 import json
 import resource
@@ -35,7 +35,7 @@ MIXES = {
 
 
 def mix(median, sigma, budget, n=20_000, seed=3):
-    """Draw lengths: lognormal, or all equally likely where there is no median."""
+    """Draw lengths: lognormal, or uniform if there is no median."""
     rng = np.random.default_rng(seed)
     if not median:
         return rng.integers(1, budget + 1, n)
@@ -43,7 +43,7 @@ def mix(median, sigma, budget, n=20_000, seed=3):
 
 
 def plan_in_calls(lengths, chosen, cuts=(), restore=False):
-    """Plan with the lengths cut into calls, and a fresh planner for every call where asked."""
+    """Plan with the lengths cut into calls, and a new planner for every call if `restore`."""
     planner, plans = Planner(**chosen), []
     for part in np.split(np.array(lengths, np.int64), sorted(cuts)):
         if restore:
@@ -60,7 +60,7 @@ def assert_same(one, other):
 
 
 def expected_tokens(lengths, chosen):
-    """Give (item, token) of everything that must come out, in order."""
+    """Return (item, token) of everything that must be packed, in order."""
     room = chosen["budget"] // chosen["pad_to_multiple_of"] * chosen["pad_to_multiple_of"]
     kept = []
     for item, length in enumerate(lengths):
@@ -155,7 +155,7 @@ def test_any_pack_leaves_after_the_last_patience():
 
 
 def best_fit_decreasing(lengths, budget):
-    """Count the packs of textbook best-fit decreasing over the whole set."""
+    """Count the packs of textbook best-fit decreasing over all items."""
     rooms, packs = [], 0
     for length in sorted(lengths.tolist(), reverse=True):
         at = bisect_left(rooms, length)

@@ -1,4 +1,4 @@
-"""Files of every kind: all rows once whatever the shards, and a cursor behind every row."""
+"""Files of every format: all rows once for any shards, and a cursor after every row."""
 
 import gzip
 import json

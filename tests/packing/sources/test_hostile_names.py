@@ -1,4 +1,4 @@
-"""Names and cursors from outside never open a file outside; bombs are refused naming the limit."""
+"""Names and cursors from outside never open a file outside; bombs are rejected naming the limit."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_a_folder_does_not_lead_through_its_links(folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_cannot_name_a_file(tmp_path, name):
-    """Cursors are numbers: a name in their place is refused before a file is opened by it."""
+    """Cursors are numbers: a name instead is rejected before a file is opened with it."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"input_ids": [i]}) + "\n" for i in range(40)))
     data = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, pretokenize=False)

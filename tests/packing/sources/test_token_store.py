@@ -1,4 +1,4 @@
-"""Packs laid out by the compiled loop equal packs laid out one token at a time."""
+"""Packs gathered by the compiled loop equal packs copied one token at a time."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_laying_out_equals_the_naive_way(data):
     for number, kind in enumerate(kinds):
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=8))
         own = [Sample(np.arange(n) + 100 * (len(samples) + i)) for i, n in enumerate(lengths)]
-        if number == 1:  # a array with labels of its own
+        if number == 1:  # an array with its own labels
             own = [Sample(s.tokens, np.where(s.tokens % 3, s.tokens, IGNORE_INDEX)) for s in own]
         array = TokenArray.of(own, source=number)
         arrays.append(
@@ -51,7 +51,7 @@ def test_laying_out_equals_the_naive_way(data):
     rows = store.gather(plan, np.array([0]), align, pad_token_id=7)
     tokens, labels, bounds = naive(samples, segments, align, 7)
     assert rows.tokens.tolist() == tokens
-    marks = rows.labels if len(rows.labels) else None  # made from the tokens when asked for
+    marks = rows.labels if len(rows.labels) else None  # derived from the tokens on demand
     pack = Pack(rows.tokens, marks, rows.cu_seqlens, len(tokens), *[rows.documents] * 3)
     assert pack.num_label_tokens == sum(label != IGNORE_INDEX for label in labels)
     assert pack.labels.tolist() == labels

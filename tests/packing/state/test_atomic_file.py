@@ -1,4 +1,4 @@
-"""A state file is whole or refused: every truncation, a thousand bit flips, every crash point."""
+"""A state file is intact or rejected: every truncation, a thousand bit flips, every crash point."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Integers survive the way through text, and other text is refused."""
+"""Integers survive a round trip through text, and other text is rejected."""
 
 import numpy as np
 import pytest

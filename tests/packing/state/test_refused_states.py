@@ -1,4 +1,4 @@
-"""A state of other data, other settings or another version is refused, and the field is named."""
+"""A state of other data, other settings or another version is rejected, and the field is named."""
 
 import copy
 import json
@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from char_tokenizer import tokenize_chars
 from nopad.packing import PackedDataset
 from nopad.packing.readers.shard_state import compress_state, decompress_state
 from nopad.packing.state import merge_states
@@ -16,15 +17,11 @@ from nopad.packing.state import merge_states
 ROWS = [np.arange(3 + i % 7) + i for i in range(60)]
 
 
-def letters(text):
-    return [ord(letter) % 128 for letter in text]
-
-
 def shifted(text):
     return [(ord(letter) + 1) % 128 for letter in text]
 
 
-BASE = {"budget": 32, "pool": 8, "seed": 1, "tokenizer": letters, "add_eos": 127}
+BASE = {"budget": 32, "pool": 8, "seed": 1, "tokenizer": tokenize_chars, "add_eos": 127}
 CHANGES = {
     "budget": {"budget": 64},
     "pool": {"pool": 16},
@@ -88,7 +85,7 @@ def test_other_data_is_refused(rows):
 
 
 def long_rows(kind, value=7):
-    """Rows whose text would leave out their middle."""
+    """Rows whose `str` would abbreviate their middle."""
     rows = [np.arange(1, 2001) for _ in range(8)]
     rows[3][1000] = value
     if kind == "tensors":

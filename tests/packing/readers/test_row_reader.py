@@ -1,4 +1,4 @@
-"""Sources that can only be read on: a state names one place, and all is found again from there."""
+"""Sequential sources: a state names one position, and all rows are found again from there."""
 
 import gzip
 import json
@@ -88,7 +88,7 @@ def test_the_state_of_a_stream_joined_from_many_holds_its_state_once(tools):
         whole.append(tools.digest(pack))
         states.append(data.state_dict())
     sizes = [len(json.dumps(decompress_state(s["shards"]["0"]["state"]))) for s in states]
-    # A stream's state holds that of the rows before as well.
+    # A stream's state includes that of the rows before.
     assert own > 10_000 and max(sizes) < 2 * own + 4_000
     assert max(len(json.dumps(state)) for state in states) < 12_000
     cut = int(np.argmax(sizes))
