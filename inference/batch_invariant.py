@@ -8,7 +8,7 @@ the number of rows, means, log-sum-exps and attention run in such blocks too. Fu
 and `sdpa`, which cannot be captured in CUDA graphs, is the attention backend.
 
     with batch_invariant(max_length=512):
-        compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32: all of it was rounding
+        compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
 
 It tells rounding from mistakes: about twice the time for a tiny model, far more for a large one. It
 holds for the calling thread and for engines made inside; for models whose layers are `nn.Linear`
