@@ -319,7 +319,9 @@ def bench_memory_of_reading(documents: int) -> dict:
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
     shelf = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(Position(end_epoch=1), Share(), 0)
+    packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(
+        Position(end_epoch=1), Share(), 0
+    )
     seen = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()
     seen += sum(len(pack.samples) for pack in packs)

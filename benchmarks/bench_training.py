@@ -342,7 +342,9 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
         "liger": lambda: with_liger(bench),
         "flattening": lambda: flattened(bench),
         "padded": lambda: padded(bench),
-        "sft-compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", True, pad_to_budget=True),
+        "sft-compiled": lambda: ours(
+            bench, "compiled, T fixed", "fullgraph", True, pad_to_budget=True
+        ),
         "sft-eager": lambda: ours(bench, "eager", "", True),
         "sft-liger": lambda: with_liger(bench, True),
         "sft-flattening": lambda: flattened(bench, True),

@@ -102,7 +102,9 @@ def measured(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
         return np.asarray(data.lengths[:MOST_LENGTHS], np.int64), len(data.lengths)
     stream, lengths, tokens = data.stream_settings, [], 0
     rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip_errors else None
-    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, ENCODE_BATCH))):
+    while tokens < MOST_PACKS * stream.packer["budget"] and (
+        batch := list(islice(rows, ENCODE_BATCH))
+    ):
         found = [len(one) for one in raise_or_skip(encode_rows(batch, stream.encoder), counted)]
         lengths, tokens = lengths + found, tokens + sum(found)
     over = next(rows, None) is None

@@ -47,7 +47,9 @@ def reading_options(add: Any) -> None:
     add("--glob", help="which files of a folder, such as '*.jsonl'")
     add("--on-error", default="raise", choices=("raise", "skip"),
         help="what to do at a row that cannot be used: stop, or leave it out")  # fmt: skip
-    add("--add-eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's")
+    add(
+        "--add-eos", type=_end, help="id that ends a document, or none; without it, the tokenizer's"
+    )
     add("--dtype", choices=("uint16", "uint32"), help="of tokens in a flat .bin file")
 
 

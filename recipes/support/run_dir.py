@@ -65,7 +65,9 @@ def refuse_changes(path: Path, before: dict[str, Any], said: dict[str, Any]) -> 
     """Refuse settings under which a resumed run would be another one."""
     changed = []
     for name in [k for k in said if k not in FREE_TO_CHANGE]:
-        if repr(before[name]) == repr(said[name]):  # --add-eos 0 equals --add-eos none, which is False
+        if repr(before[name]) == repr(
+            said[name]
+        ):  # --add-eos 0 equals --add-eos none, which is False
             continue
         option = "--" + name.replace("_", "-")
         was = f"no {option}" if before[name] is None else f"{option} {before[name]}"

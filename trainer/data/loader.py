@@ -133,7 +133,7 @@ class PackedLoader:
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
         self.dataset.start_next_pass()
-        self.dataset.mark_trained()  # none yet: from here on the state is that of steps, not of reads
+        self.dataset.mark_trained()  # none yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
         for window, is_last in _mark_last(self._windows()):
             if is_last:  # trainers save before they ask for more, and go on with the next pass
