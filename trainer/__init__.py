@@ -1,7 +1,8 @@
-"""Plugins that put packs, exact losses and evaluations into the trainers people use.
+"""Packs, the exact loss and evaluation by generation, for the trainers people use.
 
-The trainers' own front ends are imported by file, `nopad.trainer.with_hf` and its like, since each
-needs its library. The names here need torch only, which is loaded when one of them is used.
+The front ends are packages of their own, `nopad.trainer.with_hf`, `.with_accelerate` and
+`.with_lightning`, since each needs its library. Importing this package registers
+`attn_implementation="nopad"`; the names below are loaded when they are used.
 """
 
 from __future__ import annotations
@@ -9,41 +10,67 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .. import attention as _attention  # noqa: F401  registers attn_implementation="nopad"
+
 if TYPE_CHECKING:
+    from .checkpoint_manifest import (
+        MANIFEST,
+        check_archive,
+        find_manifest,
+        latest_intact_checkpoint,
+        write_manifest,
+    )
     from .data.loader import EvaluationLoader, PackedLoader
-    from .evaluation.generation_eval import Example, GenerationEval
+    from .evaluation.generation_eval import GenerationEval
+    from .evaluation.report import Example
     from .fused import ClippedAdamW, compile_layers
     from .fused.fuse_layers import fuse_layers
-    from .loss.attached_loss import attach_loss
+    from .graceful_stop import SIGNALS, StopRequest
+    from .loss.attached_loss import AttachedLoss, attach_loss
     from .loss.cross_entropy import linear_cross_entropy
+    from .monitoring.throughput import Meter
 
 __all__ = [
+    "MANIFEST",
+    "SIGNALS",
+    "AttachedLoss",
     "ClippedAdamW",
     "EvaluationLoader",
     "Example",
     "GenerationEval",
+    "Meter",
     "PackedLoader",
+    "StopRequest",
     "attach_loss",
+    "check_archive",
     "compile_layers",
+    "find_manifest",
     "fuse_layers",
+    "latest_intact_checkpoint",
     "linear_cross_entropy",
+    "write_manifest",
 ]
 
-FILES = {
-    "ClippedAdamW": "fused",
-    "EvaluationLoader": "data",
-    "Example": "evaluation",
-    "GenerationEval": "evaluation",
-    "PackedLoader": "data",
-    "attach_loss": "loss",
-    "compile_layers": "fused",
-    "fuse_layers": "fused",
-    "linear_cross_entropy": "loss",
+_MODULES = {
+    "checkpoint_manifest": (
+        "MANIFEST",
+        "check_archive",
+        "find_manifest",
+        "latest_intact_checkpoint",
+        "write_manifest",
+    ),
+    "data": ("EvaluationLoader", "PackedLoader"),
+    "evaluation": ("Example", "GenerationEval"),
+    "fused": ("ClippedAdamW", "compile_layers", "fuse_layers"),
+    "graceful_stop": ("SIGNALS", "StopRequest"),
+    "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy"),
+    "monitoring": ("Meter",),
 }
-"""Where each name is at home."""
+"""The public names of each module."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in FILES:
-        return getattr(import_module(f".{FILES[name]}", __name__), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""A checkpoint's seal: what it consists of, written last, so that a torn or damaged one is known.
+"""The manifest of a checkpoint: its files with sizes and checksums, written last.
 
     checkpoint-40/model.safetensors  optimizer.bin  nopad_data.json  ...
-    checkpoint-40/nopad_seal.json        every file's size, and the SHA-256 of all but the largest
+    checkpoint-40/nopad_manifest.json    the size of every file, and the SHA-256 of smaller ones
 
-A folder without a seal was never finished. Files are on the disk, not only in the system's
-buffers, before the seal is.
+A checkpoint without a manifest was never finished. All other files are flushed to disk before the
+manifest is written.
 """
 
 from __future__ import annotations
@@ -13,70 +13,84 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from ..packing.state import read_state, to_disk, write_state
+from ..packing.state import fsync_path, read_state, write_state
 
-MANIFEST = "nopad_seal.json"
+MANIFEST = "nopad_manifest.json"
+OLD_MANIFEST = "nopad_seal.json"
+"""The name in checkpoints written before 0.1.0; the content is the same."""
 HASHED_UP_TO = 1 << 26
-"""Bytes. Hashing the weights of a large model would hold up its training: their size must do."""
+"""Bytes. Hashing the weights of a large model would delay training: only their size is checked."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Say that a checkpoint is whole; call it on one rank, when all of them have written."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [path for path in found if not path.name.startswith(MANIFEST)]  # nor the one before it
+    """Mark a checkpoint as complete; call it on one rank, after all ranks have written."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_manifest(path))
     for path in files:
-        to_disk(path)
-    told = {str(path.relative_to(folder)): _facts(path) for path in files}
-    write_state(folder / MANIFEST, {"files": told})
+        fsync_path(path)
+    entries = {str(path.relative_to(folder)): _entry(path) for path in files}
+    write_state(folder / MANIFEST, {"files": entries})
 
 
 def remove_manifest(folder: Path) -> None:
-    """Say that a checkpoint is about to be written again; on one rank, before any of them does."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    """Mark a checkpoint as incomplete before it is written again; call it on one rank."""
+    for name in (MANIFEST, OLD_MANIFEST):
+        (folder / name).unlink(missing_ok=True)
+
+
+def find_manifest(folder: Path) -> Path | None:
+    """Return the path of a checkpoint's manifest; None if it has none."""
+    paths = (folder / MANIFEST, folder / OLD_MANIFEST)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def find_damage(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if it is what was sealed."""
+    """Describe the damage of a checkpoint; None if its files are those of the manifest."""
     try:
-        told = read_state(folder / MANIFEST, fall_back=False)["files"]
+        path = find_manifest(folder) or folder / MANIFEST
+        entries = read_state(path, fall_back=False)["files"]
     except (ValueError, OSError):
-        return f"its {MANIFEST} is missing or torn, so its save was cut short"
-    for name, facts in told.items():
+        return f"its {MANIFEST} is missing or corrupted, so its save was interrupted"
+    for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if _facts(path) != facts:
-            return f"{name} is torn or damaged"
+        if _entry(path) != entry:
+            return f"{name} is truncated or corrupted"
     return None
 
 
 def latest_intact_checkpoint(folder: Path) -> Path:
-    """Return the newest sealed `checkpoint-N` that is as it was sealed."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
-    flaws = []
-    for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
-        wrong = find_damage(path)
-        if wrong is None:
+    """Return the newest `checkpoint-N` whose files are those of its manifest."""
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    damages = []
+    for path in sorted(checkpoints, key=lambda path: int(path.name[11:]), reverse=True):
+        damage = find_damage(path)
+        if damage is None:
             return path
-        flaws.append(f"; {path.name}: {wrong}")
+        damages.append(f"; {path.name}: {damage}")
     raise ValueError(
-        f"{folder} has no whole checkpoint{''.join(flaws)}; without resuming, it starts anew"
+        f"{folder} has no intact checkpoint{''.join(damages)}; start over without resuming"
     )
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a checkpoint in one file, as torch writes it, if a byte of it is not as written."""
+    """Refuse a single-file checkpoint, as torch.save writes it, if any byte of it is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, RuntimeError, ValueError) as error:
-        # RuntimeError: a flipped byte in a header asks for a compression or a password of its own
-        raise ValueError(f"{path} is no whole checkpoint: {error}") from None
+        # RuntimeError: a flipped byte in a header may ask for a compression or a password
+        raise ValueError(f"{path} is not an intact checkpoint: {error}") from None
     if damaged is not None:
-        raise ValueError(f"{path} is no whole checkpoint: {damaged} is damaged in it")
+        raise ValueError(f"{path} is not an intact checkpoint: {damaged} in it is damaged")
 
 
-def _facts(path: Path) -> list:
+def _is_manifest(path: Path) -> bool:
+    """Whether this is a manifest, or the previous version that `write_state` keeps beside it."""
+    return path.name.startswith((MANIFEST, OLD_MANIFEST))
+
+
+def _entry(path: Path) -> list:
     size = path.stat().st_size
     if size > HASHED_UP_TO:
         return [size]

@@ -1,9 +1,9 @@
-"""The whole parameters of a sharded model, for as long as an evaluation takes.
+"""Gather the parameters of an FSDP2 model for the duration of an evaluation.
 
 Under FSDP2 each forward gathers parameters from all ranks, for every new token, and ranks that do
-not step together wait for each other for ever. Gathered once, the model is a plain one: ranks
-generate on their own, and give the whole parameters back at the end. Where they do not fit, the
-model stays as it is, and generation must step on all ranks together.
+not step together deadlock. Gathered once, the model behaves like an unsharded one: every rank
+generates independently, and the parameters are resharded at the end. If they do not fit, the model
+stays sharded, and generation must step on all ranks together.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from ..runtime import gather_objects
 
 @contextmanager
 def unsharded(model: nn.Module | None) -> Iterator[None]:
-    """Gather an FSDP2 model's parameters, all ranks together, if they fit on every one of them.
+    """Gather an FSDP2 model's parameters on all ranks, if they fit on every rank.
 
-    Other models stay as they are.
+    Other models are not changed.
     """
-    parts = [] if model is None else [m for m in model.modules() if isinstance(m, FSDPModule)]
-    if model is not None and parts and not all(gather_objects(_fit(model))):
-        parts = []
+    units = [] if model is None else [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if model is not None and units and not all(gather_objects(_fits(model))):
+        units = []
     with ExitStack() as stack:
-        for part in parts:
-            part.unshard()
-            stack.callback(part.reshard)
-            stack.enter_context(_without_gathering(part))
+        for unit in units:
+            unit.unshard()
+            stack.callback(unit.reshard)
+            stack.enter_context(_without_fsdp_hooks(unit))
         yield
 
 
-def _fit(model: nn.Module) -> bool:
-    """Whether this rank has room for the whole parameters, and a tenth more for what comes then."""
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    return 1.1 * whole <= room(next(model.parameters()).device)
+def _fits(model: nn.Module) -> bool:
+    """Whether this rank has memory for the full parameters and 10 % for the generation."""
+    full = sum(p.numel() * p.element_size() for p in model.parameters())
+    return 1.1 * full <= free_bytes(next(model.parameters()).device)
 
 
-def room(device: torch.device) -> float:
-    """Bytes that could be allocated; a CPU's memory is taken to be enough."""
+def free_bytes(device: torch.device) -> float:
+    """Return the bytes that could be allocated; infinite for a CPU."""
     if device.type != "cuda":
         return float("inf")
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + idle
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 @contextmanager
-def _without_gathering(part: Any) -> Iterator[None]:
-    """Take FSDP's hooks off a module: they would free the parameters after each forward."""
-    state = part._get_fsdp_state()
-    numbers = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    before, after = part._forward_pre_hooks, part._forward_hooks
-    part._forward_pre_hooks = _all_but(before, numbers)
-    part._forward_hooks = _all_but(after, numbers)
+def _without_fsdp_hooks(unit: Any) -> Iterator[None]:
+    """Remove FSDP's forward hooks, which would free the parameters after each forward."""
+    state = unit._get_fsdp_state()
+    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    pre_hooks, hooks = unit._forward_pre_hooks, unit._forward_hooks
+    unit._forward_pre_hooks = _without(pre_hooks, ids)
+    unit._forward_hooks = _without(hooks, ids)
     try:
         yield
     finally:
-        part._forward_pre_hooks, part._forward_hooks = before, after
+        unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, hooks
 
 
-def _all_but(hooks: dict[int, Any], numbers: set[int]) -> OrderedDict[int, Any]:
-    return OrderedDict((number, hook) for number, hook in hooks.items() if number not in numbers)
+def _without(hooks: dict[int, Any], ids: set[int]) -> OrderedDict[int, Any]:
+    return OrderedDict((hook_id, hook) for hook_id, hook in hooks.items() if hook_id not in ids)

@@ -1,10 +1,10 @@
-"""Stopping when asked: a signal on any rank stops all ranks after the same step.
+"""Stop on a signal: a signal on any rank stops all ranks after the same step.
 
-    SIGTERM, SIGINT, SIGUSR1 ─▶ a flag ─▶ agreed by all ranks at the end of a step ─▶ save, leave
-                 └─ a second one ─▶ a thread of its own ─▶ leave at once
+    SIGTERM, SIGINT, SIGUSR1 ─▶ flag ─▶ should_stop(), summed over ranks after a step ─▶ save, exit
+                 └─ second signal ─▶ wake-up thread ─▶ exit at once
 
-Python hears a signal between two of its own instructions only, so a process that waits inside a
-collective would be deaf to the second; the thread is told of it by the system itself.
+Python runs signal handlers between bytecodes, so a process blocked in a collective would miss the
+second signal; the wake-up file descriptor reports it to a thread.
 """
 
 from __future__ import annotations
@@ -14,113 +14,118 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ..runtime import sum_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAID = b"\nstopping after this step, with a checkpoint; a second signal leaves at once\n"
-RELAYED = 0.5
-"""Seconds in which a launcher passes on what the terminal has sent to its ranks as well."""
+STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal exits at once\n"
+RELAY_SECONDS = 0.5
+"""A launcher relays the terminal's signal to its ranks: within this time it is the same signal."""
 
 
 class StopRequest:
-    """Listen for signals from now on; call `agreed` once a step, on every rank."""
+    """Handle signals from now on; call `should_stop` after every step, on every rank."""
 
-    def __init__(self, said: bytes = SAID):
-        """said: what the first signal is answered with."""
-        self._said = said
-        self.asked: signal.Signals | None = None
-        self._asked_at = 0.0
+    def __init__(self, message: bytes = STOP_MESSAGE):
+        """message: printed on the first signal."""
+        self._message = message
+        self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._pending: torch.Tensor | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._second = _SecondSignal()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._second_signal = _SecondSignal()
         self.listen()
 
     def listen(self) -> None:
-        """Take the signals, again if somebody else has taken them since."""
+        """Install the handlers, again if another library has replaced them since."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before.setdefault(number, signal.getsignal(number))
-                signal.signal(number, self._hear)
-            self._second.listen()
+                self._previous_handlers.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._on_signal)
+            self._second_signal.listen()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is None:
-            self.asked, self._asked_at = signal.Signals(number), time.monotonic()
-            with suppress(OSError):  # who read it may be gone
-                os.write(2, self._said)  # print may be under way in what was interrupted
-        elif time.monotonic() - self._asked_at > RELAYED:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+            with suppress(OSError):  # stderr may be closed
+                os.write(2, self._message)  # the signal may have interrupted a print
+        elif time.monotonic() - self._received_at > RELAY_SECONDS:
             os._exit(128 + number)
 
-    def agreed(self) -> bool:
-        """Say whether any rank was asked, the same on all.
+    def should_stop(self) -> bool:
+        """Return whether any rank received a signal, the same on all ranks.
 
-        On an accelerator the answer is that of the step before: reading this one's would wait
-        for the device.
+        On an accelerator the answer is that of the previous step: reading the current one would
+        wait for the device.
         """
-        total = sum_over_ranks(self.asked is not None)
+        total = sum_over_ranks(self.received is not None)
         if total.device.type == "cpu":
             return bool(total)
         total, self._pending = self._pending, total
         return total is not None and bool(total)
 
     def release(self) -> None:
-        """Give the signals back to whom they belonged, and forget what was asked."""
-        for number, handler in self._before.items():
+        """Restore the previous handlers, and clear the request."""
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before.clear()
-        self._second.release()
-        self.asked = self._pending = None
+        self._previous_handlers.clear()
+        self._second_signal.release()
+        self.received = self._pending = None
 
 
 class _SecondSignal:
-    """Leave at the second signal, whatever the main thread is waiting for."""
-
-    pipes: ClassVar[set[int]] = set()
-    """The ends that signals write to, of this process: its forks must not write to them."""
+    """Exit at the second signal, even if the main thread is blocked."""
 
     def __init__(self):
-        self._end: int | None = None
-        self._before = -1
+        self._write_fd: int | None = None
+        self._previous_fd = -1
 
     def listen(self) -> None:
-        if self._end is None:
-            out, self._end = os.pipe()
-            os.set_blocking(self._end, False)
-            self.pipes.add(self._end)
-            self._before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(out,), daemon=True).start()
+        if self._write_fd is None:
+            _register_fork_hook()
+            read_fd, self._write_fd = os.pipe()
+            os.set_blocking(self._write_fd, False)
+            _wakeup_fds.add(self._write_fd)
+            self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+            threading.Thread(target=self._read_signals, args=(read_fd,), daemon=True).start()
 
     @staticmethod
-    def _watch(out: int) -> None:
+    def _read_signals(read_fd: int) -> None:
         first = None
-        while number := os.read(out, 1):
+        while number := os.read(read_fd, 1):
             if number[0] in SIGNALS:
                 first = first or time.monotonic()
-                if time.monotonic() - first > RELAYED:
+                if time.monotonic() - first > RELAY_SECONDS:
                     os._exit(128 + number[0])
-        os.close(out)
+        os.close(read_fd)
 
     def release(self) -> None:
-        if self._end is not None:
-            now = signal.set_wakeup_fd(-1)
-            signal.set_wakeup_fd(self._before if now == self._end else now)
-            self.pipes.discard(self._end)
-            os.close(self._end)
-            self._end = None
+        if self._write_fd is not None:
+            current = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._previous_fd if current == self._write_fd else current)
+            _wakeup_fds.discard(self._write_fd)
+            os.close(self._write_fd)
+            self._write_fd = None
 
 
-def _leave_to_the_parent() -> None:
-    """In a fork: what is sent to a data worker is not sent to its parent."""
+_wakeup_fds: set[int] = set()
+"""The wake-up file descriptors of this process: forks inherit them and must not write to them."""
+
+
+@cache
+def _register_fork_hook() -> None:
+    os.register_at_fork(after_in_child=_detach_from_parent)
+
+
+def _detach_from_parent() -> None:
+    """In a fork: a signal to a data worker must not be reported to its parent."""
     with suppress(ValueError):  # not the main thread
-        before = signal.set_wakeup_fd(-1)
-        if before not in _SecondSignal.pipes:
-            signal.set_wakeup_fd(before)
-    _SecondSignal.pipes.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+        inherited = signal.set_wakeup_fd(-1)
+        if inherited not in _wakeup_fds:
+            signal.set_wakeup_fd(inherited)
+    _wakeup_fds.clear()

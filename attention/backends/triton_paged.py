@@ -28,19 +28,19 @@ try:
     )
 
     _has_triton = True
-except ImportError:  # `why_not` reports it
+except ImportError:  # `unsupported_reason` reports it
     _has_triton = False
 
 
-def why_not(ask: CallSpec) -> str | None:
+def unsupported_reason(spec: CallSpec) -> str | None:
     if not _has_triton:
         return "triton is not installed"
-    if ask.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if spec.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU it needs TRITON_INTERPRET=1"
-    if max(ask.key_dim, ask.value_dim) > 256:
-        return f"head dim {max(ask.key_dim, ask.value_dim)} is over 256"
-    if ask.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} products"
+    if max(spec.key_dim, spec.value_dim) > 256:
+        return f"head dim {max(spec.key_dim, spec.value_dim)} is over 256"
+    if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it has no {spec.dtype} products"
     return None
 
 

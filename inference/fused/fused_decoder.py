@@ -12,7 +12,6 @@ with rotary positions, norm, gated MLP; and not where a module it bypasses has a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Pages, Varlen, attend_cached
-from ...attention.backends import CallSpec, selection
+from ...attention.backends import CallSpec, select
 from ...attention.hf import current_varlen, record_call
 from ...kernels import (
     QKTransform,
@@ -38,7 +37,7 @@ from ...kernels import (
     write_qkv,
 )
 from ...runtime import rms_norm_eps
-from ..execution.capture import capturing, side_by_side
+from ..execution.capture import is_capturing, run_on_streams
 from ..live_model.patches import Patches
 from .qkv_weights import QKVWeights
 
@@ -66,6 +65,8 @@ class FusedDecoder:
         self._rope_tables: list[tuple[Tensor, Tensor]] = []
         """Cosines and sines by position; shorter ones are kept, since graphs hold addresses."""
         self._split_counters: Tensor | None = None
+        self._step: Varlen | None = None
+        """What the model's forward was called with; the layers around it receive no keywords."""
 
     def __call__(
         self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
@@ -78,20 +79,31 @@ class FusedDecoder:
             check_supported_layer(layer)
         self._supported = _has_one_dtype(body) and _has_no_hooks(body) and _is_verified(body)
         for module, forward in (
+            (body, self._body),
             (body.embed_tokens, self._embed),
             (body.rotary_emb, self._rotary),
             (body.norm, self._norm),
             *((layer, self._layer) for layer in body.layers),
         ):
-            patches.put(module, "forward", partial(forward, module, module.forward))
-        patches.after(self._clear_pending)
+            patches.set(module, "forward", partial(forward, module, module.forward))
+        patches.on_restore(self._clear_pending)
 
     def _active_pages(self) -> Pages | None:
         """Return the pages of this step, if the fused layers compute it."""
-        varlen: Varlen | None = current_varlen()
-        if not self._supported or not capturing() or varlen is None or varlen.max_length != 1:
+        varlen = self._varlen()
+        if not self._supported or not is_capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
+
+    def _varlen(self) -> Varlen | None:
+        return current_varlen() if self._step is None else self._step
+
+    def _body(self, body: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step = kwargs.get("varlen")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._step = None
 
     def _embed(self, module: Any, original: Callable[..., Tensor], ids: Tensor) -> Tensor:
         if self._active_pages() is None:
@@ -129,7 +141,7 @@ class FusedDecoder:
         return residual
 
     def _attend(self, attn: Any, partials: Tensor, transform: QKTransform, use_pdl: bool) -> Tensor:
-        varlen = current_varlen()
+        varlen = self._varlen()
         assert varlen is not None and varlen.pages is not None
         pages, layer, num_rows = varlen.pages, attn.layer_idx, partials.shape[1]
         keys, values = pages.cache.layer(layer)
@@ -181,7 +193,7 @@ def gated_linear(x: Tensor, mlp: Any) -> Tensor:
     gate, up = mlp.gate_proj, mlp.up_proj
     tiles = gated_gemm_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
-        gate_out, up_out = side_by_side(x, gate, up)
+        gate_out, up_out = run_on_streams(x, gate, up)
         return silu_mul(gate_out, up_out)
     return gated_gemm(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 
@@ -222,7 +234,7 @@ def _has_no_hooks(body: nn.Module) -> bool:
         forward = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if forward is not None and not hasattr(forward, "ours"):
+        if forward is not None and not hasattr(forward, "_nopad_patch"):
             return False
     return True
 
@@ -232,7 +244,7 @@ def _is_verified(body: Any) -> bool:
     modules = [body.norm]
     for layer in body.layers:
         modules += [layer.input_layernorm, layer.self_attn]
-    return all(hasattr(module.forward, "ours") for module in modules)
+    return all(hasattr(module.forward, "_nopad_patch") for module in modules)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:
@@ -245,7 +257,7 @@ def _by_own_kernels(keys: Tensor, heads: int) -> bool:
         value_dim=dim, grad=False, window=False, softcap=False, sinks=False,
         page_size=page_size, decode=True,
     )  # fmt: skip
-    return selection.select(astuple(spec)) == "triton"
+    return select(spec) == "triton"
 
 
 def _qk_norm_weights(attn: Any) -> tuple[Any, Any, float]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...attention import PagedCache, Pages, Varlen, forward_context
-from ..execution.capture import for_capture
+from ...attention import PagedCache, Pages, Varlen, forward_context, step_context
+from ..execution.capture import capture_mode
 from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
 from ..live_model.patches import Patches
@@ -25,6 +26,18 @@ from .qkv_weights import QKVWeights
 from .replacements import gated_mlps, norms, residual_adds, rotary
 
 log = logging.getLogger("nopad.inference")
+
+_enabled: ContextVar[bool] = ContextVar("nopad_fused_ops", default=True)
+
+
+@contextmanager
+def without_fused_ops() -> Iterator[None]:
+    """Build engines inside without fused kernels."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
 
 
 class FusedOp(Protocol):
@@ -47,6 +60,8 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
         cache_like: a cache of the kind that steps will use.
         max_num_seqs: the most sequences of a step; kernels for up to as many are compiled here.
     """
+    if not _enabled.get():
+        return []
     verified: list[FusedOp] = []
     qkv_weights = QKVWeights()
     candidates = (norms, gated_mlps, rotary, qkv_weights, residual_adds, _decoder(qkv_weights))
@@ -78,7 +93,7 @@ class FusedOps:
     @contextmanager
     def active(self, modules: Sequence[nn.Module], weights_changed: bool = True) -> Iterator[None]:
         """Apply the replacements inside; the model is the first of its modules."""
-        if weights_changed or self._patches is None or not self._patches.back():
+        if weights_changed or self._patches is None or not self._patches.reapply():
             self._patches = None
             with apply_ops(modules, self._ops, weights_changed) as self._patches:
                 yield
@@ -86,7 +101,7 @@ class FusedOps:
         try:
             yield
         finally:
-            self._patches.out()
+            self._patches.restore()
 
 
 @contextmanager
@@ -100,7 +115,7 @@ def apply_ops(
             op(modules, patches, weights_changed)
         yield patches
     finally:
-        patches.out()
+        patches.restore()
 
 
 def _precompile(
@@ -137,7 +152,7 @@ def _precompile_step(model: Any, cache_like: PagedCache, num_seqs: int) -> None:
         max_length = num_pages * cache.page_size
         pages = Pages(cache, table, cu_seqlens[:-1] * 0 + 1, ids[0] - 1, max_length)
         varlen = Varlen(cu_seqlens, max_queries, pages)
-        with forward_context(varlen), for_capture(max_queries == 1):
+        with forward_context(varlen), capture_mode(max_queries == 1):
             x = body.embed_tokens(ids)
             kwargs = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
             x = body.layers[0](x, attention_mask=None, **kwargs)
@@ -166,7 +181,7 @@ def _trial_logits(model: Any, cache_like: PagedCache) -> Tensor:
     """Return the logits of two short prompts, then of a decode step of both, as captured."""
     cache = _small_cache(cache_like)
     prompts = _run_step(model, cache, [range(5), range(3)])
-    with for_capture():
+    with capture_mode():
         return torch.cat([prompts, _run_step(model, cache, [range(5, 6), range(3, 4)])], dim=1)
 
 
@@ -192,7 +207,7 @@ def _run_step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
     pages = Pages(cache, table, lengths, slots, max_length)
     varlen = Varlen(cu_seqlens, max(map(len, spans)), pages)
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
-    with forward_context(varlen):
+    with step_context(model, varlen):
         out = model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, varlen=varlen
         )

@@ -80,11 +80,11 @@ class _Stack:
 
     def patch(self, linears: list[nn.Linear], patches: Patches) -> None:
         sizes = [linear.out_features for linear in linears]
-        patches.after(self._computed.clear)
-        patches.put(linears[0], "forward", partial(self._project_q, sizes=sizes))
+        patches.on_restore(self._computed.clear)
+        patches.set(linears[0], "forward", partial(self._project_q, sizes=sizes))
         for index in (1, 2):
             forward = partial(self._take_kv, index=index, linear=linears[index])
-            patches.put(linears[index], "forward", forward)
+            patches.set(linears[index], "forward", forward)
 
     def _project_q(self, x: Tensor, sizes: list[int]) -> Tensor:
         assert self.weight is not None

@@ -10,7 +10,7 @@ from nopad.packing import PackedDataset
 
 def stream(*rows):
     """Rows whose lengths nobody knows before reading them."""
-    order = {"strategy": "sequential", "shuffle": False, "shards": 1, "ahead": False}
+    order = {"strategy": "sequential", "shuffle": False, "shards": 1, "pretokenize": False}
     return PackedDataset(lambda: iter(rows), budget=128, **order)
 
 
@@ -53,10 +53,10 @@ def test_bad_input_is_named_before_the_first_step(what, front, tmp_path):
 
 def test_a_sequence_over_the_positions_is_refused_later_in_a_stream_too():
     from nopad.trainer.data import PackedLoader
-    from nopad.trainer.monitoring.preflight import guard
+    from nopad.trainer.monitoring.preflight import check_first_batches
 
     loader = PackedLoader(stream(*[[1] * 60] * 4, [1] * 70))
-    guard(loader, tiny_run.model())
+    check_first_batches(loader, tiny_run.model())
     handed_out = []
     with pytest.raises(ValueError, match="sequence of 70 tokens, beyond the model's 64"):
         for batch in loader:

@@ -1,4 +1,4 @@
-"""A checkpoint that is torn or damaged is never taken for a whole one."""
+"""A truncated or corrupted checkpoint is never taken for an intact one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import tiny_run
 import torch
 from nopad.trainer.checkpoint_manifest import (
     MANIFEST,
+    OLD_MANIFEST,
     check_archive,
     find_damage,
+    find_manifest,
     latest_intact_checkpoint,
     remove_manifest,
     write_manifest,
@@ -29,18 +31,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def damages(whole: bytes, flips: int) -> list[bytes]:
-    """The file at every shorter length, and with single bits turned over."""
+def damages(intact: bytes, flips: int) -> list[bytes]:
+    """The file at every shorter length, and with single flipped bits."""
     draw = random.Random(0)
-    bad = [whole[:length] for length in range(len(whole))]
+    bad = [intact[:length] for length in range(len(intact))]
     for _ in range(flips):
-        place, bit = draw.randrange(len(whole)), 1 << draw.randrange(8)
-        bad.append(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        index, bit = draw.randrange(len(intact)), 1 << draw.randrange(8)
+        bad.append(intact[:index] + bytes([intact[index] ^ bit]) + intact[index + 1 :])
     return bad
 
 
 @pytest.mark.parametrize("name", [STATE_FILE, MANIFEST, "model.safetensors"])
-def test_every_torn_length_and_every_flipped_bit_is_noticed(folder, name):
+def test_every_truncation_and_every_flipped_bit_is_noticed(folder, name):
     assert latest_intact_checkpoint(folder).name == "checkpoint-10"
     path = folder / "checkpoint-10" / name
     for bad in damages(path.read_bytes(), 1000):
@@ -50,18 +52,18 @@ def test_every_torn_length_and_every_flipped_bit_is_noticed(folder, name):
     assert latest_intact_checkpoint(folder).name == "checkpoint-9"
 
 
-def test_without_a_whole_one_every_reason_is_named(folder):
+def test_without_an_intact_checkpoint_every_reason_is_named(folder):
     (folder / "checkpoint-2" / MANIFEST).unlink()
     (folder / "checkpoint-9" / STATE_FILE).write_text("{}")
     (folder / "checkpoint-10" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no whole checkpoint") as error:
+    with pytest.raises(ValueError, match="no intact checkpoint") as error:
         latest_intact_checkpoint(folder)
-    for part in ("checkpoint-10: model.safetensors is missing", "cut short",
-                 "checkpoint-9: nopad_data.json is torn or damaged"):  # fmt: skip
-        assert part in str(error.value)
+    for reason in ("checkpoint-10: model.safetensors is missing", "interrupted",
+                   "checkpoint-9: nopad_data.json is truncated or corrupted"):  # fmt: skip
+        assert reason in str(error.value)
 
 
-def test_a_folder_may_be_sealed_again_and_again(folder):
+def test_a_manifest_may_be_written_again_and_again(folder):
     checkpoint = folder / "checkpoint-10"
     for weights in (b"a", b"b", b"c"):
         (checkpoint / "model.safetensors").write_bytes(weights)
@@ -69,13 +71,13 @@ def test_a_folder_may_be_sealed_again_and_again(folder):
         assert find_damage(checkpoint) is None
 
 
-def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is_sealed(folder):
+def test_a_checkpoint_that_is_written_again_is_incomplete_until_its_manifest_is(folder):
     checkpoint = folder / "checkpoint-10"
     for _ in range(2):
         write_manifest(checkpoint)
     remove_manifest(checkpoint)
-    assert "cut short" in str(find_damage(checkpoint))
-    remove_manifest(folder / "checkpoint-11")  # the first time there is nothing to remove_manifest
+    assert "interrupted" in str(find_damage(checkpoint))
+    remove_manifest(folder / "checkpoint-11")  # the first time there is none
 
 
 def test_large_files_are_known_by_their_size(folder, monkeypatch):
@@ -84,19 +86,32 @@ def test_large_files_are_known_by_their_size(folder, monkeypatch):
     write_manifest(checkpoint)
     assert find_damage(checkpoint) is None
     (checkpoint / "model.safetensors").write_bytes(bytes(255))
-    assert find_damage(checkpoint) == "model.safetensors is torn or damaged"
+    assert find_damage(checkpoint) == "model.safetensors is truncated or corrupted"
 
 
-def test_a_torn_or_damaged_archive_is_refused_by_name(tmp_path):
+def test_a_truncated_or_corrupted_archive_is_refused_by_name(tmp_path):
     path = tmp_path / "last.ckpt"
     torch.save({"weights": torch.arange(64.0), "position": {"epoch": 1}}, path)
     check_archive(path)
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 11):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"last\.ckpt is no whole checkpoint"):
+    intact = path.read_bytes()
+    for length in range(0, len(intact), 11):
+        path.write_bytes(intact[:length])
+        with pytest.raises(ValueError, match=r"last\.ckpt is not an intact checkpoint"):
             check_archive(path)
-    place = whole.index(torch.arange(64.0).numpy().tobytes()) + 77
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-    with pytest.raises(ValueError, match="is damaged in it"):
+    index = intact.index(torch.arange(64.0).numpy().tobytes()) + 77
+    path.write_bytes(intact[:index] + bytes([intact[index] ^ 4]) + intact[index + 1 :])
+    with pytest.raises(ValueError, match="in it is damaged"):
         check_archive(path)
+
+
+def test_checkpoints_with_the_old_name_of_the_manifest_are_read_and_checked(folder):
+    checkpoint = folder / "checkpoint-10"
+    (checkpoint / MANIFEST).rename(checkpoint / OLD_MANIFEST)
+    assert find_manifest(checkpoint) == checkpoint / OLD_MANIFEST == checkpoint / "nopad_seal.json"
+    assert latest_intact_checkpoint(folder) == checkpoint
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    assert find_damage(checkpoint) == "model.safetensors is truncated or corrupted"
+    write_manifest(checkpoint)  # the new one counts, and does not list the old one
+    assert find_damage(checkpoint) is None
+    remove_manifest(checkpoint)
+    assert find_manifest(checkpoint) is None and "interrupted" in str(find_damage(checkpoint))

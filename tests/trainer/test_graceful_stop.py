@@ -1,4 +1,4 @@
-"""Stopping when asked: a signal is heard once, agreed, and given back."""
+"""A signal is received once, stops all ranks, and the handlers are restored."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nopad.trainer import graceful_stop
-from nopad.trainer.graceful_stop import RELAYED, SIGNALS, StopRequest
+from nopad.trainer.graceful_stop import RELAY_SECONDS, SIGNALS, StopRequest
 
 BEGINNING = """
 import ctypes, os, signal, time
 from nopad.trainer import graceful_stop as stop
-from nopad.trainer.graceful_stop import RELAYED, StopRequest
+from nopad.trainer.graceful_stop import RELAY_SECONDS, StopRequest
 request = StopRequest()
 print("listening", flush=True)
 """
 IMPATIENT = f"""{BEGINNING}
-while not request.agreed():
+while not request.should_stop():
     time.sleep(0.01)
 print("asked", flush=True)
 time.sleep(60)
 """
-PATIENT = IMPATIENT.replace("request =", "stop.RELAYED = 60\nrequest =")
+PATIENT = IMPATIENT.replace("request =", "stop.RELAY_SECONDS = 60\nrequest =")
 DEAF = f"""{BEGINNING}
 lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 libc.pthread_mutex_lock(lock)
@@ -39,9 +39,9 @@ if not child:
     time.sleep(60)
     os._exit(1)
 for _ in range(2):
-    time.sleep(2 * RELAYED)
+    time.sleep(2 * RELAY_SECONDS)
     os.kill(child, signal.SIGUSR1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.asked, flush=True)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.received, flush=True)
 """
 
 
@@ -66,9 +66,9 @@ def child():
 def test_a_signal_is_heard_and_the_handlers_are_given_back(number):
     before, descriptor = signal.getsignal(number), signal.set_wakeup_fd(-1)
     request = StopRequest()
-    assert not request.agreed()
+    assert not request.should_stop()
     os.kill(os.getpid(), number)
-    assert request.agreed() and request.asked == number
+    assert request.should_stop() and request.received == number
     request.release()
     assert signal.getsignal(number) == before
     assert signal.set_wakeup_fd(descriptor) == -1
@@ -78,13 +78,13 @@ def test_what_was_asked_is_forgotten_when_the_signals_are_given_back():
     request = StopRequest()
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert request.agreed()
+        assert request.should_stop()
         request._pending = torch.ones(())  # as on an accelerator
         request.release()
-        assert not request.agreed() and request._pending is None
+        assert not request.should_stop() and request._pending is None
         request.listen()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert request.agreed()
+        assert request.should_stop()
     finally:
         request.release()
 
@@ -97,7 +97,7 @@ def test_a_signal_is_heard_though_nobody_reads_what_is_said(monkeypatch):
     request = StopRequest()
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert request.agreed()
+        assert request.should_stop()
     finally:
         request.release()
 
@@ -106,7 +106,7 @@ def test_a_second_signal_leaves_at_once(child):
     process = child(IMPATIENT)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "asked\n"
-    time.sleep(2 * RELAYED)
+    time.sleep(2 * RELAY_SECONDS)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
@@ -125,7 +125,7 @@ def test_what_a_launcher_passes_on_is_no_second_signal(child):
 def test_a_second_signal_is_heard_inside_a_call_that_never_returns(child):
     process = child(DEAF)
     for _ in range(2):
-        time.sleep(2 * RELAYED)
+        time.sleep(2 * RELAY_SECONDS)
         process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 

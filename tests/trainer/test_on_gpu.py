@@ -11,7 +11,7 @@ from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.runtime import gather_rng_states, load_rng_states
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.monitoring.preflight import leak
+from nopad.trainer.monitoring.preflight import measure_leak
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def one_by_one(dtype: torch.dtype, count: int = 2) -> dict:
 def test_a_packed_bf16_step_is_as_near_to_fp32_as_samples_one_by_one(attention, attached):
     gold, low = one_by_one(torch.float32), one_by_one(torch.bfloat16)
     trained = model(attention, torch.bfloat16)
-    assert leak(trained) == 0.0
+    assert measure_leak(trained) == 0.0
     if attached:
         attach_loss(trained)
     batch = PackedCollator()(tiny_run.packs(dataset(), 2))
@@ -67,7 +67,7 @@ def test_a_mixed_precision_step_of_the_hf_trainer_is_that_of_samples_one_by_one(
     assert error(ours, one_by_one(torch.float32)) <= 2 * error(
         one_by_one(torch.bfloat16), one_by_one(torch.float32)
     )
-    assert "leak self-test 0.0" in capsys.readouterr().out
+    assert "leak check 0.0" in capsys.readouterr().out
 
 
 def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():

@@ -1,12 +1,13 @@
-"""Loaders of packs for training and validation, and the saved position in the data."""
+"""Loaders of packs for training and validation, and the data position of a checkpoint."""
 
-from .data_state import gathered_state, load_data_state, save_data_state
-from .loader import EvaluationLoader, PackedLoader
+from .data_state import gather_data_state, load_data_state, save_data_state
+from .loader import EvaluationLoader, PackedLoader, PackInfo
 
 __all__ = [
     "EvaluationLoader",
+    "PackInfo",
     "PackedLoader",
-    "gathered_state",
+    "gather_data_state",
     "load_data_state",
     "save_data_state",
 ]

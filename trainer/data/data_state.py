@@ -1,7 +1,7 @@
-"""The data position of a checkpoint: one small file, written by all ranks together.
+"""The data position of a checkpoint: one small JSON file, written by all ranks together.
 
-Ranks of a sharded stream know different cursors, so saving is a collective: call it on all ranks.
-The file holds its own checksum and appears whole or not at all.
+Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
+The file holds its own checksum and is written atomically.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .loader import PackedLoader
 STATE_FILE = "nopad_data.json"
 
 
-def gathered_state(loader: PackedLoader, state: dict | None = None) -> dict:
-    """Return the one state of the run from what all ranks know; call it on every rank."""
+def gather_data_state(loader: PackedLoader, state: dict | None = None) -> dict:
+    """Merge the states of all ranks into the one state of the run; call it on every rank."""
     return merge_states(gather_objects(state or loader.state()))
 
 
@@ -24,19 +24,19 @@ def save_data_state(
     loader: PackedLoader, folder: Path, state: dict | None = None, name: str = STATE_FILE
 ) -> None:
     """Write the data state into a checkpoint folder; call it on every rank."""
-    whole = gathered_state(loader, state)
+    merged = gather_data_state(loader, state)
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        write_state(folder / name, whole)
+        write_state(folder / name, merged)
     barrier()
 
 
 def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) -> None:
-    """Continue the data where a checkpoint was taken."""
+    """Continue the data at the position of a checkpoint."""
     path = folder / name
     if not path.is_file():
         raise ValueError(
-            f"{folder} has no {name}: it was not saved with packed data, "
-            "or its save was cut short; choose another checkpoint"
+            f"{folder} has no {name}: it was saved without packed data, or its save was "
+            "interrupted; choose another checkpoint"
         )
     loader.load_state(read_state(path, fall_back=False))

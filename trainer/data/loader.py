@@ -1,11 +1,12 @@
-"""One rank's batches of a run, in whole optimizer steps, and the data state of what was stepped.
+"""The batches of one rank, optimizer step by optimizer step, and the data state of each step.
 
-    PackedDataset ─▶ DataLoader workers ─▶ window: one step's packs ─▶ count over ranks ─▶ batches
+    PackedDataset ─▶ DataLoader workers ─▶ StepBatches: the packs of one optimizer step ─▶ batches
                                               │
-                                              └─ state: after the last whole window handed out
+                                              ├─ label tokens, summed over ranks: in every batch
+                                              └─ data state: saved once the step was issued
 
-The loader looks one window ahead, so that every batch can carry the number of tokens that its
-whole optimizer step counts. What was fetched but not stepped is not in the state.
+The loader reads one optimizer step ahead, so that every batch can carry the number of label tokens
+of its optimizer step. Packs that were read but not yet issued are not part of the state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,210 +34,213 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackInfo:
-    """What is kept of a pack once its tokens are in a batch."""
+    """Describes a pack whose tokens are in a batch: lengths, sources and position in the data."""
 
     index: int
     cursor: dict
     budget: int
     lengths: np.ndarray
-    counted: float
-    """What the pack weighs in the mean: its counted tokens, or its counted samples."""
+    loss_weight: float
+    """The pack's weight in the mean: its label tokens, or with `mean="sample"` its samples."""
     sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Which of its source's samples each sequence is."""
+    """For each sequence, the index of its sample in its source."""
 
     @classmethod
     def of(cls, pack: Pack, batch: Batch) -> PackInfo:
-        counted = pack.counted
+        weight = pack.num_label_tokens
         if "loss_weights" in batch:
-            counted = float(batch["loss_weights"].sum())
-        where = pack.sources, pack.samples
-        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, counted, *where)
+            weight = float(batch["loss_weights"].sum())
+        ids = pack.sources, pack.samples
+        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, weight, *ids)
 
     def __str__(self) -> str:
         if not len(self.samples):
             return f"pack {self.index}"
-        return f"pack {self.index} (to sample {self.samples[-1]} of source {self.sources[-1]})"
+        return f"pack {self.index} (up to sample {self.samples[-1]} of source {self.sources[-1]})"
 
 
 @dataclass(slots=True)
-class _Window:
-    """The batches of one optimizer step on this rank, and the data state behind them."""
+class StepBatches:
+    """The batches of one optimizer step on this rank, and the data state after it."""
 
-    pairs: list[tuple[Batch, PackInfo]]
+    batches: list[tuple[Batch, PackInfo]]
     state: dict
 
 
 class PackedLoader:
-    """Iterate the batches of this rank's packs; iterate again for the next epoch.
+    """Iterate over the batches of this rank's packs; iterate again for the next epoch.
 
-    An iteration that was left before its end goes on behind the last whole step.
+    If an iteration is left early, the next one continues after the last complete optimizer step.
 
-    Every batch carries `num_items_in_batch`, scaled so that a trainer that divides the loss by
-    the accumulation steps and averages gradients over ranks arrives at the exact token mean of
-    the optimizer step. The mean of the losses over micro-batches and ranks is that token mean.
+    Every batch carries `num_items_in_batch`, scaled for trainers that divide the loss by the
+    accumulation steps and average gradients over ranks: the gradient is then that of the exact
+    token mean of the optimizer step, and the mean of the losses over micro-batches and ranks is
+    that token mean.
     """
 
-    batch_size = 1  # what DeepSpeed asks every loader for
-    _is_accelerate_prepared = True  # else Accelerate would dispatch and slice our rows
+    batch_size = 1  # DeepSpeed reads it from every loader
+    _is_accelerate_prepared = True  # otherwise Accelerate would dispatch and slice our batches
 
     def __init__(
         self,
         dataset: PackedDataset,
         collator: Callable[[Pack], Batch] | None = None,
         *,
-        accumulation: int = 1,
+        accumulation_steps: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
-        last_window: Literal["pad", "drop"] = "pad",
-        with_items: bool = True,
+        drop_last: bool = False,
+        count_items: bool = True,
     ):
-        """Say how packs become steps.
+        """Configure how packs are grouped into optimizer steps.
 
-        last_window: fill the last step with empty packs of weight zero, or leave it out.
-        with_items: off for trainers that count the step's tokens themselves.
+        accumulation_steps: packs per optimizer step and rank.
+        drop_last: drop an incomplete last step instead of filling it up with empty packs.
+        count_items: add `num_items_in_batch`; off for trainers that count label tokens themselves.
         """
-        if last_window not in ("pad", "drop"):
-            raise ValueError(f"last_window={last_window!r}: 'pad' or 'drop'")
-        if accumulation < 1:
-            raise ValueError(f"accumulation={accumulation}: a step needs at least one pack")
+        if accumulation_steps < 1:
+            raise ValueError(
+                f"accumulation_steps={accumulation_steps}: a step needs at least one pack"
+            )
         self.dataset = dataset
         self.collator = collator or PackedCollator()
-        self.accumulation = accumulation
-        self.last_window = last_window
-        self.with_items = with_items
-        self.last: PackInfo | None = None
-        """The pack of the batch handed out last."""
-        self.handed_out: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation + 64)
-        """The packs handed out, each with the state behind it where it ends a step."""
-        self.first_check: Callable[[list[Batch]], None] | None = None
-        """Called once, with the batches of the first step, before any of them is handed out."""
-        self.positions: int | None = None
-        """How many the model has; a batch that reaches beyond them is refused."""
-        self.waited = 0.0
-        """Seconds this loader let its trainer wait for data."""
+        self.accumulation_steps = accumulation_steps
+        self.drop_last = drop_last
+        self.count_items = count_items
+        self.last_pack: PackInfo | None = None
+        """The pack of the last batch that was issued."""
+        self.issued: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation_steps + 64)
+        """The packs that were issued, each with the data state after it if it ends a step."""
+        self.first_step_check: Callable[[list[Batch]], None] | None = None
+        """Called once, with the batches of the first step, before any of them is issued."""
+        self.max_positions: int | None = None
+        """The model's limit; batches with positions beyond it are refused."""
+        self.wait_seconds = 0.0
+        """Seconds the trainer has waited for data."""
         self._state: dict | None = None
-        self._came: PackInfo | None = None
-        self._became: tuple[Any, dict[str, int]] = None, {}
-        self._packs: tuple[Any, int] = None, 1
+        self._last_read: PackInfo | None = None
+        self._overflow_counts: tuple[Any, dict[str, int]] = None, {}
+        self._packs_of_epoch: tuple[Any, int] = None, 1
         self._loader = DataLoader(
             dataset,
             batch_size=None,
             collate_fn=partial(_collate, self.collator),  # pyright: ignore[reportArgumentType]
             num_workers=num_workers,
             pin_memory=pin_memory,
-            # Else each iteration would draw the workers' seed from the numbers that dropout draws.
+            # Otherwise each iteration would draw the workers' seed from the global generator,
+            # which dropout uses.
             generator=torch.Generator().manual_seed(torch.initial_seed()),
         )
 
     def __iter__(self) -> Iterator[Batch]:
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
-        self.dataset.go_on()
-        self.dataset.stepped()  # none yet: from here on the state is that of steps, not of reads
+        self.dataset.start_next_pass()
+        self.dataset.mark_trained()  # no step yet: from here on the state follows steps, not reads
         self._state = self.dataset.state_dict()
-        for window, is_last in _mark_last(self._windows()):
-            if is_last:  # trainers save before they ask for more, and go on with the next pass
-                window.state = self.dataset.end_pass()
-            yield from self._step(window, is_last)
+        for step, is_last in _mark_last(self._steps()):
+            if is_last:  # trainers save before they ask for more, and resume with the next pass
+                step.state = self.dataset.end_pass()
+            yield from self._issue(step, is_last)
         self.dataset.end_pass()
         self._state = None
 
     def state(self) -> dict:
-        """Return this rank's view of the data state after the last step handed out."""
+        """Return this rank's view of the data state after the last step that was issued."""
         return self._state or self.dataset.state_dict()
 
-    def epochs(self) -> float | None:
-        """Return how often the data was gone over so far; None for a stream: who knows its end."""
-        if self.dataset.lengths is None:
-            return None
-        position = self.state()["position"]
-        epoch, done = position["epoch"], position["index"] - position["start"]
-        if self._packs[0] != epoch:
-            self._packs = epoch, max(1, self.dataset.count(epoch))
-        return epoch + done / self._packs[1]
-
-    def became(self) -> dict[str, int]:
-        """Count the samples split, truncated and dropped: of the epoch, or of a stream so far."""
-        position = self.state()["position"]
-        epoch = position["epoch"]
-        if position["until"] is not None:
-            epoch = min(epoch, position["until"] - 1)  # behind the last one there is none
-        if self.dataset.lengths is None or self._became[0] != epoch:
-            account = self.dataset.report(epoch)
-            counts = {name: account[name] for name in ("split", "truncated", "dropped")}
-            self._became = epoch, {**counts, "skipped": account["skipped"]["rows"]}
-        return self._became[1]
-
     def load_state(self, state: dict) -> None:
-        """Go on where a state was taken, from the next iteration on."""
+        """Continue from a saved state at the next iteration."""
         self._state = None
         self.dataset.load_state_dict(state)
 
-    def _windows(self) -> Iterator[_Window]:
-        packs = iter(self._loader)
+    def epochs_done(self) -> float | None:
+        """Return how many epochs were read so far; None for a stream, whose end is unknown."""
+        if self.dataset.lengths is None:
+            return None
+        position = self.state()["position"]
+        epoch, done = position["epoch"], position["index"] - position["epoch_start"]
+        if self._packs_of_epoch[0] != epoch:
+            self._packs_of_epoch = epoch, max(1, self.dataset.count(epoch))
+        return epoch + done / self._packs_of_epoch[1]
+
+    def overflow_counts(self) -> dict[str, int]:
+        """Count split, truncated, dropped and skipped samples: of the epoch, or a stream so far."""
+        position = self.state()["position"]
+        epoch = position["epoch"]
+        if position["end_epoch"] is not None:
+            epoch = min(epoch, position["end_epoch"] - 1)  # after the last epoch, report that one
+        if self.dataset.lengths is None or self._overflow_counts[0] != epoch:
+            report = self.dataset.report(epoch)
+            counts = {name: report[name] for name in ("split", "truncated", "dropped")}
+            self._overflow_counts = epoch, {**counts, "skipped": report["skipped"]["rows"]}
+        return self._overflow_counts[1]
+
+    def _steps(self) -> Iterator[StepBatches]:
+        packs, size = iter(self._loader), self.accumulation_steps
         workers = getattr(packs, "_workers", ())
-        with WorkerWatch(workers, lambda: self._came or "nothing") as watch:
+        with WorkerWatch(workers, lambda: self._last_read or "nothing") as watch:
             while True:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 with watch.reading():
-                    pairs = list(islice(packs, self.accumulation))
-                self.waited += time.perf_counter() - began
-                if not pairs or (len(pairs) < self.accumulation and self.last_window == "drop"):
+                    batches = list(islice(packs, size))
+                self.wait_seconds += time.perf_counter() - start
+                if not batches or (len(batches) < size and self.drop_last):
                     return
-                self._came = pairs[-1][1]
-                state = self.dataset.state_after(*(info for _, info in pairs))
-                pairs += [self._empty(pairs[0][1]) for _ in range(self.accumulation - len(pairs))]
-                yield _Window(pairs, state)
+                self._last_read = batches[-1][1]
+                state = self.dataset.state_after(*(info for _, info in batches))
+                batches += [self._empty(batches[0][1]) for _ in range(size - len(batches))]
+                yield StepBatches(batches, state)
 
-    def _empty(self, like: PackInfo) -> tuple[Batch, PackInfo]:
-        return _collate(self.collator, Pack.of([], like.budget))
+    def _empty(self, template: PackInfo) -> tuple[Batch, PackInfo]:
+        return _collate(self.collator, Pack.of([], template.budget))
 
-    def _step(self, window: _Window, is_last: bool) -> Iterator[Batch]:
-        if self.first_check is not None:
-            self.first_check([batch for batch, _ in window.pairs])
-            self.first_check = None
-        self._check_positions(window)
+    def _issue(self, step: StepBatches, is_last: bool) -> Iterator[Batch]:
+        if self.first_step_check is not None:
+            self.first_step_check([batch for batch, _ in step.batches])
+            self.first_step_check = None
+        self._check_positions(step)
         extra = {}
-        if self.with_items:
-            extra["num_items_in_batch"] = self._items([info for _, info in window.pairs])
-        for (batch, info), ends_window in _mark_last(window.pairs):
-            self.last = info
-            self.handed_out.append((info, window.state if ends_window else None))
-            if ends_window:
-                self._state = window.state
+        if self.count_items:
+            extra["num_items_in_batch"] = self._items([info for _, info in step.batches])
+        for (batch, info), ends_step in _mark_last(step.batches):
+            self.last_pack = info
+            self.issued.append((info, step.state if ends_step else None))
+            if ends_step:
+                self._state = step.state
                 self.on_step_end(is_last)
-            yield self.place({**batch, **extra})
+            yield self.to_device({**batch, **extra})
 
-    def _check_positions(self, window: _Window) -> None:
-        if self.positions is None:
+    def _check_positions(self, step: StepBatches) -> None:
+        if self.max_positions is None:
             return
-        for batch, info in window.pairs:
-            reached = int(batch["position_ids"].max()) + 1
-            if reached > self.positions:
+        for batch, info in step.batches:
+            length = int(batch["position_ids"].max()) + 1
+            if length > self.max_positions:
                 raise ValueError(
-                    f"pack {info.index} holds a sequence of {reached} tokens, beyond the model's "
-                    f"{self.positions} positions: lower the budget to {self.positions}"
+                    f"pack {info.index} holds a sequence of {length} tokens, beyond the model's "
+                    f"{self.max_positions} positions: lower the budget to {self.max_positions}"
                 )
 
     def _items(self, infos: list[PackInfo]) -> Any:
-        """Count a window over all ranks, per micro-batch and rank."""
-        total = sum_over_ranks(sum(info.counted for info in infos))
-        return total.clamp(min=1).float() / (self.accumulation * world_size())
+        """Sum the loss weights of a step over all ranks; return them per micro-batch and rank."""
+        total = sum_over_ranks(sum(info.loss_weight for info in infos))
+        return total.clamp(min=1).float() / (self.accumulation_steps * world_size())
 
-    def place(self, batch: Batch) -> Batch:
-        """Move a batch to where the model is."""
+    def to_device(self, batch: Batch) -> Batch:
+        """Move a batch to the model's device."""
         return batch
 
     def on_step_end(self, is_last: bool) -> None:
-        """Hear that a step's last batch is handed out, and whether the stream ends with it."""
+        """Called when the last batch of a step is issued; `is_last`: the data ends with it."""
 
 
 class EvaluationLoader(PackedLoader):
-    """A whole set, or its first packs, once, from the beginning each time.
+    """Iterate over a data set, or its first packs, once, from the beginning each time.
 
-    The plain mean of its batches' losses over batches and ranks is the token mean of the set. What
-    the set counts is found by reading it once before, so that no more than two batches are held.
+    The plain mean of the batch losses over batches and ranks is the token mean of the data set. The
+    label tokens are counted in a first read, so that at most two batches are held at a time.
     """
 
     def __init__(
@@ -245,25 +249,25 @@ class EvaluationLoader(PackedLoader):
         collator: Callable[[Pack], Batch] | None = None,
         limit: int | None = None,
     ):
-        """limit: of each rank, so many packs at most stand for the set."""
+        """limit: evaluate at most this many packs per rank."""
         super().__init__(dataset, collator)
-        whole = math.ceil(dataset.count() / world_size())
-        self.packs = whole if limit is None else min(whole, limit)
-        """How many this rank is given; as many as the others."""
-        self._share: Any = None
+        packs_per_rank = math.ceil(dataset.count() / world_size())
+        self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
+        """Packs of this rank; the same number on every rank."""
+        self._items_per_pack: Any = None
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._share is None:
+        if self._items_per_pack is None:
             self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))
-            total = sum_over_ranks(sum(info.counted for info in infos))
-            self._share = total.clamp(min=1).float() / (self.packs * world_size())
+            total = sum_over_ranks(sum(info.loss_weight for info in infos))
+            self._items_per_pack = total.clamp(min=1).float() / (self.packs * world_size())
         self.dataset.rewind()
         self._state = None
         return islice(super().__iter__(), self.packs)
 
     def _items(self, infos: list[PackInfo]) -> Any:
-        return self._share
+        return self._items_per_pack
 
 
 T = TypeVar("T")
@@ -281,8 +285,8 @@ def _mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     [('a', False), ('b', True)]
     """
     iterator = iter(items)
-    for held in iterator:
+    for pending in iterator:
         for item in iterator:
-            yield held, False
-            held = item
-        yield held, True
+            yield pending, False
+            pending = item
+        yield pending, True

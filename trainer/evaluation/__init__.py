@@ -1,9 +1,9 @@
-"""Evaluation by generation during training: examples, metrics, reports."""
+"""Evaluation by generation during training: examples, metrics, a time budget, reports."""
 
-from .generation_eval import Example, GenerationEval
+from .generation_eval import GenerationEval
 from .metrics import contains, exact_match, extracted
-from .report import Report
-from .tables import lines
+from .report import Example, Report
+from .tables import report_lines
 
 __all__ = [
     "Example",
@@ -12,5 +12,5 @@ __all__ = [
     "contains",
     "exact_match",
     "extracted",
-    "lines",
+    "report_lines",
 ]

@@ -1,4 +1,4 @@
-"""What a completion is worth: a metric takes its text and the reference, and gives a number."""
+"""Metrics of a completion: functions of its text and the reference that return a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Metric = Callable[[str, Any], float]
 
 
 def exact_match(text: str, reference: Any) -> float:
-    """Give 1 where the text is the reference, spaces around them aside.
+    """Return 1 if the text equals the reference, ignoring surrounding whitespace.
 
     >>> exact_match(" Paris\\n", "Paris"), exact_match("Paris.", "Paris")
     (1.0, 0.0)
@@ -19,7 +19,7 @@ def exact_match(text: str, reference: Any) -> float:
 
 
 def contains(text: str, reference: Any) -> float:
-    """Give 1 where the reference occurs in the text.
+    """Return 1 if the reference occurs in the text.
 
     >>> contains("It is Paris.", "Paris")
     1.0
@@ -28,38 +28,38 @@ def contains(text: str, reference: Any) -> float:
 
 
 def extracted(pattern: str, *, last: bool = True) -> Metric:
-    """Compare what a regular expression finds in the text with what it finds in the reference.
+    """Compare the match of a regular expression in the text with its match in the reference.
 
-    The first group counts, if there is one; commas in numbers do not. A reference in which the
-    pattern does not occur is taken whole.
+    The first group is compared if there is one; commas in numbers are ignored. A reference without
+    a match is compared as a whole.
 
-    last: the last find counts, else the first.
+    last: compare the last match in a text; otherwise the first.
 
     >>> metric = extracted(r"#### (-?[0-9.,]+)")
     >>> metric("so 6 * 200 = 1200\\n#### 1,200", "#### 1200"), metric("1200", "#### 1200")
     (1.0, 0.0)
     """
     try:
-        compiled = re.compile(pattern)
+        regex = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
     def metric(text: str, reference: Any) -> float:
-        wanted = find(str(reference))
-        return float(find(text) == (_plain(str(reference)) if wanted is None else wanted))
+        expected = find(str(reference))
+        return float(find(text) == (_normalize(str(reference)) if expected is None else expected))
 
     def find(text: str) -> str | None:
-        found = [m.group(1 if compiled.groups else 0) for m in compiled.finditer(text)]
-        return _plain(found[-1 if last else 0] or "") if found else None
+        matches = [m.group(1 if regex.groups else 0) for m in regex.finditer(text)]
+        return _normalize(matches[-1 if last else 0] or "") if matches else None
 
     metric.__name__ = "extracted"
     return metric
 
 
-def _plain(answer: str) -> str:
-    """Strip an answer to what is compared.
+def _normalize(answer: str) -> str:
+    """Strip whitespace, a final period and commas.
 
-    >>> _plain(" 1,200. ")
+    >>> _normalize(" 1,200. ")
     '1200'
     """
     return answer.strip().rstrip(".").replace(",", "")

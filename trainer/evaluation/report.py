@@ -1,14 +1,24 @@
-"""What an evaluation found, as loggers and front ends take it."""
+"""Examples and reports: the input of an evaluation by generation, and its result."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a table of samples."""
+class Example:
+    """A prompt, and the reference that its completion is compared with."""
+
+    prompt: Any
+    """Text, token ids or messages."""
+    reference: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One line of the table of completions."""
 
     prompt: str
     completion: str
@@ -18,35 +28,36 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an evaluation found; the same on every rank, but for the seconds that each counts."""
+    """The result of an evaluation; the same on every rank, except for the measured seconds."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
-    """By full name, `eval/…`; empty where nothing was found out."""
-    rows: list[Row] = field(default_factory=list)
+    """Values by full name, `eval/…`; empty if the evaluation failed or was skipped."""
+    rows: list[TableRow] = field(default_factory=list)
     seconds: float = 0.0
     is_best: bool = False
-    """Whether the watched metric is better than ever before."""
+    """Whether the monitored metric has its best value so far."""
     note: str | None = None
-    """Why less than everything was evaluated."""
+    """Why fewer examples were evaluated, or none."""
     error: str | None = None
-    """What went wrong, in which example."""
+    """The first error, and its example."""
     name: str = ""
-    """Which evaluation this was, where there are several."""
-    unknown: tuple[str, ...] = ()
-    """Full names of metrics that have no value: all failed, came late, or was left out."""
+    """The evaluation's name, if there are several."""
+    missing: tuple[str, ...] = ()
+    """Full names of metrics without a value: the evaluation failed, ran out of time or was skipped.
+    """
 
     def values(self) -> dict[str, float]:
-        """Give every metric, NaN where there is none: no monitor takes an older value for new.
+        """Return every metric, NaN if it is missing, so that monitors never see a stale value.
 
-        >>> Report(4, {"eval/exact": 0.5}, unknown=("eval/f1",)).values()
+        >>> Report(4, {"eval/exact": 0.5}, missing=("eval/f1",)).values()
         {'eval/f1': nan, 'eval/exact': 0.5}
         """
-        return {**dict.fromkeys(self.unknown, math.nan), **self.metrics}
+        return {**dict.fromkeys(self.missing, math.nan), **self.metrics}
 
 
 def full_name(evaluation: str, name: str) -> str:
-    """The name that a metric or a table of an evaluation is logged under.
+    """Return the name under which a metric or table of an evaluation is logged.
 
     >>> full_name("", "exact"), full_name("gsm8k", "exact")
     ('eval/exact', 'eval/gsm8k/exact')

@@ -1,58 +1,55 @@
-"""What completions are worth: every metric on every one of them, and a count of what is missing.
+"""Apply metrics to completions, and count the failed and unfinished ones.
 
-    completion ─┬─▶ error, or too late: counted
-                └─▶ metrics ─▶ means, and rows of a table of samples
+    completion ─┬─▶ error or past the deadline: counted
+                └─▶ metrics ─▶ means, and rows of the table of completions
 
-A harness has judged already; it is only seen to that what it gives are numbers.
+A harness returns metrics of its own; they are only converted to floats.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .metrics import Metric
-from .report import Row
+from .report import Example, TableRow
 
-if TYPE_CHECKING:
-    from .generation_eval import Example
-
-COUNTS = ("examples", "failed", "unfinished", "new_tokens")
-"""What is found out beside the metrics."""
+COUNTERS = ("examples", "failed", "unfinished", "new_tokens")
+"""Reported beside the metrics."""
 
 
-def judge(
+def score_completions(
     metrics: Mapping[str, Metric],
-    numbers: list[int],
+    indices: list[int],
     examples: list[Example],
     completions: list[Any],
-) -> tuple[dict[str, float], list[Row], str | None]:
-    """Apply the metrics to what was completed; count what was not, and name the first."""
-    error, rows, failed, late = None, [], 0, 0
+) -> tuple[dict[str, float], list[TableRow], str | None]:
+    """Return the mean of each metric with the counters, the table rows, and the first error."""
+    error, rows, failed, unfinished = None, [], 0, 0
     scores: dict[str, list[float]] = {name: [] for name in metrics}
-    for number, example, completion in zip(numbers, examples, completions, strict=True):
+    for index, example, completion in zip(indices, examples, completions, strict=True):
         if completion.error is not None:
             failed += 1
-            error = error or f"example {number}: {completion.error}"
+            error = error or f"example {index}: {completion.error}"
         elif completion.finish_reason == "deadline":
-            late += 1
+            unfinished += 1
         else:
-            own, trouble = _apply(metrics, number, example, completion)
-            error = error or trouble
-            for name, value in own.items():
+            values, metric_error = _apply(metrics, index, example, completion)
+            error = error or metric_error
+            for name, value in values.items():
                 scores[name].append(value)
-            rows.append(_row(example, completion, own))
-    found = {name: sum(values) / len(values) for name, values in scores.items() if values}
-    new = sum(len(completion.tokens) for completion in completions)
-    found |= dict(zip(COUNTS, (len(rows), failed, late, new), strict=True))
-    return found, rows, error
+            rows.append(_table_row(example, completion, values))
+    means = {name: sum(values) / len(values) for name, values in scores.items() if values}
+    new = sum(len(completion.token_ids) for completion in completions)
+    counters = dict(zip(COUNTERS, (len(rows), failed, unfinished, new), strict=True))
+    return means | counters, rows, error
 
 
-def read_numbers(found: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
-    """What a harness gave, NaN where it is no number, and what the first of those is."""
+def to_floats(results: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
+    """Convert a harness's results; values that are not numbers become NaN and an error."""
     values, error = {}, None
-    for name, value in dict(found).items():
+    for name, value in dict(results).items():
         try:
             values[name] = float(value)
         except Exception:
@@ -62,35 +59,35 @@ def read_numbers(found: Mapping[str, Any]) -> tuple[dict[str, float], str | None
 
 
 def _apply(
-    metrics: Mapping[str, Metric], number: int, example: Example, completion: Any
+    metrics: Mapping[str, Metric], index: int, example: Example, completion: Any
 ) -> tuple[dict[str, float], str | None]:
-    """The value of each metric that gave one, and what the first other one raised."""
-    values, error = {}, None
+    """Return the values of the metrics that did not raise, and the first error."""
+    values, first_error = {}, None
     for name, metric in metrics.items():
         try:
             values[name] = float(metric(_text(completion), example.reference))
-        except Exception as raised:
-            trouble = f"metric {name!r} on example {number}: {type(raised).__name__}: {raised}"
-            error = error or trouble
-    return values, error
+        except Exception as error:
+            message = f"metric {name!r} on example {index}: {type(error).__name__}: {error}"
+            first_error = first_error or message
+    return values, first_error
 
 
 def _text(completion: Any) -> str:
-    """Text, or the ids where there is no tokenizer."""
+    """Return the text, or the token ids if there is no tokenizer."""
     if completion.text is not None:
         return completion.text
-    return " ".join(map(str, completion.tokens))
+    return " ".join(map(str, completion.token_ids))
 
 
-def _row(example: Example, completion: Any, scores: dict[str, float]) -> Row:
+def _table_row(example: Example, completion: Any, scores: dict[str, float]) -> TableRow:
     reference = "" if example.reference is None else str(example.reference)
-    return Row(_shown(example.prompt), _text(completion), reference, scores)
+    return TableRow(_prompt_text(example.prompt), _text(completion), reference, scores)
 
 
-def _shown(prompt: Any) -> str:
-    """A prompt as people read it: of a conversation, who says what.
+def _prompt_text(prompt: Any) -> str:
+    """Format a prompt for people; a conversation as `role: content` lines.
 
-    >>> _shown([{"role": "user", "content": "How many?"}]), _shown([1, 403])
+    >>> _prompt_text([{"role": "user", "content": "How many?"}]), _prompt_text([1, 403])
     ('user: How many?', '[1, 403]')
     """
     if isinstance(prompt, list) and all(isinstance(turn, Mapping) for turn in prompt):

@@ -1,94 +1,104 @@
-"""Samples of an evaluation where people look at them: TensorBoard text, a W&B table, the console.
+"""Show completions where people look: TensorBoard text, a W&B table, the console.
 
-Loggers are told by what they can do, so that none has to be installed.
+Loggers are recognized by their methods, so that none of them has to be installed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 from tqdm import tqdm
 
-from .report import Report, Row, full_name
+from .report import Report, TableRow, full_name
 
 log = logging.getLogger(__name__)
 
-WIDTH = 400
-"""Characters of a text that are shown; of a prompt the last ones, of the others the first."""
+MAX_CHARACTERS = 400
+"""Characters shown of a text: the last ones of a prompt, the first ones of the others."""
 
 
-def show(report: Report, loggers: Iterable[Any], console: bool = False) -> None:
-    """Send a report's rows to whatever takes text or tables; on a console, its metrics too."""
-    taken = console
-    columns, data = table(report.rows)
-    tag = full_name(report.name, "samples")
-    for logger in loggers if report.rows else ():
-        if hasattr(logger, "log_table"):
-            logger.log_table(tag, columns=columns, data=data, step=report.step)
-            taken = True
-        elif hasattr(logger, "add_text"):
-            logger.add_text(tag, markdown(report.rows), report.step)
-            taken = True
-    if console and (report.metrics or report.rows):
-        tqdm.write("\n".join(lines(report)))
-    if report.rows and not taken:
-        _say_once()
+class ReportWriter:
+    """Writes the completions of reports to loggers, and to the console if asked."""
+
+    def __init__(self, console: bool = False):
+        self.console = console
+        self._has_warned = False
+
+    def write(self, report: Report, loggers: Iterable[Any]) -> None:
+        """Send a report's rows to every logger that takes text or tables."""
+        is_shown = self.console
+        columns, data = table(report.rows)
+        tag = full_name(report.name, "samples")
+        for logger in loggers if report.rows else ():
+            if hasattr(logger, "log_table"):
+                logger.log_table(tag, columns=columns, data=data, step=report.step)
+                is_shown = True
+            elif hasattr(logger, "add_text"):
+                logger.add_text(tag, markdown(report.rows), report.step)
+                is_shown = True
+        if self.console and (report.metrics or report.rows):
+            tqdm.write("\n".join(report_lines(report)))
+        if report.rows and not is_shown and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the completions of evaluations are not shown: no logger takes text or tables; "
+                "pass console=True to print them"
+            )
 
 
-def writer(logger: Any, inside: str) -> Any:
-    """The logger if it takes tables, else what is inside it if that takes text, as TensorBoard's.
+def table_logger(logger: Any, inner: str) -> Any:
+    """Return the logger if it takes tables, or its attribute `inner` if that takes text.
 
-    Clients inside others' loggers have a `log_table` of other arguments.
+    TensorBoard's writer is such an attribute. Clients inside other loggers may have a `log_table`
+    with other arguments, so theirs is not used.
     """
     if hasattr(logger, "log_table"):
         return logger
-    found = getattr(logger, inside, None)
-    return found if hasattr(found, "add_text") else None
+    client = getattr(logger, inner, None)
+    return client if hasattr(client, "add_text") else None
 
 
-def lines(report: Report) -> list[str]:
-    """What the console shows: the metrics, what went wrong first, and samples.
+def report_lines(report: Report) -> list[str]:
+    """Return the lines for the console: the metrics, the first error, and completions.
 
-    >>> row = Row("2+2=", "4", "4")
-    >>> print(*lines(Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])), sep="\\n")
+    >>> row = TableRow("2+2=", "4", "4")
+    >>> report = Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])
+    >>> print(*report_lines(report), sep="\\n")
     after 5 steps: exact 0.5, seconds 0.123
       '2+2=' -> '4'
     """
-    start = full_name(report.name, "")
-    named = ", ".join(f"{k.removeprefix(start)} {v:.4g}" for k, v in report.metrics.items())
-    title = f"after {report.step} steps{report.name and f', {report.name}'}: {named}"
-    wrong = [] if report.error is None else [f"  went wrong: {' '.join(report.error.split())}"]
-    shown = [f"  {_tail(r.prompt, 60)!r} -> {r.completion[:WIDTH]!r}" for r in report.rows]
-    return [title, *(line[: 2 * WIDTH] for line in wrong), *shown]
+    prefix = full_name(report.name, "")
+    values = ", ".join(f"{k.removeprefix(prefix)} {v:.4g}" for k, v in report.metrics.items())
+    title = f"after {report.step} steps{report.name and f', {report.name}'}: {values}"
+    errors = [] if report.error is None else [f"  error: {' '.join(report.error.split())}"]
+    completions = [
+        f"  {_tail(row.prompt, 60)!r} -> {row.completion[:MAX_CHARACTERS]!r}" for row in report.rows
+    ]
+    return [title, *(line[: 2 * MAX_CHARACTERS] for line in errors), *completions]
 
 
-@cache
-def _say_once() -> None:
-    log.warning("samples of evaluations are shown nowhere: no logger takes text; console=True does")
+def table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[Any]]]:
+    """Return the column names and the lines of a table.
 
-
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and lines.
-
-    >>> table([Row("2+2=", "4", "4", {"exact": 1.0})])
+    >>> table([TableRow("2+2=", "4", "4", {"exact": 1.0})])
     (['prompt', 'completion', 'reference', 'exact'], [['2+2=', '4', '4', 1.0]])
     """
-    names = list(dict.fromkeys(name for row in rows for name in row.scores))
+    metrics = list(dict.fromkeys(name for row in rows for name in row.scores))
     data = [
-        [_tail(row.prompt, WIDTH), row.completion[:WIDTH], row.reference[:WIDTH]]
-        + [row.scores.get(name) for name in names]
+        [_tail(row.prompt, MAX_CHARACTERS)]
+        + [row.completion[:MAX_CHARACTERS], row.reference[:MAX_CHARACTERS]]
+        + [row.scores.get(name) for name in metrics]
         for row in rows
     ]
-    return ["prompt", "completion", "reference", *names], data
+    return ["prompt", "completion", "reference", *metrics], data
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The same as TensorBoard renders it.
+def markdown(rows: Sequence[TableRow]) -> str:
+    """Format a table as Markdown, which TensorBoard renders.
 
-    >>> print(markdown([Row("a|b", "c\\nd", "", {})]))
+    >>> print(markdown([TableRow("a|b", "c\\nd", "", {})]))
     | prompt | completion | reference |
     |---|---|---|
     | a\\|b | c<br>d |  |

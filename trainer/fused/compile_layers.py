@@ -4,7 +4,7 @@
 
 Compiling the layer instead of the model takes a sixteenth of the time and loses nothing that
 matters: between two layers there is only the residual. Batches should have a constant T
-(`PackedCollator(fill=True)`); with `fixed_sequences` no shape ever changes.
+(`PackedCollator(pad_to_budget=True)`); with `fixed_sequences` no shape ever changes.
 
 Tensors that are cheap to recompute are not kept for the backward: the inputs of products (normed
 hidden states, gated MLP states) are a third of a layer's activations, and are recomputed by the

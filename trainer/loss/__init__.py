@@ -1,9 +1,10 @@
-"""The exact token-mean loss without materialized logits."""
+"""The exact token-mean loss, computed without materializing logits."""
 
-from .attached_loss import attach_loss
+from .attached_loss import AttachedLoss, attach_loss
 from .cross_entropy import linear_cross_entropy
 
 __all__ = [
+    "AttachedLoss",
     "attach_loss",
     "linear_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""Checks before the first step, and throughput while training runs."""
+"""Checks before the first step, and throughput during training."""
 
 from .flops import ModelFlops
 from .preflight import check_run

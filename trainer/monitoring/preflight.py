@@ -1,7 +1,7 @@
-"""Before the first step: refuse what would train wrongly, and say what is about to happen.
+"""Checks before the first step, and the banner that describes the run.
 
-nopad: llama, attention nopad, boundaries by cu_seq_lens, leak self-test 0.0
-nopad: 1,024 packs of 8192 an epoch, fill 99.8 %, 9.1 samples a pack; split 12, truncated 0, ...
+nopad: llama, attention nopad, document boundaries from cu_seq_lens, leak check 0.0
+nopad: 1,024 packs of 8192 tokens per epoch, fill 99.8%, 9.1 sequences per pack; 12 samples ...
 """
 
 from __future__ import annotations
@@ -14,108 +14,118 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ...attention.hf import document_mask, eval_mode, installed
+from ...attention.hf import document_mask, eval_mode, install_mask_patch
 from ...collators import PackedCollator
 from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
 from ...runtime import rank, sum_over_ranks
 from ..data.loader import PackedLoader
 
-MOST_LENGTHS = 1 << 20
-"""How many documents are planned to foretell an epoch."""
+MAX_PLANNED = 1 << 20
+"""Samples that are planned for the banner; the figures of larger data are extrapolated."""
 
 
 def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str]:
-    """Raise where this model, data and collator do not go together; else return the banner.
+    """Return the lines of the banner; raise if this model, data and collator would train wrongly.
 
-    Call it under the autocast of the training: some attention knows low precision only.
+    Call it under the training's autocast: some attention backends take low precision only.
     """
     config: Any = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", "eager")
     _check_lengths(data, config)
     _check_weights(model, collator)
-    found, how = leak(model, collator), _route(attention)
-    if found:
-        how = _repaired(model, collator, found)
-    first = f"{config.model_type}, attention {attention}, boundaries by {how}, leak self-test 0.0"
-    return [first, *_foretell(data)]
+    leak, boundaries = measure_leak(model, collator), _boundaries(attention)
+    if leak:
+        boundaries = _try_mask_repair(model, collator, leak)
+    model_line = (
+        f"{config.model_type}, attention {attention}, document boundaries from {boundaries}, "
+        "leak check 0.0"
+    )
+    return [model_line, *_describe_plan(data)]
 
 
 def print_banner(lines: list[str]) -> None:
-    """Print the banner, on the first rank."""
+    """Print the banner on the first rank."""
     if rank() == 0:
         for line in lines:
             tqdm.write(f"nopad: {line}")
 
 
-def leak(model: Any, collator: Any = None, apart: bool = False) -> float:
-    """Change the first of some packed samples; return how far the others' logits move.
+def measure_leak(model: Any, collator: Any = None, mask_documents: bool = False) -> float:
+    """Change the first of several packed samples; return how far the others' logits move.
 
-    The movement is relative to the largest logit; 0.0 is what packing promises. Nothing is
-    compiled for it: the small shape would be remembered as one of the run's.
+    The result is relative to the largest logit; correct packing gives 0.0. torch.compile is off
+    meanwhile: it would specialize on the small shape of this check.
+
+    mask_documents: pass the boundaries to the stock masks.
     """
     collator = collator or PackedCollator()
-    vocabulary = model.config.get_text_config().vocab_size
-    draw = np.random.default_rng(0)
-    rows = [draw.integers(0, vocabulary, length) for length in _probed(collator)]
-    if len(rows) < 2:
-        return 0.0  # a sequence alone in its pack has no neighbour
-    other = [(rows[0] + 1) % vocabulary, *rows[1:]]
+    vocab_size = model.config.get_text_config().vocab_size
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(0, vocab_size, length) for length in _check_sample_lengths(collator)]
+    if len(samples) < 2:
+        return 0.0  # a pack of one sequence cannot leak
+    changed = [(samples[0] + 1) % vocab_size, *samples[1:]]
     with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        before, after = (_logits(model, collator, ids, apart) for ids in (rows, other))
-    moved = (before - after)[0, len(rows[0]) :].abs().max() / before.abs().max()
+        before, after = (
+            _logits(model, collator, ids, mask_documents) for ids in (samples, changed)
+        )
+    moved = (before - after)[0, len(samples[0]) :].abs().max() / before.abs().max()
     weight = next(model.parameters())
-    exact = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
-    rounding = 1e-5 if exact else 4e-3
+    is_fp32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
+    rounding = 1e-5 if is_fp32 else 4e-3
     return 0.0 if moved < rounding else float(moved)
 
 
-def _probed(collator: Any) -> list[int]:
-    """Lengths of samples to pack, of which the collator has room for so many and so long ones."""
-    room = getattr(collator, "fixed_sequences", None) or 3
-    longest = getattr(collator, "max_length", None) or 9
-    return [min(length, longest) for length in (6, 9, 5)][:room]
+def _check_sample_lengths(collator: Any) -> list[int]:
+    """Lengths of the samples to pack, within the collator's fixed shapes."""
+    max_samples = getattr(collator, "fixed_sequences", None) or 3
+    max_length = getattr(collator, "max_length", None) or 9
+    return [min(length, max_length) for length in (6, 9, 5)][:max_samples]
 
 
-def _logits(model: Any, collator: Any, rows: list[np.ndarray], apart: bool) -> torch.Tensor:
+def _logits(
+    model: Any, collator: Any, samples: list[np.ndarray], mask_documents: bool
+) -> torch.Tensor:
     device = next(model.parameters()).device
-    # A pack, as in training, and a full one: collators that fill rows up need not.
-    batch = collator(Pack.of([Sample(ids) for ids in rows], budget=sum(map(len, rows))))
+    # A full pack, as in training: collators that pad rows then have nothing to pad.
+    batch = collator(Pack.of([Sample(ids) for ids in samples], budget=sum(map(len, samples))))
     batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}
     batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
-    if not apart:
+    if not mask_documents:
         return model(**batch).logits.float()
     with document_mask(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
         return model(**batch).logits.float()
 
 
-def _route(attention: str) -> str:
+def _boundaries(attention: str) -> str:
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 
 
-def _repaired(model: Any, collator: Any, found: float) -> str:
-    """Have the stock masks told the documents from now on, if that stops the leak."""
+def _try_mask_repair(model: Any, collator: Any, leak: float) -> str:
+    """Have the attached loss pass document ids to the stock masks, if that stops the leak."""
     config, way_out = model.config.get_text_config(), 'use attn_implementation="nopad"'
     attention = getattr(config, "_attn_implementation", "eager")
-    if attention != "nopad" and installed() and not leak(model, collator, apart=True):
+    can_mask = attention != "nopad" and install_mask_patch()
+    if can_mask and not measure_leak(model, collator, mask_documents=True):
         if hasattr(model, "nopad_loss"):
-            model.nopad_loss.apart = True
-            return "document numbers in the mask"
+            model.nopad_loss.mask_documents = True
+            return "document ids in the attention mask"
         way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks"
     raise ValueError(
         f"{config.model_type} with attn_implementation={attention!r} lets packed samples see each "
-        f"other (logits move by {found:.2g}): {way_out}, or train without packing; check=False "
-        "trains regardless"
+        f"other (logits move by {leak:.2g}): {way_out}, or train without packing; check=False "
+        "skips this check"
     )
 
 
 def _check_lengths(data: PackedDataset, config: Any) -> None:
-    most = getattr(config, "max_position_embeddings", None)
+    max_positions = getattr(config, "max_position_embeddings", None)
     longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
     longest = min(longest, data.settings["budget"])
-    if most is not None and longest > most:
+    if max_positions is not None and longest > max_positions:
         raise ValueError(
-            f"a sequence of {longest} tokens is beyond the model's {most} positions: "
-            f"lower the budget to {most}, or choose a model that reaches farther"
+            f"a sequence of {longest} tokens is beyond the model's {max_positions} positions: "
+            f"lower the budget to {max_positions}, or choose a model with a longer context"
         )
 
 
@@ -126,50 +136,52 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
         )
 
 
-def _foretell(data: PackedDataset) -> list[str]:
-    """Say how many packs come, how full, and what becomes of long samples."""
-    known, budget, asked = data.lengths, data.settings["budget"], data.packs.packs
-    if known is None or not len(known):
-        run = "" if asked is None else f"{asked:,} "
-        return [f"{run}packs of {budget}, lengths not known before reading"]
-    lengths = known[:MOST_LENGTHS]
-    names = ("budget", "pool", "strategy", "overflow", "align")
+def _describe_plan(data: PackedDataset) -> list[str]:
+    """Describe the number of packs, their fill, and the samples that overflow."""
+    lengths, budget, max_packs = data.lengths, data.settings["budget"], data.max_packs
+    if lengths is None or not len(lengths):
+        total = "" if max_packs is None else f"{max_packs:,} "
+        return [f"{total}packs of {budget} tokens; lengths are unknown before reading"]
+    planned = lengths[:MAX_PLANNED]
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of")
     planner = Planner(**{name: data.settings[name] for name in names})
-    held = len(planner.feed(lengths).items) + len(planner.finish().items)
-    counts, cut = planner.counts, len(known) > len(lengths)
-    packs = round(counts.packs * len(known) / len(lengths))
-    whole, kind = f"{'about ' * cut}{packs:,}", f"packs of {budget}"
-    run = f"{whole} {kind}" if asked is None else f"{asked:,} {kind} in all, {whole}"
+    sequences = len(planner.feed(planned).items) + len(planner.finish().items)
+    counts, is_estimate = planner.counts, len(lengths) > len(planned)
+    packs = round(counts.packs * len(lengths) / len(planned))
+    per_epoch = f"{'about ' * is_estimate}{packs:,} packs of {budget} tokens per epoch"
+    if max_packs is not None:
+        per_epoch = f"{max_packs:,} packs in total, {per_epoch}"
     fill = counts.packed_tokens / max(1, counts.packs * budget)
+    overflow = f"{counts.split:,} samples split"
+    if is_estimate:
+        overflow = f"of the first {len(planned):,} samples, {counts.split:,} split"
     return [
-        f"{run} an epoch, fill {fill:.1%}, "
-        f"{held / max(1, counts.packs):.1f} samples or parts a pack; "
-        f"{f'of the first {len(lengths):,} samples ' * cut}split {counts.split:,}, "
-        f"truncated {counts.truncated:,}, dropped {counts.dropped:,}"
+        f"{per_epoch}, fill {fill:.1%}, {sequences / max(1, counts.packs):.1f} sequences per pack; "
+        f"{overflow}, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
     ]
 
 
-def guard(loader: PackedLoader, model: Any) -> None:
-    """Have a loader refuse, before they are stepped, batches that the model was not made for."""
+def check_first_batches(loader: PackedLoader, model: Any) -> None:
+    """Have a loader refuse batches that do not fit the model before they are trained on."""
     config: Any = model.config.get_text_config()
-    loader.positions = getattr(config, "max_position_embeddings", None)
-    loader.first_check = partial(check_batches, vocabulary=config.vocab_size)
+    loader.max_positions = getattr(config, "max_position_embeddings", None)
+    loader.first_step_check = partial(check_batches, vocab_size=config.vocab_size)
 
 
-def check_batches(batches: list[dict], vocabulary: int) -> None:
-    """Refuse the first step's batches if they cannot be what the model was meant for."""
-    counted = 0
+def check_batches(batches: list[dict], vocab_size: int) -> None:
+    """Refuse the batches of the first step if token ids or labels cannot belong to the model."""
+    label_tokens = 0
     for batch in batches:
         labels = batch["labels"][batch["labels"] != IGNORE_INDEX]
-        counted += len(labels)
+        label_tokens += len(labels)
         for name, ids in (("token", batch["input_ids"].flatten()), ("label", labels)):
-            outside = ids[(ids < 0) | (ids >= vocabulary)]
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
             if len(outside):
                 raise ValueError(
-                    f"{name} {int(outside[0])} is outside the model's vocabulary of {vocabulary}: "
+                    f"{name} {int(outside[0])} is outside the model's vocabulary of {vocab_size}: "
                     "the data was tokenized for another model"
                 )
-    if not sum_over_ranks(counted):
+    if not sum_over_ranks(label_tokens):
         raise ValueError(
             "no label of the first step counts for the loss: check the loss mask "
             "(a chat template without marked answers leaves nothing to learn)"

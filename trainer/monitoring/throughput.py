@@ -1,12 +1,12 @@
-"""What a training loop did: tokens and samples per second, fill, waste, MFU, waits, sources.
+"""Training throughput: tokens/s, samples/s, fill, MFU, data wait, and the loss by source.
 
 meter = Meter.of(loader, model)
 for batch in loader:
     ...
-    meter.add(loader.last)
+    meter.add(loader.last_pack)
 meter.read()     {"tokens_per_second": ..., "fill": ..., "mfu": ..., ...} since the last reset
 
-What happens inside `away`, evaluations above all, is not part of the time that rates are of.
+Evaluations run inside `meter.paused()`, so that their time does not count in the rates.
 """
 
 from __future__ import annotations
@@ -22,33 +22,14 @@ import torch
 from ...packing import IGNORE_INDEX
 from ...runtime import world_size
 from ..data.loader import PackedLoader, PackInfo
-from .flops import ModelFlops, stated_peak
+from .flops import ModelFlops, peak_flops
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Away:
-    """Seconds that this process has spent on something else than training."""
-
-    total, depth = 0.0, 0
-
-
-@contextmanager
-def away() -> Iterator[None]:
-    """Keep the time of what happens inside out of every meter's rates."""
-    began = time.perf_counter()
-    _Away.depth += 1
-    try:
-        yield
-    finally:
-        _Away.depth -= 1
-        if not _Away.depth:
-            _Away.total += time.perf_counter() - began
-
-
 class Meter:
-    """Count packs as they are stepped; read the rates since the last reset.
+    """Count trained packs; read the rates since the last reset.
 
     >>> meter = Meter(ranks=2)
     >>> meter.seconds = lambda: 2.0
@@ -64,23 +45,26 @@ class Meter:
         *,
         flops: ModelFlops | None = None,
         peak: float | None = None,
-        waited: Callable[[], float] | None = None,
-        became: Callable[[], dict[str, int]] | None = None,
+        wait_seconds: Callable[[], float] | None = None,
+        overflow_counts: Callable[[], dict[str, int]] | None = None,
         by_source: bool = True,
     ):
-        """Say what to measure against.
+        """Configure what is measured.
 
-        flops, peak: the model's arithmetic and one device's FLOP/s, for the MFU.
-        waited: seconds spent waiting for data so far, as `PackedLoader.waited` has it.
-        became: how many samples were split, truncated, dropped, as `PackedLoader.became` says.
-        by_source: tell the loss by source, where token losses are given.
+        flops, peak: the model's FLOPs and the peak FLOP/s of one device, for the MFU.
+        wait_seconds: returns the seconds spent waiting for data, see `PackedLoader.wait_seconds`.
+        overflow_counts: returns the samples split, truncated and dropped, see
+            `PackedLoader.overflow_counts`.
+        by_source: report the loss by source, if token losses are added.
         """
         self.ranks, self.by_source = ranks, by_source
         self.flops, self.peak = flops, peak
-        self._waited, self._became = waited or (lambda: 0.0), became or dict
-        self._by_source: dict[int, list[Tensor]] = {}
+        self._wait_seconds = wait_seconds or (lambda: 0.0)
+        self._overflow_counts = overflow_counts or dict
+        self._source_losses: dict[int, list[Tensor]] = {}
+        self._pause_depth = 0
         self.seen = {"tokens": 0, "samples": 0, "packs": 0}
-        """Of this rank, since the beginning."""
+        """Totals of this rank since the start."""
         self.reset()
 
     @classmethod
@@ -88,55 +72,66 @@ class Meter:
         """Measure the training of a causal LM on a loader's batches."""
         return cls(
             world_size(),
-            flops=ModelFlops.of_model(model),
-            peak=stated_peak(next(model.parameters()).device),
-            waited=lambda: loader.waited,
-            became=loader.became,
+            flops=ModelFlops.from_model(model),
+            peak=peak_flops(next(model.parameters()).device),
+            wait_seconds=lambda: loader.wait_seconds,
+            overflow_counts=loader.overflow_counts,
             by_source=loader.dataset.settings["weights"] is not None,
         )
 
     def reset(self) -> None:
-        """Begin a new reading."""
-        self._start, self._waited_before = time.perf_counter(), self._waited()
-        self._away_before = _Away.total
+        """Start a new measurement."""
+        self._start, self._wait_start = time.perf_counter(), self._wait_seconds()
+        self._paused_seconds = 0.0
         self._packs = self._tokens = self._budget = self._samples = 0
-        self._counted = self._flops = 0.0
-        self._by_source.clear()
+        self._flops = 0.0
+        self._source_losses.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside from the rates; calls may be nested."""
+        start = time.perf_counter()
+        self._pause_depth += 1
+        try:
+            yield
+        finally:
+            self._pause_depth -= 1
+            if not self._pause_depth:
+                self._paused_seconds += time.perf_counter() - max(start, self._start)
 
     def seconds(self) -> float:
-        """Return the seconds of training since the last reset."""
-        return time.perf_counter() - self._start - (_Away.total - self._away_before)
+        """Return the seconds of training since the last reset, without pauses."""
+        return time.perf_counter() - self._start - self._paused_seconds
 
     def add(
         self, info: PackInfo, labels: Tensor | None = None, token_losses: Tensor | None = None
     ) -> None:
-        """Count one stepped pack, and its tokens' losses by source if they are given."""
+        """Count one trained pack, and its token losses by source if they are passed."""
         tokens, samples = int(np.sum(info.lengths)), len(info.lengths)
         self._packs += 1
         self._tokens += tokens
         self._budget += info.budget
         self._samples += samples
-        self._counted += info.counted
-        for name, more in (("tokens", tokens), ("samples", samples), ("packs", 1)):
-            self.seen[name] += more
+        for name, count in (("tokens", tokens), ("samples", samples), ("packs", 1)):
+            self.seen[name] += count
         if self.flops is not None:
-            self._flops += self.flops.of(info.lengths)
+            self._flops += self.flops.step_flops(info.lengths)
         if self.by_source and labels is not None and token_losses is not None:
             self._add_losses(info, labels.to(token_losses.device), token_losses)
 
     def _add_losses(self, info: PackInfo, labels: Tensor, token_losses: Tensor) -> None:
-        """Book each counted token's loss on the source its sample came from, without a sync."""
-        owner = torch.from_numpy(np.repeat(info.sources, info.lengths).astype(np.int64))
-        owner = owner.to(labels.device, non_blocking=True)
-        losses, labels = token_losses.flatten()[: len(owner)], labels.flatten()[: len(owner)]
+        """Add each label's loss to the source of its sample, without a host sync."""
+        sources = torch.from_numpy(np.repeat(info.sources, info.lengths).astype(np.int64))
+        sources = sources.to(labels.device, non_blocking=True)
+        losses, labels = token_losses.flatten()[: len(sources)], labels.flatten()[: len(sources)]
         counted = (labels != IGNORE_INDEX).float()
         for source in np.unique(info.sources).tolist():
-            here = counted * (owner == source)
-            pair = torch.stack([(losses * here).sum(), here.sum()])
-            self._by_source.setdefault(source, []).append(pair)
+            mask = counted * (sources == source)
+            loss_and_count = torch.stack([(losses * mask).sum(), mask.sum()])
+            self._source_losses.setdefault(source, []).append(loss_and_count)
 
     def read(self) -> dict[str, float]:
-        """Rates over all ranks, taking this rank's packs for typical."""
+        """Return the rates over all ranks, extrapolated from this rank's packs."""
         seconds, packs = max(self.seconds(), 1e-9), max(1, self._packs)
         rates = {
             "tokens_per_second": self.ranks * self._tokens / seconds,
@@ -144,14 +139,14 @@ class Meter:
             "fill": self._tokens / max(1, self._budget),
             "padding": 1 - self._tokens / max(1, self._budget),
             "samples_per_pack": self._samples / packs,
-            "data_wait": (self._waited() - self._waited_before) / seconds,
+            "data_wait": (self._wait_seconds() - self._wait_start) / seconds,
             "tokens_seen": self.ranks * self.seen["tokens"],
             "samples_seen": self.ranks * self.seen["samples"],
-            **self._became(),
+            **self._overflow_counts(),
         }
         if self.flops is not None and self.peak:
             rates["mfu"] = self._flops / seconds / self.peak
-        for source, pairs in sorted(self._by_source.items()):
-            total, count = torch.stack(pairs).sum(0).tolist()
+        for source, losses_and_counts in sorted(self._source_losses.items()):
+            total, count = torch.stack(losses_and_counts).sum(0).tolist()
             rates[f"loss_source_{source}"] = total / max(1.0, count)
         return rates

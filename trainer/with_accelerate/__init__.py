@@ -1,4 +1,4 @@
-"""Packs and evaluation in training loops written with Accelerate."""
+"""Accelerate: packs and evaluation by generation in training loops of your own."""
 
 from .evaluation import AccelerateEval
 from .loader import PackedAccelerateLoader

@@ -8,7 +8,8 @@
                 if report.is_best:
                     accelerator.save_state("best")
 
-Call it on every rank, after the optimizer step. Metrics go to the accelerator's trackers.
+Call `after_step` on every rank, after the optimizer step. Metrics are logged to the accelerator's
+trackers.
 """
 
 from __future__ import annotations
@@ -17,46 +18,58 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..evaluation.generation_eval import GenerationEval, distinct, load_states, states
+from ..evaluation.generation_eval import (
+    GenerationEval,
+    check_unique_names,
+    eval_states,
+    load_eval_states,
+)
 from ..evaluation.report import Report
-from ..evaluation.tables import show, writer
+from ..evaluation.tables import ReportWriter, table_logger
+from ..monitoring.throughput import Meter
 
 
 class AccelerateEval:
-    """Run evaluations when they are due, and log what they find."""
+    """Run evaluations when they are due, and log their metrics and completions."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: Any,
         *evaluations: GenerationEval,
+        meter: Meter | None = None,
         console: bool = False,
     ):
-        """console: print samples, too."""
-        self.accelerator, self.model = accelerator, model
-        self.evaluations, self.console = distinct(evaluations), console
+        """Evaluate a prepared model.
+
+        meter: the loop's throughput meter, paused during evaluations.
+        console: also print metrics and completions.
+        """
+        self.accelerator, self.model, self.meter = accelerator, model, meter
+        self.evaluations = check_unique_names(evaluations)
+        self._writer = ReportWriter(console)
 
     def after_step(self, step: int, last: bool = False) -> list[Report]:
-        """Evaluate what is due after this optimizer step; the same reports on every rank.
+        """Run the evaluations due after this optimizer step; return the same reports on every rank.
 
-        last: this was the last step, so everything is due.
+        last: this was the last step, so every evaluation is due.
         """
         due = [evaluation for evaluation in self.evaluations if evaluation.due(step, last)]
         return [self._run(evaluation, step) for evaluation in due]
 
     def state_dict(self) -> dict:
-        """The best values so far: `accelerator.register_for_checkpointing(evaluations)`."""
-        return states(self.evaluations)
+        """Return the best values; save them by `accelerator.register_for_checkpointing(...)`."""
+        return eval_states(self.evaluations)
 
     def load_state_dict(self, state: dict) -> None:
-        load_states(self.evaluations, state)
+        load_eval_states(self.evaluations, state)
 
     def _run(self, evaluation: GenerationEval, step: int) -> Report:
         with self.accelerator.autocast():
-            report = evaluation.run(step, self.model)
+            report = evaluation.run(step, self.model, self.meter)
         if report.metrics:
             self.accelerator.log(report.metrics, step=step)
         if self.accelerator.is_main_process:
             trackers = self.accelerator.trackers
-            show(report, [writer(tracker, "writer") for tracker in trackers], self.console)
+            self._writer.write(report, [table_logger(tracker, "writer") for tracker in trackers])
         return report

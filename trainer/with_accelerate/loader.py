@@ -1,4 +1,4 @@
-"""Packs in an Accelerate loop: one line for the loader, nothing else changes.
+"""Packs in an Accelerate loop: only the loader changes.
 
     loader = PackedAccelerateLoader(accelerator, dataset)
     for batch in loader:
@@ -7,9 +7,9 @@
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
 Accelerate's own `prepare` would dispatch batches from rank 0 and slice `cu_seq_lens` over ranks;
-this loader is not a torch DataLoader, so `prepare` hands it back untouched. `save_state` and
-`load_state` carry the data position in a file of our own, `nopad_data.json`; of further loaders,
-in `nopad_data_1.json` and so on, in the order in which they were made.
+this loader is not a torch DataLoader, so `prepare` returns it unchanged. `save_state` and
+`load_state` save the data position in a file of our own, `nopad_data.json`; further loaders use
+`nopad_data_1.json` and so on, in the order of their creation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
@@ -28,16 +27,13 @@ from ...packing import Pack, PackedDataset
 from ...runtime import unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
-from ..monitoring.preflight import check_run, guard, print_banner
-
-_made: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""How many loaders each accelerator has."""
+from ..monitoring.preflight import check_first_batches, check_run, print_banner
 
 
 class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     """The batches of this process, on its device, in step with Accelerate's gradient state.
 
-    After `load_state` it goes on by itself: leave `skip_first_batches` out.
+    After `load_state` it continues by itself: do not use `skip_first_batches`.
     """
 
     def __init__(
@@ -49,32 +45,32 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         check: bool = True,
         **options: Any,
     ):
-        """Take the accelerator's settings.
+        """Take device and accumulation steps from the accelerator.
 
-        check: before the first step, refuse what would train the prepared model wrongly.
-        options: num_workers, last_window; see `PackedLoader`.
+        check: before the first step, refuse runs that would train the prepared model wrongly.
+        options: num_workers, drop_last; see `PackedLoader`.
         """
         super().__init__(
             dataset,
             collator,
-            accumulation=accelerator.gradient_accumulation_steps,
+            accumulation_steps=accelerator.gradient_accumulation_steps,
             pin_memory=accelerator.device.type == "cuda",
             **options,
         )
         self.accelerator = accelerator
         self.gradient_state = GradientState()
-        self._to_check = check
-        number = _made.get(accelerator, 0)
-        _made[accelerator] = number + 1
-        self._file = STATE_FILE.replace(".", f"_{number}.") if number else STATE_FILE
+        self._needs_check = check
+        index = _num_loaders(accelerator)
+        accelerator.__dict__["nopad_num_loaders"] = index + 1
+        self._state_file = STATE_FILE.replace(".", f"_{index}.") if index else STATE_FILE
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._to_check:
-            self._to_check = False
+        if self._needs_check:
+            self._needs_check = False
             self._check()
-        # A load brings the count of micro-batches of a run that may have accumulated otherwise.
+        # load_state restores the micro-batch count of a run that may have accumulated differently.
         self.accelerator.step = 0
         self.begin()
         try:
@@ -88,9 +84,9 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             if hasattr(model, "get_output_embeddings"):
                 with self.accelerator.autocast():
                     print_banner(check_run(model, self.dataset, self.collator))
-                guard(self, model)
+                check_first_batches(self, model)
 
-    def place(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         moved: Any = send_to_device(batch, self.accelerator.device, non_blocking=True)
         return moved
 
@@ -98,14 +94,20 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.end_of_dataloader = is_last
 
     def _save(self, models: list, weights: list, folder: str) -> None:
-        save_data_state(self, Path(folder), name=self._file)
+        save_data_state(self, Path(folder), name=self._state_file)
 
     def _load(self, models: list, folder: str) -> None:
         saved = len(list(Path(folder).glob(STATE_FILE.replace(".", "*."))))
-        if saved and saved != _made[self.accelerator]:
+        created = _num_loaders(self.accelerator)
+        if saved and saved != created:
             raise ValueError(
-                f"{folder} holds the positions of {saved} loaders, and {_made[self.accelerator]} "
-                "were made with this Accelerator: make as many, in the same order, before "
-                "load_state, or begin with a new Accelerator"
+                f"{folder} holds the positions of {saved} loaders, but {created} were created with "
+                "this Accelerator: create as many, in the same order, before load_state, or start "
+                "with a new Accelerator"
             )
-        load_data_state(self, Path(folder), self._file)
+        load_data_state(self, Path(folder), self._state_file)
+
+
+def _num_loaders(accelerator: Accelerator) -> int:
+    """Return how many packed loaders this accelerator has."""
+    return accelerator.__dict__.get("nopad_num_loaders", 0)

@@ -1,4 +1,4 @@
-"""Packs, loss and evaluation in the HF Trainer and trainers derived from it, TRL's among them."""
+"""HF Trainer and trainers derived from it, TRL's among them: packs, loss, evaluation, signals."""
 
 from .evaluation import EvalCallback
 from .stopping import StopCallback

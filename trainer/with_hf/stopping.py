@@ -1,4 +1,4 @@
-"""The HF Trainer stopped by a signal: after the step that is under way, with a checkpoint.
+"""Stop the HF Trainer on a signal: after the current step, with a checkpoint.
 
 PackedTrainer(model, args, train_dataset=data, callbacks=[StopCallback()])
 """
@@ -13,16 +13,16 @@ from ..graceful_stop import StopRequest
 
 
 class StopCallback(TrainerCallback):
-    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
+    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, on all ranks."""
 
     def __init__(self):
-        self.request = StopRequest()  # now: a signal may come before the first step
+        self.request = StopRequest()  # here: a signal may arrive before the first step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.listen()  # the training before has given the signals back
+        self.request.listen()  # again: an earlier training may have released the signals
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.request.agreed():
+        if self.request.should_stop():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

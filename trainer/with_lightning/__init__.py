@@ -1,4 +1,4 @@
-"""Packs, loss and evaluation in Lightning."""
+"""Lightning: packs, loss, evaluation by generation and signals, as a data module and callbacks."""
 
 from .evaluation import EvalCallback
 from .packs import PackedCallback, PackedDataModule

@@ -7,8 +7,8 @@
 
 With `every=None` it runs at the end of each validation instead, and after the last step.
 
-A metric that an evaluation has no value for, because it failed or was left out, is NaN: checkpoints
-take it for the worst. `EarlyStopping` stops at it: give that `check_finite=False`.
+A metric without a value, because its evaluation failed or was skipped, is NaN: `ModelCheckpoint`
+treats it as the worst value. `EarlyStopping` would stop: pass it `check_finite=False`.
 """
 
 from __future__ import annotations
@@ -17,32 +17,41 @@ import logging
 import math
 from typing import Any
 
-from ..evaluation.generation_eval import GenerationEval, distinct, load_states, states
+from ..evaluation.generation_eval import (
+    GenerationEval,
+    check_unique_names,
+    eval_states,
+    load_eval_states,
+)
 from ..evaluation.report import Report
-from ..evaluation.tables import show, writer
-from .packs import AfterStep, pl
+from ..evaluation.tables import ReportWriter, table_logger
+from ..monitoring.throughput import Meter
+from .hooks import AfterStep, pl
+from .packs import PackedCallback
 
 log = logging.getLogger(__name__)
 
 
 class EvalCallback(AfterStep):
-    """Run evaluations when they are due, and log what they find."""
+    """Run evaluations when they are due, and log their metrics and completions."""
 
     def __init__(self, *evaluations: GenerationEval, console: bool = False):
-        """console: print samples, too."""
-        self.evaluations, self.console = distinct(evaluations), console
-        self._ran: dict[str, int] = {}
-        """After which step each of them ran last."""
+        """console: also print metrics and completions."""
+        self.evaluations = check_unique_names(evaluations)
+        self._writer = ReportWriter(console)
+        self._last_run: dict[str, int] = {}
+        """The step of each evaluation's latest run, by its name."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._ran.clear()
-        for stop in trainer.early_stopping_callbacks:
-            name, own = stop.monitor, any(e.may_find(stop.monitor) for e in self.evaluations)
-            if own and stop.check_finite and trainer.is_global_zero:
+        self._last_run.clear()
+        for stopping in trainer.early_stopping_callbacks:
+            name = stopping.monitor
+            is_ours = any(evaluation.reports(name) for evaluation in self.evaluations)
+            if is_ours and stopping.check_finite and trainer.is_global_zero:
                 log.warning(
-                    "EarlyStopping(%r) stops at an evaluation without a value, which failed or was "
-                    "left out: give it check_finite=False to train on",
+                    "EarlyStopping(%r) stops when an evaluation has no value because it failed or "
+                    "was skipped: pass check_finite=False to continue training",
                     name,
                 )
 
@@ -60,49 +69,56 @@ class EvalCallback(AfterStep):
                 self._run(evaluation, trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _ends(trainer):
+        if not _is_run_end(trainer):
             return
         for evaluation in self.evaluations:
-            if self._ran.get(evaluation.name) != trainer.global_step:
+            if self._last_run.get(evaluation.name) != trainer.global_step:
                 self._run(evaluation, trainer, pl_module)
 
     def state_dict(self) -> dict:
-        return states(self.evaluations)
+        return eval_states(self.evaluations)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        load_states(self.evaluations, state_dict)
+        load_eval_states(self.evaluations, state_dict)
 
     def _run(
         self, evaluation: GenerationEval, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> None:
-        self._ran[evaluation.name] = trainer.global_step
+        self._last_run[evaluation.name] = trainer.global_step
         with trainer.precision_plugin.forward_context():
-            report = evaluation.run(trainer.global_step, pl_module)
-        found = _monitored(evaluation, trainer) | report.values()
-        pl_module.log_dict(found, batch_size=1, logger=False)
+            report = evaluation.run(trainer.global_step, pl_module, _meter(trainer))
+        values = _missing_monitors(evaluation, trainer) | report.values()
+        pl_module.log_dict(values, batch_size=1, logger=False)
         _log(report, trainer)
         if trainer.is_global_zero:
-            loggers = [writer(logger, "experiment") for logger in trainer.loggers]
-            show(report, loggers, self.console)
+            loggers = [table_logger(logger, "experiment") for logger in trainer.loggers]
+            self._writer.write(report, loggers)
+
+
+def _meter(trainer: Any) -> Meter | None:
+    """Return the throughput meter of the training, if a PackedCallback measures it."""
+    callbacks = (c for c in trainer.callbacks if isinstance(c, PackedCallback))
+    callback = next(callbacks, None)
+    return None if callback is None else callback.meter
 
 
 def _log(report: Report, trainer: pl.Trainer) -> None:
-    """Write a row: what a module logs is written at the next logging step, and again until new."""
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as all rows of this step have it
+    """Write the metrics to the loggers once; `log_dict` would write them again at later steps."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as in all other rows of this step
     for logger in trainer.loggers if report.metrics else ():
         logger.log_metrics({"epoch": trainer.current_epoch, **report.metrics}, step=step)
         logger.save()
 
 
-def _monitored(evaluation: GenerationEval, trainer: pl.Trainer) -> dict[str, float]:
-    """NaN for what a monitor would miss: a harness that failed has not even told its names."""
+def _missing_monitors(evaluation: GenerationEval, trainer: pl.Trainer) -> dict[str, float]:
+    """Return NaN for monitored metrics without a value: a failed harness reports no names."""
     monitors: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
     names = (getattr(monitor, "monitor", None) for monitor in monitors)
-    missed = (name for name in names if name is not None and name not in trainer.callback_metrics)
-    return {name: math.nan for name in missed if evaluation.may_find(name)}
+    absent = (name for name in names if name is not None and name not in trainer.callback_metrics)
+    return {name: math.nan for name in absent if evaluation.reports(name)}
 
 
-def _ends(trainer: pl.Trainer) -> bool:
-    """Whether this is the end of the last epoch, and nobody stopped the run before."""
+def _is_run_end(trainer: pl.Trainer) -> bool:
+    """Return whether the last epoch or step is done, and the run was not stopped before."""
     last_epoch = trainer.current_epoch + 1 == trainer.max_epochs and not trainer.should_stop
     return last_epoch or -1 < trainer.max_steps <= trainer.global_step

@@ -1,4 +1,4 @@
-"""Packs in Lightning: a data module and a callback; the module's `training_step` stays yours.
+"""Packs in Lightning: a data module and a callback; `training_step` stays yours.
 
     data = PackedDataModule(PackedDataset(...), num_workers=2)
     Trainer(callbacks=[PackedCallback(data)], accumulate_grad_batches=4, ...).fit(module, data)
@@ -6,132 +6,121 @@
     def training_step(self, batch, _):
         return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
 
-A batch's loss is its share of the step's; the mean of a step, over ranks too, is in the log and in
-the bar as `pack/loss`. Lightning keeps the state of rank 0's loader, one batch ahead. Here the
-callback keeps the state of the last batch that was stepped, joined over ranks, in the checkpoint,
-and every rank's random numbers beside it.
+The loss of a batch is its share of the step's loss; the mean of the step over all ranks is logged
+and shown in the progress bar as `pack/loss`. Lightning would save the state of rank 0's loader, one
+batch ahead. The callback saves the state after the last trained batch instead, merged over ranks,
+and the random states of every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import gather_rng_states, load_rng_states, unwrap_peft
-from ..data.data_state import gathered_state
+from ...runtime import gather_rng_states, load_rng_states
+from ..data.data_state import gather_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..loss.attached_loss import attach_loss
-from ..monitoring.preflight import check_run, guard, print_banner
-from ..monitoring.throughput import Meter, away
+from ..monitoring.preflight import check_first_batches, check_run, print_banner
+from ..monitoring.throughput import Meter
+from .hooks import causal_lm, pl
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-else:
-    try:
-        import lightning.pytorch as pl
-    except ImportError:
-        try:
-            import pytorch_lightning as pl
-        except ImportError:
-            raise ImportError(
-                "lightning is not installed: pip install 'nopad[lightning]'"
-            ) from None
-
-KEY, WINDOW, RANDOM = "nopad_data", "nopad_accumulation", "nopad_random"
+DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
+"""Keys of ours in Lightning's checkpoints."""
 
 
-class LightningPacks(PackedLoader):
-    """The batches of this rank; those that Lightning read ahead and left out come again."""
+class LightningPackedLoader(PackedLoader):
+    """The batches of this rank; batches that Lightning prefetched but did not train come again."""
 
-    told = False
-    """Whether somebody says which batches were trained on."""
-    rewinds = False
-    """Whether every epoch is of the same first packs."""
-    stepped: dict | None = None
-    """The state behind the last step that was trained, or where the iteration began."""
+    tracked = False
+    """Whether a `PackedCallback` reports the batches that were trained on."""
+    overfits = False
+    """Whether every epoch repeats the first packs (Lightning's `overfit_batches`)."""
+    trained_state: dict | None = None
+    """The data state after the last trained step, or at the start of the iteration."""
 
     def __iter__(self) -> Iterator[Batch]:
-        self.go_back()
-        if self.rewinds:
+        self.rewind_to_trained()
+        if self.overfits:
             self.dataset.rewind()
-        self.stepped = self.state()
+        self.trained_state = self.state()
         yield from super().__iter__()
 
-    def take(self) -> tuple[PackInfo, dict | None]:
-        """Hear that the next batch was trained on; return its pack, and the state if it steps."""
-        info, state = self.handed_out.popleft()
-        self.stepped = state or self.stepped
+    def mark_trained(self) -> tuple[PackInfo, dict | None]:
+        """Record the next batch as trained; return its pack, and the state if it ends a step."""
+        info, state = self.issued.popleft()
+        self.trained_state = state or self.trained_state
         return info, state
 
-    def go_back(self) -> None:
-        """Put the data behind the last step, whatever was handed out since."""
-        if self.told and self.handed_out:
-            self._state = self.stepped
-        self.handed_out.clear()
+    def rewind_to_trained(self) -> None:
+        """Move the data back to the end of the last trained step."""
+        if self.tracked and self.issued:
+            self._state = self.trained_state
+        self.issued.clear()
         if self._state is not None:
             self.load_state(self._state)
 
 
 class PackedDataModule(pl.LightningDataModule):
-    """Training packs, and packs to validate on if there are any."""
+    """Packs for training and, if there is a validation set, for validation."""
 
     def __init__(
         self,
-        train: PackedDataset,
-        validation: PackedDataset | None = None,
+        train_dataset: PackedDataset,
+        val_dataset: PackedDataset | None = None,
         collator: Callable[[Pack], Batch] | None = None,
         num_workers: int = 0,
     ):
         super().__init__()
-        self.train, self.validation = train, validation
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.collator, self.num_workers = collator, num_workers
-        self.loader: LightningPacks | None = None
-        self.checked: nn.Module | None = None
-        """The model whose batches are refused where it was not made for them."""
-        self._without_validation()
+        self.loader: LightningPackedLoader | None = None
+        self.checked_model: nn.Module | None = None
+        """The model whose vocabulary and positions the batches are checked against."""
+        self._hide_validation()
 
-    def _without_validation(self) -> None:
-        if self.validation is None:  # else Lightning would miss a validation_step
+    def _hide_validation(self) -> None:
+        if self.val_dataset is None:  # otherwise Lightning would ask for a validation_step
             self.val_dataloader = super().val_dataloader
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._without_validation()  # a pickled method comes back as that of the class
+        self._hide_validation()  # unpickling restores the method of the class
 
     def train_dataloader(self) -> Any:
         trainer: Any = self.trainer
-        _check_windows(trainer)
-        if self.loader is not None and self.loader.dataset is self.train:
-            self.loader.go_back()
-        self.loader = LightningPacks(
-            self.train,
+        _check_accumulation(trainer)
+        if self.loader is not None and self.loader.dataset is self.train_dataset:
+            self.loader.rewind_to_trained()
+        self.loader = LightningPackedLoader(
+            self.train_dataset,
             self.collator,
-            accumulation=trainer.accumulate_grad_batches,
+            accumulation_steps=trainer.accumulate_grad_batches,
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
         )
-        self.loader.rewinds = trainer.overfit_batches > 0
-        self.loader.told = any(isinstance(one, PackedCallback) for one in trainer.callbacks)
-        if self.checked is not None:
-            guard(self.loader, self.checked)
+        self.loader.overfits = trainer.overfit_batches > 0
+        self.loader.tracked = any(isinstance(c, PackedCallback) for c in trainer.callbacks)
+        if self.checked_model is not None:
+            check_first_batches(self.loader, self.checked_model)
         return self.loader
 
     def val_dataloader(self) -> Any:
-        assert self.validation is not None
-        # Else each of them would count as its share of the whole set.
+        assert self.val_dataset is not None
+        # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
         return EvaluationLoader(
-            self.validation, self.collator, limit if isinstance(limit, int) else None
+            self.val_dataset, self.collator, limit if isinstance(limit, int) else None
         )
 
 
 class PackedCallback(pl.Callback):
-    """Attach the exact loss, check the run, keep data and random state, log what packing does."""
+    """Attach the exact loss, check the run, save data and random states, log throughput."""
 
     def __init__(
         self,
@@ -141,26 +130,26 @@ class PackedCallback(pl.Callback):
         z_loss: float = 0.0,
         check: bool = True,
     ):
-        """Take what the loss takes.
+        """Take the options of the loss.
 
-        label_smoothing: share of a label that is spread over the vocabulary.
+        label_smoothing: fraction of each label that is spread over the vocabulary.
         z_loss: weight of the squared log-normalizer in the loss.
-        check: refuse, before the first step, what would train wrongly.
+        check: before the first step, refuse runs that would train wrongly.
         """
         self.data, self.check = data, check
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = Meter()
-        self._measured: LightningPacks | None = None
+        self._measured_loader: LightningPackedLoader | None = None
         self._loss: Any = None
-        self._random: list[list[Tensor]] | None = None
-        """Where a checkpoint's random numbers stood, until the training begins."""
-        self._losses: list[Tensor] = []
-        """Of the micro-batches since the last step, divided by Lightning: shares of its loss."""
-        self._validating = ExitStack()
+        self._rng_states: list[list[Tensor]] | None = None
+        """Random states of a checkpoint, until the training starts."""
+        self._micro_losses: list[Tensor] = []
+        """Losses of the micro-batches since the last step; Lightning has divided them already."""
+        self._validation = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._random = None
+            self._rng_states = None
         if stage != "predict":
             self._loss = attach_loss(causal_lm(pl_module), **self.options)
 
@@ -168,44 +157,44 @@ class PackedCallback(pl.Callback):
         model = causal_lm(pl_module)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                print_banner(check_run(model, self.data.train, self.data.collator))
-            self.data.checked = model
+                print_banner(check_run(model, self.data.train_dataset, self.data.collator))
+            self.data.checked_model = model
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._measure(pl_module)
-        if self._random is not None:
-            load_rng_states(self._random, trainer.strategy.root_device)
+        self._start_meter(pl_module)
+        if self._rng_states is not None:
+            load_rng_states(self._rng_states, trainer.strategy.root_device)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.data.loader is not self._measured:  # Lightning was asked to reload it
-            self._measure(pl_module)
+        if self.data.loader is not self._measured_loader:  # Lightning has reloaded it
+            self._start_meter(pl_module)
 
-    def _measure(self, pl_module: pl.LightningModule) -> None:
+    def _start_meter(self, pl_module: pl.LightningModule) -> None:
         assert self.data.loader is not None
-        self._measured = self.data.loader
+        self._measured_loader = self.data.loader
         self.meter = Meter.of(self.data.loader, causal_lm(pl_module))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self.data.loader is not None
-        now, made = trainer.accumulate_grad_batches, self.data.loader.accumulation
-        if now != made:
+        now, at_start = trainer.accumulate_grad_batches, self.data.loader.accumulation_steps
+        if now != at_start:
             raise ValueError(
-                f"accumulate_grad_batches={now}, but the packs of this run's steps were made for "
-                f"{made}: give it to the Trainer, and do not change it during the run"
+                f"accumulate_grad_batches={now}, but the packs of this run are grouped in steps of "
+                f"{at_start}: pass it to the Trainer, and do not change it during the run"
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validating.enter_context(away())
+        self._validation.enter_context(self.meter.paused())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validating.close()
+        self._validation.close()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._validating.close()
+        self._validation.close()
 
     def on_train_batch_end(
         self,
@@ -216,95 +205,68 @@ class PackedCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         assert self.data.loader is not None
-        info, state = self.data.loader.take()
+        info, state = self.data.loader.mark_trained()
         self.meter.add(info, batch["labels"], self._loss.token_losses)
-        if outputs and "loss" in outputs:  # who optimizes by hand may return what they like
-            self._losses.append(outputs["loss"].detach())
+        if outputs and "loss" in outputs:  # manual optimization may return anything
+            self._micro_losses.append(outputs["loss"].detach())
         if state is None:
             return
-        losses, self._losses = self._losses, []
-        every = trainer.log_every_n_steps  # 0 is Lightning's word for never
+        losses, self._micro_losses = self._micro_losses, []
+        every = trainer.log_every_n_steps  # 0 means never
         if every and trainer.global_step % every == 0:
-            rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
-            pl_module.log_dict(rates, batch_size=1)
-            shown = {"prog_bar": True, "batch_size": 1}
-            pl_module.log("tok/s", rates["pack/tokens_per_second"], **shown)
-            if losses:
-                pl_module.log("pack/loss", torch.stack(losses).sum(), sync_dist=True, **shown)
-            self.meter.reset()
+            self._log_step(pl_module, losses)
+
+    def _log_step(self, pl_module: pl.LightningModule, losses: list[Tensor]) -> None:
+        rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
+        pl_module.log_dict(rates, batch_size=1)
+        bar = {"prog_bar": True, "batch_size": 1}
+        pl_module.log("tok/s", rates["pack/tokens_per_second"], **bar)
+        if losses:
+            pl_module.log("pack/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
+        self.meter.reset()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
         if self.data.loader is not None:
-            checkpoint[KEY] = gathered_state(self.data.loader, self.data.loader.stepped)
-            checkpoint[WINDOW] = trainer.accumulate_grad_batches
-            checkpoint[RANDOM] = gather_rng_states(trainer.strategy.root_device)
+            loader = self.data.loader
+            checkpoint[DATA_KEY] = gather_data_state(loader, loader.trained_state)
+            checkpoint[ACCUMULATION_KEY] = trainer.accumulate_grad_batches
+            checkpoint[RNG_KEY] = gather_rng_states(trainer.strategy.root_device)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
-        missing = [name for name in (KEY, WINDOW, RANDOM) if name not in checkpoint]
+        keys = (DATA_KEY, ACCUMULATION_KEY, RNG_KEY)
+        missing = [name for name in keys if name not in checkpoint]
         if missing:
             raise ValueError(
-                f"the checkpoint holds no data position ({', '.join(missing)}): it was saved "
+                f"the checkpoint has no data position ({', '.join(missing)}): it was saved "
                 "without PackedCallback; start a new run from its weights instead"
             )
-        self.data.train.load_state_dict(checkpoint[KEY])
-        self.data.loader = None  # else the next one would go on where this one stood
-        self._random = checkpoint[RANDOM]
-        # Lightning counts batches, and steps where the count divides by the accumulation. What was
-        # saved are whole steps, whatever the accumulation is now.
+        self.data.train_dataset.load_state_dict(checkpoint[DATA_KEY])
+        self.data.loader = None  # otherwise the next loader would continue where this one is
+        self._rng_states = checkpoint[RNG_KEY]
+        # Lightning counts batches, and steps whenever the count is a multiple of the accumulation.
+        # The checkpoint holds complete steps: convert the count to the current accumulation.
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        steps = batches["ready"] // checkpoint[WINDOW]
+        steps = batches["ready"] // checkpoint[ACCUMULATION_KEY]
         more = steps * trainer.accumulate_grad_batches - batches["ready"]
         batches.update({name: count + more for name, count in batches.items()})
 
 
-class AfterStep(pl.Callback):
-    """Something to do after each optimizer step, never in the middle of an accumulation."""
-
-    _last = 0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = trainer.global_step
-
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if trainer.global_step != self._last:
-            self._last = trainer.global_step
-            self.after_step(trainer, pl_module)
-
-    def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hear that the optimizer has stepped."""
-
-
-def _check_windows(trainer: Any) -> None:
-    """Refuse what would have Lightning step where no step of the packs ends."""
+def _check_accumulation(trainer: Any) -> None:
+    """Refuse settings with which Lightning would step in the middle of our optimizer steps."""
     size, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
     scheduler = pl.callbacks.GradientAccumulationScheduler  # pyright: ignore[reportAttributeAccessIssue]
     for callback in trainer.callbacks:
         if isinstance(callback, scheduler) and set(callback.scheduling.values()) != {size}:
             raise ValueError(
-                f"GradientAccumulationScheduler({callback.scheduling}): the steps of packs are all "
-                "of one size; leave it out and give accumulate_grad_batches= to the Trainer"
+                f"GradientAccumulationScheduler({callback.scheduling}): packs are grouped in steps "
+                "of one size; omit it and pass accumulate_grad_batches= to the Trainer"
             )
     if isinstance(limit, int) and limit % size and not trainer.fast_dev_run:
         raise ValueError(
             f"limit_train_batches={limit} ends epochs inside a step of accumulate_grad_batches="
-            f"{size} packs: give a multiple, such as {max(limit // size, 1) * size}"
+            f"{size} packs: pass a multiple, such as {max(limit // size, 1) * size}"
         )
-
-
-def causal_lm(module: nn.Module) -> nn.Module:
-    """Find the HF causal LM inside a Lightning module."""
-    for part in module.modules():
-        if hasattr(part, "get_output_embeddings") and hasattr(part, "loss_function"):
-            return unwrap_peft(part)
-    raise ValueError(f"{type(module).__name__} holds no HF causal LM: keep it as an attribute")

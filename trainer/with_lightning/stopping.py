@@ -1,4 +1,4 @@
-"""Lightning stopped by a signal: after the step that is under way, with a checkpoint to go on from.
+"""Stop Lightning on a signal: after the current step, with a checkpoint to resume from.
 
 Trainer(callbacks=[PackedCallback(data), StopCallback(Path("out/last.ckpt"))], ...)
 """
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from ..graceful_stop import StopRequest
-from .packs import AfterStep, pl
+from .hooks import AfterStep, pl
 
 
 class StopCallback(AfterStep):
-    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, all ranks together."""
+    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, on all ranks."""
 
     def __init__(self, path: Path):
-        """path: the checkpoint to write then."""
+        """path: the checkpoint to write on a signal."""
         self.path = path
-        self.request = StopRequest()  # now: a signal may come before the first step
+        self.request = StopRequest()  # here: a signal may arrive before the first step
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Its own handler talks to other ranks from inside a signal, and leaves without saving.
+        # Lightning's handlers communicate with other ranks inside the signal, and exit unsaved.
         connector: Any = getattr(trainer, "_signal_connector", None)
         if connector is not None:
             connector.register_signal_handlers = lambda: None
@@ -31,7 +31,7 @@ class StopCallback(AfterStep):
         self.request.listen()
 
     def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.request.agreed() and not trainer.should_stop:
+        if self.request.should_stop() and not trainer.should_stop:
             trainer.save_checkpoint(self.path, weights_only=False)
             trainer.should_stop = True
 

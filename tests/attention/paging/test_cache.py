@@ -12,7 +12,7 @@ def test_copies_read_before_they_write():
     for layer in range(2):
         for tensor in cache.layer(layer):
             tensor += torch.arange(4.0).view(4, 1, 1, 1)
-    cache.copy_page([0, 1], [1, 2])
+    cache.copy_pages([0, 1], [1, 2])
     for layer in range(2):
         for tensor in cache.layer(layer):
             assert tensor[:, 0, 0, 0].tolist() == [0, 0, 1, 3]
@@ -25,7 +25,7 @@ def test_a_cache_weighs_what_it_says():
 
 
 def test_pages_under_sixteen_tokens_are_refused():
-    with pytest.raises(ValueError, match="8 tokens"):
+    with pytest.raises(ValueError, match="page_size=8 is too small"):
         PagedCache(4, 8, [(1, 8, 8)], torch.float32, "cpu")
 
 

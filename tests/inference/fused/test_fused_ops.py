@@ -77,13 +77,10 @@ def test_on_a_gpu_every_weight_must_be_of_one_narrow_dtype(dtypes, cuda, fits):
 
 def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monkeypatch):
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from nopad.attention.backends import CallSpec
     from nopad.inference.fused import fused_decoder
 
     specs = []
-    monkeypatch.setattr(
-        fused_decoder.selection, "select", lambda facts: specs.append(CallSpec(*facts))
-    )
+    monkeypatch.setattr(fused_decoder, "select", lambda spec: specs.append(spec))
     keys: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(9, 256, 4, 64))
     assert not fused_decoder._by_own_kernels(keys, 12)
     (spec,) = specs

@@ -20,7 +20,7 @@ def ids(batch: dict) -> list:
 
 
 def test_every_batch_of_a_step_carries_the_tokens_of_the_whole_step():
-    loader, batches = PackedLoader(tiny_run.dataset(), accumulation=4), []
+    loader, batches = PackedLoader(tiny_run.dataset(), accumulation_steps=4), []
     for batch in loader:
         batches.append(batch)
     assert len(batches) == 16  # 15 packs, filled up by an empty one
@@ -32,25 +32,25 @@ def test_every_batch_of_a_step_carries_the_tokens_of_the_whole_step():
 
 
 def test_a_partial_window_is_dropped_if_asked():
-    loader = PackedLoader(tiny_run.dataset(), accumulation=4, last_window="drop")
+    loader = PackedLoader(tiny_run.dataset(), accumulation_steps=4, drop_last=True)
     assert len(list(loader)) == 12
 
 
 def test_the_state_is_that_of_whole_steps_whatever_was_read_ahead():
-    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation=2)]
+    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation_steps=2)]
     for stop in (1, 2, 3, 4, 7):
-        loader = PackedLoader(tiny_run.dataset(), accumulation=2)
+        loader = PackedLoader(tiny_run.dataset(), accumulation_steps=2)
         seen = [ids(batch) for _, batch in zip(range(stop), loader, strict=False)]
         state = json.loads(json.dumps(loader.state()))
-        again = PackedLoader(tiny_run.dataset(), accumulation=2)
+        again = PackedLoader(tiny_run.dataset(), accumulation_steps=2)
         again.load_state(state)
         stepped = stop // 2 * 2
         assert seen[:stepped] + [ids(batch) for batch in again] == whole, stop
 
 
 def test_an_iteration_left_early_goes_on_behind_the_last_step():
-    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation=2)]
-    loader = PackedLoader(tiny_run.dataset(), accumulation=2)
+    whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation_steps=2)]
+    loader = PackedLoader(tiny_run.dataset(), accumulation_steps=2)
     first = [ids(batch) for _, batch in zip(range(4), loader, strict=False)]
     assert first + [ids(batch) for batch in loader] == whole
 
@@ -97,16 +97,16 @@ def test_an_evaluation_holds_few_batches_at_a_time(epochs):
 def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches(monkeypatch):
     whole = list(tiny_run.dataset())
     assert len(whole) % 2  # one rank gets an empty pack
-    counted = float(sum(pack.counted for pack in whole))
+    counted = float(sum(pack.num_label_tokens for pack in whole))
     given = []
 
     def sum_over_ranks(value):
         given.append(value)
         return torch.tensor(counted)
 
-    monkeypatch.setattr("nopad.trainer.data.loader.world", lambda: 2)
+    monkeypatch.setattr("nopad.trainer.data.loader.world_size", lambda: 2)
     monkeypatch.setattr("nopad.trainer.data.loader.sum_over_ranks", sum_over_ranks)
-    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world=2))) for r in (0, 1)]
+    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world_size=2))) for r in (0, 1)]
     assert len(shares[0]) == len(shares[1]) == 8
     assert len(given) == 2 and sum(given) == counted
     found = [sum(int((batch["labels"] != -100).sum()) for batch in share) for share in shares]
@@ -124,12 +124,12 @@ def test_an_evaluation_of_sample_means_counts_samples():
 def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goes():
     rows = [[1] * 50, [2] * 9, [3] * 70]
     planned = PackedLoader(PackedDataset(rows, budget=32, overflow="truncate"))
-    assert planned.became() == {"split": 0, "truncated": 2, "dropped": 0, "skipped": 0}
-    settings = {"budget": 32, "shards": 1, "ahead": False, "shuffle": False}
+    assert planned.overflow_counts() == {"split": 0, "truncated": 2, "dropped": 0, "skipped": 0}
+    settings = {"budget": 32, "shards": 1, "pretokenize": False, "shuffle": False}
     for workers in (0, 1):
         data = PackedDataset(lambda: iter(rows), **settings)
         streamed = PackedLoader(data, num_workers=workers)
-        told = [streamed.became()["split"] for _ in streamed]
+        told = [streamed.overflow_counts()["split"] for _ in streamed]
         assert told == sorted(told) and told[-1] == 2
 
 
@@ -137,16 +137,16 @@ def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goe
 def test_what_became_is_that_of_the_epoch_the_data_is_in(epochs, monkeypatch):
     data = tiny_run.dataset(epochs=epochs)
     loader, asked = PackedLoader(data), []
-    stock = data.packs.report
+    stock = data.reader.report
 
     def report(epoch, *more):
         asked.append(epoch)
         return stock(epoch, *more)
 
-    monkeypatch.setattr(data.packs, "report", report)
+    monkeypatch.setattr(data.reader, "report", report)
     for _ in range(2 if epochs else 1):
         for _, _ in zip(range(28), loader, strict=False):
-            loader.became()
+            loader.overflow_counts()
     assert asked == [0, 1]
 
 
@@ -165,7 +165,7 @@ def test_no_loader_draws_from_the_random_numbers_of_the_training(workers):
 def test_sample_means_count_samples():
     loader = PackedLoader(tiny_run.dataset(), PackedCollator(mean="sample"))
     batch = next(iter(loader))
-    assert float(batch["num_items_in_batch"]) == pytest.approx(len(loader.last.lengths))
+    assert float(batch["num_items_in_batch"]) == pytest.approx(len(loader.last_pack.lengths))
 
 
 def test_other_data_is_refused_on_resume(tmp_path):

@@ -54,7 +54,7 @@ def test_whoever_dies_it_is_told_and_nothing_is_left(who):
     assert child.returncode == (-9 if who == "main" else 1) and time.monotonic() - began < 10
     if who != "main":
         pattern = rf"RuntimeError: data worker died: .*pid {workers[1].pid}, exit code -9.*"
-        pattern += r"was pack \d+ \(to sample \d+ of source 0\)"
+        pattern += r"was pack \d+ \(up to sample \d+ of source 0\)"
         assert re.search(pattern, said.splitlines()[-1]), said
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert len(workers) == 2 and not alive
@@ -68,7 +68,7 @@ def test_a_death_that_torch_caught_and_told_in_its_own_words_is_told_in_ours():
         with pytest.raises(RuntimeError, match=r"pid 7, exit code -9.*pack 3"), watch.reading():
             del watch._raise_if_dead
             try:
-                watch._hear(signal.SIGCHLD, None)  # it comes while torch waits for data
+                watch._on_sigchld(signal.SIGCHLD, None)  # it comes while torch waits for data
             except RuntimeError as error:
                 raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly") from error
 
@@ -80,6 +80,6 @@ def shared_memory() -> list[str]:
 
 def test_a_bad_document_in_a_worker_keeps_its_own_error():
     rows = [[1, 2], [3, float("nan")]]
-    data = tiny_run.PackedDataset(lambda: iter(rows), budget=8, shards=1, ahead=False)
+    data = tiny_run.PackedDataset(lambda: iter(rows), budget=8, shards=1, pretokenize=False)
     with pytest.raises(ValueError, match="row 1: input_ids must be integers, got float64"):
         list(PackedLoader(data, num_workers=1))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from nopad.trainer.evaluation import GenerationEval, Report
-from nopad.trainer.evaluation.budget import Allowance
-from nopad.trainer.evaluation.report import Row
-from nopad.trainer.evaluation.tables import show, writer
+from nopad.trainer.evaluation import GenerationEval
+from nopad.trainer.evaluation.time_budget import EvalPlan
 from nopad.trainer.with_hf import EvalCallback as HFEvalCallback
 from nopad.trainer.with_lightning import EvalCallback
 from torch import nn
@@ -52,9 +49,9 @@ def fit(folder, evaluation, *callbacks, **settings):
     """Train eight batches an epoch; return the trainer, and the steps that were evaluated."""
     run, steps = evaluation.run, []
 
-    def noted(step, model=None):
+    def noted(step, *args):
         steps.append(step)
-        return run(step, model)
+        return run(step, *args)
 
     evaluation.run = noted
     trainer = pl.Trainer(
@@ -91,9 +88,9 @@ def test_lightning_gives_a_failed_evaluation_no_score_and_trains_on(tmp_path, ev
 
 def test_lightning_gives_an_evaluation_that_was_left_out_no_score(tmp_path):
     kept = best(tmp_path, save_top_k=-1)
-    evaluation = GenerationEval(scores(0.75), watch="acc")
-    plans = iter([Allowance(1, None), Allowance(0, None, "left out")])
-    evaluation.budget.allowance = lambda *_: next(plans)
+    evaluation = GenerationEval(scores(0.75), monitor="acc")
+    plans = iter([EvalPlan(1, None), EvalPlan(0, None, "skipped")])
+    evaluation.budget.plan = lambda *_: next(plans)
     trainer, _ = fit(tmp_path, evaluation, kept, val_check_interval=4)
     assert [float(score) for score in kept.best_k_models.values()] == [0.75, -math.inf]
     assert math.isnan(trainer.callback_metrics["eval/acc"])
@@ -109,7 +106,7 @@ def test_lightning_stops_early_by_what_is_found_and_says_what_nan_would_do(tmp_p
     assert run(*values, check_finite=False).global_step == 7
     assert "check_finite" not in caplog.text
     assert run(*values).global_step == 1
-    assert "EarlyStopping('eval/acc') stops at an evaluation without a value" in caplog.text
+    assert "EarlyStopping('eval/acc') stops when an evaluation has no value" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -288,19 +285,3 @@ def test_hf_logs_the_losses_of_training_as_without_evaluations(tmp_path, every, 
 def test_hf_evaluates_other_weights_of_the_same_step_anew(tmp_path):
     trainer, _ = hf(tmp_path, GenerationEval(scores(0.5, 0.25)))
     assert trainer.evaluate()["eval_acc"] == 0.25
-
-
-def test_tables_of_other_arguments_inside_a_logger_are_left_alone():
-    class Client:  # mlflow's and Comet's are of this kind
-        def log_table(self, run_id, data, artifact_file):
-            raise AssertionError("called")
-
-    class Board:
-        def add_text(self, tag, text, step):
-            told.append(tag)
-
-    told: list[str] = []
-    report = Report(1, {"eval/m": 1.0}, [Row("a", "b", "c")])
-    inside = [SimpleNamespace(experiment=thing) for thing in (Client(), Board(), None)]
-    show(report, [writer(logger, "experiment") for logger in [*inside, object()]])
-    assert told == ["eval/samples"]

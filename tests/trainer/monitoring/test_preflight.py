@@ -8,29 +8,30 @@ import torch
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.preflight import check_batches, leak
+from nopad.trainer.monitoring.preflight import check_batches, measure_leak
 
 
 def test_the_banner_says_what_runs_and_what_to_expect():
     first, second = check_run(tiny_run.model(), tiny_run.dataset())
-    assert first == "llama, attention nopad, boundaries by cu_seq_lens, leak self-test 0.0"
-    assert "packs of 32 an epoch, fill 9" in second and "dropped 0" in second
+    assert first == ("llama, attention nopad, document boundaries from cu_seq_lens, leak check 0.0")
+    assert "packs of 32 tokens per epoch, fill 9" in second and "0 dropped" in second
 
 
 def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch():
     rows = [[1, 2, 3, 4]] * 40
-    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8, packs=3))
-    assert told.startswith("3 packs of 8 in all, 20 an epoch, fill 100.0%")
-    stream = PackedDataset(rows, budget=8, packs=3, ahead=False)
-    assert check_run(tiny_run.model(), stream)[1].startswith("3 packs of 8, lengths not known")
+    _, line = check_run(tiny_run.model(), PackedDataset(rows, budget=8, max_packs=3))
+    assert line.startswith("3 packs in total, 20 packs of 8 tokens per epoch, fill 100.0%")
+    stream = PackedDataset(rows, budget=8, max_packs=3, pretokenize=False)
+    _, line = check_run(tiny_run.model(), stream)
+    assert line.startswith("3 packs of 8 tokens; lengths are unknown")
 
 
 def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):
-    monkeypatch.setattr("nopad.trainer.monitoring.preflight.MOST_LENGTHS", 10)
+    monkeypatch.setattr("nopad.trainer.monitoring.preflight.MAX_PLANNED", 10)
     rows = [[1, 2, 3, 4]] * 40
-    _, told = check_run(tiny_run.model(), PackedDataset(rows, budget=8))
-    assert told.startswith("about 20 packs of 8 an epoch, fill 100.0%")
-    assert "; of the first 10 samples split 0," in told
+    _, line = check_run(tiny_run.model(), PackedDataset(rows, budget=8))
+    assert line.startswith("about 20 packs of 8 tokens per epoch, fill 100.0%")
+    assert "; of the first 10 samples, 0 split," in line
     with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
         check_run(tiny_run.model(), PackedDataset([*rows, [1] * 100], budget=128))
 
@@ -57,7 +58,7 @@ def test_sample_weights_without_the_loss_that_reads_them_are_refused():
 def test_a_step_without_a_single_counted_label_is_refused():
     batch = PackedCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
     with pytest.raises(ValueError, match="no label of the first step counts"):
-        check_batches([batch], vocabulary=61)
+        check_batches([batch], vocab_size=61)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_a_step_without_a_single_counted_label_is_refused():
 def test_the_id_that_is_outside_the_vocabulary_is_named(ids, labels, culprit):
     batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
     with pytest.raises(ValueError, match=f"^{culprit} is outside the model's vocabulary of 61"):
-        check_batches([batch], vocabulary=61)
+        check_batches([batch], vocab_size=61)
 
 
 def test_the_check_leaves_every_module_in_its_mode():
@@ -80,5 +81,5 @@ def test_the_check_leaves_every_module_in_its_mode():
     model.train()
     model.model.layers[1].eval()
     before = [module.training for module in model.modules()]
-    leak(model)
+    measure_leak(model)
     assert [module.training for module in model.modules()] == before

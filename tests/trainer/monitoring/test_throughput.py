@@ -11,7 +11,6 @@ from nopad.trainer.data import PackedLoader
 from nopad.trainer.data.loader import PackInfo
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import Meter, ModelFlops
-from nopad.trainer.monitoring.throughput import away
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -22,13 +21,13 @@ def test_matrix_flops_are_those_that_run():
     with counter:
         model(**batch).loss.backward()
     run = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
-    assert ModelFlops.of_model(model).per_token * 32 == run
+    assert ModelFlops.from_model(model).per_token * 32 == run
 
 
 def test_attention_is_counted_per_sample():
-    flops = ModelFlops.of_model(tiny_run.model())
-    apart, run_on_all_ranks = flops.of([16, 16]), flops.of([32])
-    assert run_on_all_ranks - apart == flops.per_pair * 2 * 16 * 16
+    flops = ModelFlops.from_model(tiny_run.model())
+    separate, joined = flops.step_flops([16, 16]), flops.step_flops([32])
+    assert joined - separate == flops.per_pair * 2 * 16 * 16
     assert flops.per_pair == 12 * 32
 
 
@@ -37,7 +36,7 @@ def test_loss_is_told_by_source():
     loss = attach_loss(model)
     samples = [Sample(np.arange(1, 9), source=0), Sample(np.arange(20, 33), source=1)]
     pack = Pack.of(samples, budget=32)
-    batch = PackedCollator(fill=True)(pack)
+    batch = PackedCollator(pad_to_budget=True)(pack)
     model(**batch)
     meter = Meter()
     info = PackInfo.of(pack, batch)
@@ -49,7 +48,7 @@ def test_loss_is_told_by_source():
 
 
 def test_rates_are_of_what_was_added_since_the_last_reset():
-    meter = Meter(2, flops=ModelFlops(10.0, 0.0, (None,)), peak=100.0, waited=lambda: 0.0)
+    meter = Meter(2, flops=ModelFlops(10.0, 0.0, (None,)), peak=100.0, wait_seconds=lambda: 0.0)
     for _ in range(2):
         meter.reset()
         meter.seconds = lambda: 2.0
@@ -64,9 +63,9 @@ def test_the_time_of_an_evaluation_is_in_no_rate(monkeypatch):
     monkeypatch.setattr("nopad.trainer.monitoring.throughput.time.perf_counter", lambda: now[0])
     meter = Meter()
     now[0] += 2
-    with away():
+    with meter.paused():
         now[0] += 100
-        with away():  # an evaluation by generation inside the trainer's own
+        with meter.paused():  # an evaluation by generation inside the trainer's own
             now[0] += 100
     now[0] += 1
     meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
@@ -84,8 +83,8 @@ def test_a_pack_of_one_source_counts_in_the_loss_of_a_mixture():
     meter = Meter.of(loader, model)
     for batch in loader:
         model(**batch)
-        meter.add(loader.last, batch["labels"], loss.token_losses)
-        assert len(set(loader.last.sources.tolist())) == 1
+        meter.add(loader.last_pack, batch["labels"], loss.token_losses)
+        assert len(set(loader.last_pack.sources.tolist())) == 1
     rates = meter.read()
     for source, row in ((0, rows[0][0]), (1, rows[1][0])):
         alone = float(model(**PackedCollator()([row])).loss)

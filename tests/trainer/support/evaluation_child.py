@@ -27,7 +27,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def lists(completions: list) -> list:
-    return [completion.tokens for completion in completions]
+    return [completion.token_ids for completion in completions]
 
 
 def failing(engine: Engine, where: int, kind: type[BaseException]):
@@ -73,7 +73,7 @@ def reports(model) -> dict:
     examples = [Example(p, "x") for p in prompts(7, 2)]
     metrics = {"length": lambda text, _: len(text.split())}
     good = GenerationEval(
-        DataParallelEngine(Engine(model)).generate, examples, metrics, GREEDY, watch="length"
+        DataParallelEngine(Engine(model)).generate, examples, metrics, GREEDY, monitor="length"
     )
     long = [*examples, Example(list(range(1, 60)) * 3, "too long")]
     poison = {**metrics, "bad": lambda text, _: 1 / (len(text.split()) - 5)}
@@ -121,7 +121,7 @@ def sharded(evaluated: bool, fits: bool = True, breaks: bool = False) -> list:
     fits: whether the whole parameters may be gathered once.
     breaks: whether the last rank fails in the second step of every evaluation.
     """
-    fsdp_unshard.room = lambda device: float("inf") if fits else 0
+    fsdp_unshard.free_bytes = lambda device: float("inf") if fits else 0
     model = tiny_run.model()
     for layer in model.model.layers:
         fully_shard(layer)

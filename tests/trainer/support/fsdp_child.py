@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 def main(accumulation: int = 2) -> None:
     dist.init_process_group("gloo")
     found = {}
-    whole = tiny_run.packs(tiny_run.dataset(rank=0, world=1), accumulation * dist.get_world_size())
+    whole = tiny_run.packs(tiny_run.dataset(rank=0, world_size=1), accumulation * dist.get_world_size())
     gold = tiny_run.gold_gradient(tiny_run.model(), whole)
     for resharded, unit in product((False, True), ("", "head", "norm and head")):
         model = tiny_run.model()
@@ -25,7 +25,7 @@ def main(accumulation: int = 2) -> None:
         own = {"": [], "head": [head], "norm and head": [[norm, head]]}[unit]
         for part in [*model.model.layers, *own, model]:
             fully_shard(part, reshard_after_forward=resharded)
-        loader = iter(PackedLoader(tiny_run.dataset(), accumulation=accumulation))
+        loader = iter(PackedLoader(tiny_run.dataset(), accumulation_steps=accumulation))
         for _ in range(accumulation):
             (model(**next(loader)).loss / accumulation).backward()
         gradient = {name: p.grad.full_tensor() for name, p in model.named_parameters()}

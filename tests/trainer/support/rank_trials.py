@@ -54,7 +54,7 @@ def accelerate(data, accumulation: int, steps: int, workers=0, load=None, save=N
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        seen["packs"].append(loader.last.index)
+        seen["packs"].append(loader.last_pack.index)
         seen["losses"].append(float(loss.detach()))
         if len(seen["packs"]) == steps * accumulation:
             break
@@ -80,7 +80,7 @@ class Watching(PackedCallback):
         self.packs, self.losses, self.save = [], [], save
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.packs.append(self.data.loader.handed_out[0][0].index)
+        self.packs.append(self.data.loader.issued[0][0].index)
         self.losses.append(float(outputs["loss"].detach()) * trainer.accumulate_grad_batches)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.save and trainer.global_step == trainer.max_steps:
@@ -135,7 +135,7 @@ def uneven(number: int, folder: Path) -> str:
     def make() -> PackedDataset:
         if not sharded:
             return tiny_run.dataset(count)
-        rows, parts = tiny_run.samples(count), {"shards": 8, "packs": packs, "ahead": False}
+        rows, parts = tiny_run.samples(count), {"shards": 8, "max_packs": packs, "pretokenize": False}
         return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, **parts)
 
     seen = launch(fresh(folder / f"uneven-{number}"), world, front, make, accumulation, -1)

@@ -57,8 +57,13 @@ def model(attention: str = "nopad", **settings):
 
 def packs(data: PackedDataset, count: int) -> list:
     """The first packs of the run, whoever makes them."""
-    whole = dataset(len(samples()), rank=0, world=1) if data is None else data
+    whole = dataset(len(samples()), rank=0, world_size=1) if data is None else data
     return [pack for pack, _ in zip(whole, range(count), strict=False)]
+
+
+def batch_of(data: PackedDataset, **settings) -> dict:
+    """The first three packs of a data set in one batch."""
+    return PackedCollator(**settings)(packs(data, 3))
 
 
 def collate(pack) -> dict:

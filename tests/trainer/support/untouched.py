@@ -74,7 +74,7 @@ def evaluation(live: Any, how: str, end: str, every: int) -> GenerationEval:
 
 def _break(engine: Engine, kind: type[BaseException]) -> None:
     """Let the second step of the next call fail."""
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     launch, steps = runner.launch, []
 
     def failing(step: Any):
@@ -138,11 +138,11 @@ class Diary:
         made = evaluation(live, self.how or "greedy", self.end, self.every)
         run = made.run
 
-        def noted(step: int, model: Any = None):
+        def noted(step: int, *args: Any):
             from nopad.trainer.evaluation import Report
 
             try:
-                report = run(step, model) if self.how else Report(step)
+                report = run(step, *args) if self.how else Report(step)
                 self.reports.append(report)
                 return report
             finally:

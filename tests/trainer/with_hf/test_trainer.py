@@ -67,7 +67,7 @@ def test_predictions_are_the_logits_of_the_set_and_leave_the_loss_as_it_was(tmp_
         gold = run.model(**batch).logits[0].detach().numpy()
         assert np.allclose(logits[: len(gold)], gold, atol=1e-5)
         assert labels[: len(gold)].tolist() == pack.labels.tolist()
-    assert run.model_loss.fused
+    assert run.attached_loss.fused
     run.args.prediction_loss_only = True
     assert run.predict(data).predictions is None
 
@@ -80,13 +80,13 @@ def test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once(
 
     often = {"learning_rate": 0.0, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     data, passes = tiny_run.dataset(23), []
-    stock = data.packs.read
+    stock = data.reader.read
 
     def read(*where):
         passes.append(where)
         return stock(*where)
 
-    monkeypatch.setattr(data.packs, "read", read)
+    monkeypatch.setattr(data.reader, "read", read)
     evaluated = {"eval_dataset": {"held": data} if named else data}
     run, _ = trainer(tmp_path, tiny_run.dataset(), 1, more=evaluated, **often)
     run.train()
@@ -96,34 +96,34 @@ def test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once(
     assert len(passes) == 3  # once to count
 
 
-def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_unsealed(
+def test_older_checkpoints_go_once_the_new_one_is_complete_and_a_rewritten_one_is_incomplete(
     tmp_path, monkeypatch
 ):
     from hf_child import trainer
-    from nopad.trainer.with_hf import trainer as with_hf
+    from nopad.trainer.with_hf import trainer as module
 
-    seals: list[list[str]] = []
+    manifests: list[list[str]] = []
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     run, _ = trainer(tmp_path, tiny_run.dataset(), 1, **settings)
-    wholes, stock = trainer.write_manifest, trainer.Trainer._save_checkpoint
+    write, save = module.write_manifest, module.Trainer._save_checkpoint
 
-    def sealing(folder):
-        seals.append(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
-        wholes(folder)
+    def write_and_note(folder):
+        manifests.append(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
+        write(folder)
 
-    monkeypatch.setattr(with_hf, "seal", sealing)
+    monkeypatch.setattr(module, "write_manifest", write_and_note)
     run.train()
-    assert seals == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
+    assert manifests == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert run.args.save_total_limit == 1
 
-    def unsealed(self, *args):
-        assert not (tmp_path / "checkpoint-2" / "nopad_seal.json").exists()
-        stock(self, *args)
+    def save_without_manifest(self, *args):
+        assert not (tmp_path / "checkpoint-2" / "nopad_manifest.json").exists()
+        save(self, *args)
 
-    monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", unsealed)
+    monkeypatch.setattr(module.Trainer, "_save_checkpoint", save_without_manifest)
     run._save_checkpoint(run.model, None)
-    assert trainer.latest_intact_checkpoint(tmp_path).name == "checkpoint-2"
+    assert module.latest_intact_checkpoint(tmp_path).name == "checkpoint-2"
 
 
 def test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data(tmp_path):
@@ -159,15 +159,15 @@ def test_arguments_serve_a_second_trainer_with_other_data(tmp_path):
         data = tiny_run.dataset(count)
         run = PackedTrainer(tiny_run.model(), args, None, data)
         assert run.args.max_steps == data.count()
-        assert run.model_loss.options["label_smoothing"] == 0.1
+        assert run.attached_loss.options["label_smoothing"] == 0.1
     assert vars(args) == before
 
 
 def test_what_packs_cannot_do_is_refused_with_the_way_out(tmp_path):
     from hf_child import trainer
 
-    stream = PackedDataset(lambda: iter([[1, 2, 3]]), budget=32, ahead=False)
-    with pytest.raises(ValueError, match=r"stream's packs cannot be counted.*say max_steps="):
+    stream = PackedDataset(lambda: iter([[1, 2, 3]]), budget=32, pretokenize=False)
+    with pytest.raises(ValueError, match=r"packs of a stream cannot be counted.*pass max_steps="):
         trainer(tmp_path, stream, 1, num_train_epochs=1)
     with pytest.raises(ValueError, match=r"auto_find_batch_size=True.*lower the data's budget"):
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, auto_find_batch_size=True)
@@ -222,7 +222,7 @@ def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
         pass
 
     for args in (None, TrainingArguments(str(tmp_path), max_steps=1)):
-        with pytest.raises(ValueError, match=r"TrainingArguments.*give an SFTConfig"):
+        with pytest.raises(ValueError, match=r"TrainingArguments.*pass an SFTConfig"):
             PackedSFTTrainer(tiny_run.model(), args, None, tiny_run.dataset())
 
 

@@ -18,9 +18,9 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 def dataset(kind: str = "finite") -> PackedDataset:
     if kind == "stream":
         rows = [row["input_ids"] for row in tiny_run.samples(14)]
-        settings = {"shards": 2, "ahead": False, "shuffle": False}
+        settings = {"shards": 2, "pretokenize": False, "shuffle": False}
         return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, **settings)
-    settings = {"finite": {}, "endless": {"epochs": None}, "packs": {"epochs": None, "packs": 8}}
+    settings = {"finite": {}, "endless": {"epochs": None}, "packs": {"epochs": None, "max_packs": 8}}
     return tiny_run.dataset(14, **settings[kind])
 
 
@@ -77,7 +77,7 @@ def test_an_accumulation_that_is_changed_by_hand_is_refused():
             trainer.accumulate_grad_batches = 3
 
     said = refused(Change(), accumulate_grad_batches=2)
-    assert "accumulate_grad_batches=3" in said and "made for 2" in said
+    assert "accumulate_grad_batches=3" in said and "in steps of 2" in said
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_reloaded_loader_is_the_one_whose_waiting_is_told():
 
         def on_train_batch_start(self, trainer, *_):
             packs = trainer.datamodule.loader
-            packs.waited += 1.0
-            self.met += (trainer.callbacks[0].meter._waited() == packs.waited,)
+            packs.wait_seconds += 1.0
+            self.met += (trainer.callbacks[0].meter._wait_seconds() == packs.wait_seconds,)
 
     reads = Reads()
     trained(dataset(), reads, max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -121,7 +121,7 @@ def test_packs_to_validate_on_are_there_without_a_trainer():
 def test_other_data_begins_at_its_beginning_where_loaders_are_reloaded():
     class Swap(pl.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
-            trainer.datamodule.train = tiny_run.dataset(9)
+            trainer.datamodule.train_dataset = tiny_run.dataset(9)
 
     settings = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     seen = trained(dataset(), Swap(), **settings)
@@ -144,8 +144,8 @@ def test_a_batch_that_the_module_left_out_comes_again():
     packs, module = PackedDataModule(dataset()), Leave()
     trainer(packs, max_epochs=2).fit(module, packs)
     assert module.batches == trained(dataset(), max_epochs=1)
-    assert packs.loader is not None and packs.loader.stepped is not None
-    assert packs.loader.stepped["position"]["index"] == len(module.batches)
+    assert packs.loader is not None and packs.loader.trained_state is not None
+    assert packs.loader.trained_state["position"]["index"] == len(module.batches)
 
 
 @pytest.mark.parametrize(

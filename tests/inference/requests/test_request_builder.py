@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CHAT = [{"role": "user", "content": "x"}]
 
 
-class Touchy:
-    """A tokenizer that raises what tokenizers raise."""
+class RaisingTokenizer(FakeTokenizer):
+    """Raises what tokenizers raise: at surrogates, and in the chat template."""
 
-    chat_template, eos_token_id, bos_token_id = "some", 0, 1
+    chat_template = "some"
 
     def __call__(self, text, add_special_tokens=True):
         if "\ud800" in text:
             raise TypeError("TextEncodeInput must be Union[TextInputSequence]")
-        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return "".join(chr(64 + t % 60) for t in tokens)
+        return super().__call__(text, add_special_tokens)
 
     def apply_chat_template(self, messages, **_):
         raise LookupError("roles must alternate")
@@ -28,19 +26,19 @@ class Touchy:
 
 @pytest.fixture
 def engine(tiny):
-    return Engine(tiny("llama"), Touchy(), page_size=16)
+    return Engine(tiny("llama"), RaisingTokenizer(bos_token_id=1, eos_token_id=0), page_size=16)
 
 
 @pytest.mark.parametrize("bad", ["a\ud800", CHAT])
 def test_whatever_a_tokenizer_raises_is_the_prompts_own(engine, bad):
     want = engine.generate(["abc"], GREEDY)
-    beside = engine.submit([5, 6, 7], GREEDY)
+    beside = engine.add_request([5, 6, 7], GREEDY)
     refused, *rest = engine.generate([bad, "abc"], GREEDY)
     assert refused.finish_reason == "error" and "cannot read the prompt: " in refused.error
     assert ("TypeError" in refused.error) == isinstance(bad, str) and "\ud800" not in refused.error
     assert rest == want
     ended = [e for _ in range(9) for e in engine.step() if e.completion]
-    assert [e.request for e in ended] == [beside] and ended[0].completion.error is None
+    assert [e.request_id for e in ended] == [beside] and ended[0].completion.error is None
     spoilt, fine = engine.score([bad, "abc"], ["d", "d"])
     assert "cannot read the prompt: " in spoilt.error and fine == engine.score(["abc"], ["d"])[0]
     spoilt, fine = engine.score_rolling([bad, "abc"])

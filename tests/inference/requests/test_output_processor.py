@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -41,8 +42,8 @@ def finished(engine) -> dict:
     for _ in range(60):
         for event in engine.step():
             if event.completion is not None:
-                assert event.request not in done, "two completions of one request"
-                done[event.request] = event.completion
+                assert event.request_id not in done, "two completions of one request"
+                done[event.request_id] = event.completion
     return done
 
 
@@ -51,11 +52,14 @@ FAULTS = [RuntimeError("boom"), KeyboardInterrupt()]
 
 @pytest.mark.parametrize("error", FAULTS, ids=["fault", "interrupt"])
 def test_a_step_that_fails_ends_what_is_under_way_and_the_next_one_says_so(engine, want, error):
-    refused = engine.submit(PROMPT, {"max_tokens": 0})
-    waiting, several = engine.submit(PROMPT, GREEDY), engine.submit([8, 9], GREEDY | {"n": 2})
+    refused = engine.add_request(PROMPT, {"max_tokens": 0})
+    waiting, several = (
+        engine.add_request(PROMPT, GREEDY),
+        engine.add_request([8, 9], GREEDY | {"n": 2}),
+    )
     with failing(engine, error):
         engine.step()
-    assert not engine._under_way
+    assert not engine._outputs.has_requests()
     done = finished(engine)
     assert list(done) == [refused, waiting, several]
     assert "max_tokens is 0" in done[refused].error
@@ -67,32 +71,32 @@ def test_a_step_that_fails_ends_what_is_under_way_and_the_next_one_says_so(engin
 
 @pytest.mark.parametrize("error", FAULTS, ids=["fault", "interrupt"])
 def test_a_blocking_call_that_fails_leaves_streams_and_submitted_ones_an_answer(engine, error):
-    number = engine.submit(PROMPT, GREEDY)
+    number = engine.add_request(PROMPT, GREEDY)
     events = engine.stream([PROMPT, [8, 9]], GREEDY)
     begun = next(events)
     with failing(engine, error):
         engine.generate([[3, 4]], GREEDY)
     done = finished(engine)
     assert list(done) == [number] and "stopped on an error" in done[number].error
-    ended = {e.request: e.completion for e in events if e.completion}
+    ended = {e.request_id: e.completion for e in events if e.completion}
     assert begun.completion is None and sorted(ended) == [0, 1]
     assert all("stopped on an error" in c.error for c in ended.values())
 
 
 def test_a_release_answers_what_is_under_way(engine, want):
-    number = engine.submit(PROMPT, GREEDY)
+    number = engine.add_request(PROMPT, GREEDY)
     events = engine.stream([PROMPT], GREEDY)
     next(events)
     engine.release()
     (ended,) = events
-    assert "released" in ended.completion.error and ended.request == 0
+    assert "released" in ended.completion.error and ended.request_id == 0
     done = finished(engine)
     assert list(done) == [number] and "released" in done[number].error
     assert engine.generate([PROMPT], GREEDY) == [want]
 
 
 def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
-    number = engine.submit(PROMPT, GREEDY)
+    number = engine.add_request(PROMPT, GREEDY)
     engine.step()
     for call in (
         engine.generate,
@@ -106,7 +110,7 @@ def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
     for bad in ("x", float("nan")):
         with pytest.raises(ValueError, match=r"^deadline is .*; give seconds or None"):
             engine.score([PROMPT], [[8]], deadline=bad)
-    bad = [engine.submit(PROMPT, GREEDY, deadline=d) for d in ("x", float("nan"))]
+    bad = [engine.add_request(PROMPT, GREEDY, deadline=d) for d in ("x", float("nan"))]
     done = finished(engine)
     assert done.pop(number) == want
     assert [done[n].error for n in bad] == [
@@ -122,12 +126,12 @@ def test_every_request_may_have_a_deadline_of_its_own(engine, want):
         assert done[0] == done[2] == want
         assert [c.finish_reason for c in done[1::2]] == ["deadline", "deadline"]
         assert "deadline is 'x'" in done[4].error
-    ended = {e.request: e for e in engine.stream([PROMPT] * 2, GREEDY, deadline=[0, None])}
+    ended = {e.request_id: e for e in engine.stream([PROMPT] * 2, GREEDY, deadline=[0, None])}
     assert [ended[i].completion.finish_reason for i in (0, 1)] == ["deadline", "length"]
 
 
 def test_another_autocast_is_told_and_harms_nobody(engine, want):
-    number = engine.submit(PROMPT, GREEDY)
+    number = engine.add_request(PROMPT, GREEDY)
     events = engine.stream([PROMPT], GREEDY)
     next(events)
     with torch.autocast("cpu", torch.bfloat16):
@@ -144,8 +148,8 @@ def test_another_autocast_is_told_and_harms_nobody(engine, want):
 
 def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, want):
     engine.generate([PROMPT], GREEDY)
-    engine._loop._depth = 1  # as on a GPU: an end is noticed while the next step runs
-    (done,) = engine.generate([PROMPT], GREEDY | {"stop_token_ids": want.tokens[1:2]})
+    engine._loop._lookahead = 1  # as on a GPU: an end is noticed while the next step runs
+    (done,) = engine.generate([PROMPT], GREEDY | {"stop_token_ids": want.token_ids[1:2]})
     assert done.finish_reason == "stop" and engine._loop.busy
     with torch.autocast("cpu", torch.bfloat16):
         assert engine.generate([PROMPT], GREEDY)[0].error is None
@@ -154,9 +158,9 @@ def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, 
 def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
     engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=3)
     drawn = GREEDY | {"temperature": 1.0}
-    fits, full = (engine.submit(PROMPT, drawn | {"n": n}) for n in (2, 2))
-    never = engine.submit(PROMPT, drawn | {"n": 5})
-    assert engine._loop.scheduler.waiting == 2
+    fits, full = (engine.add_request(PROMPT, drawn | {"n": n}) for n in (2, 2))
+    never = engine.add_request(PROMPT, drawn | {"n": 5})
+    assert engine._loop.scheduler.num_waiting == 2
     done = finished(engine)
     assert done[fits].error is None and len(done[fits].others) == 1
     assert done[full].error == "the queue is full (2 waiting, at most 3): step() first"
@@ -166,22 +170,24 @@ def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
 def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
     def drawn(full: bool) -> list[int]:
         engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=1)
-        engine.submit([1, 2], {**GREEDY, "max_tokens": 30})
+        engine.add_request([1, 2], {**GREEDY, "max_tokens": 30})
         engine.step()
         if full:
-            other = engine.submit([3, 4], GREEDY)
-            refused = engine.submit([7, 8], {"max_tokens": 6})
-            engine.cancel(other)
-            answers = {event.request: event.completion for event in engine.step()}
+            other = engine.add_request([3, 4], GREEDY)
+            refused = engine.add_request([7, 8], {"max_tokens": 6})
+            engine.abort(other)
+            answers = {event.request_id: event.completion for event in engine.step()}
             assert "queue is full" in answers[refused].error
-        number = engine.submit([7, 8], {"max_tokens": 6})
-        return finished(engine)[number].tokens
+        number = engine.add_request([7, 8], {"max_tokens": 6})
+        return finished(engine)[number].token_ids
 
     assert drawn(True) == drawn(False) != []
 
 
 def test_the_dial_goes_back_up_and_outlives_what_it_turned(tiny):
-    for engine in (Engine(tiny("llama"), max_num_seqs=16, keep=keep) for keep in (True, False)):
+    for engine in (
+        Engine(tiny("llama"), max_num_seqs=16, keep_memory=keep) for keep in (True, False)
+    ):
         for calls in range(2):
             engine.max_num_seqs, engine.max_num_batched_tokens = 4, 32
             engine.max_num_seqs = 16
@@ -202,3 +208,17 @@ def test_a_dial_is_turned_to_whole_numbers_within_its_range(tiny, bad):
         with pytest.raises(ValueError, match=f"^max_num_batched_tokens is {bad!r}; "):
             engine.max_num_batched_tokens = bad
     assert engine.max_num_seqs == 16
+
+
+def test_completions_have_the_prompt_as_the_model_saw_it(tiny):
+    tokenizer = FakeTokenizer(bos_token_id=1, add_bos=True)
+    engine = Engine(tiny("llama"), tokenizer, max_model_len=8, max_waiting=1)
+    text, ids, long, bad, params = engine.generate(
+        ["ab", [3, 4], [5] * 9, [3, 97], [6]], [GREEDY] * 4 + [{"max_tokens": 0}]
+    )
+    assert text.prompt_token_ids == [1, 65, 66] and ids.prompt_token_ids == [3, 4]
+    assert long.error and long.prompt_token_ids == [5] * 9, "also if the request is rejected"
+    assert params.error and params.prompt_token_ids == [6]
+    assert bad.error and bad.prompt_token_ids is None
+    (done,) = engine.generate([[3, 4]], {"n": 2, "max_tokens": 2})
+    assert done.prompt_token_ids == done.others[0].prompt_token_ids == [3, 4]
