@@ -1,7 +1,70 @@
 """nopad: no padding in training, no padding in evaluation.
 
-Import from the rooms: `nopad.packing`, `nopad.collators`, `nopad.attention`, `nopad.trainer`,
-`nopad.inference`. Nothing heavy is loaded here.
+    from nopad import PackedDataset, PackedCollator, PackedTrainer, Engine, SamplingParams
+
+Names are loaded on first use, each from its room; `import nopad` itself loads nothing heavy.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .collators import PackedCollator, PaddedCollator, PreferenceCollator
+    from .inference import Completion, DataParallelEngine, Engine, SamplingParams
+    from .packing import Pack, PackedDataset, Packer, Sample, pack_lengths
+    from .trainer import Example, GenerationEval, attach_loss, compile_layers, fuse_layers
+    from .trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
+    from .trainer.with_hf import PackedTrainer, PackedTrainerMixin
+    from .trainer.with_lightning import PackedCallback, PackedDataModule
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AccelerateEval",
+    "Completion",
+    "DataParallelEngine",
+    "Engine",
+    "Example",
+    "GenerationEval",
+    "Pack",
+    "PackedAccelerateLoader",
+    "PackedCallback",
+    "PackedCollator",
+    "PackedDataModule",
+    "PackedDataset",
+    "PackedTrainer",
+    "PackedTrainerMixin",
+    "Packer",
+    "PaddedCollator",
+    "PreferenceCollator",
+    "Sample",
+    "SamplingParams",
+    "__version__",
+    "attach_loss",
+    "compile_layers",
+    "fuse_layers",
+    "pack_lengths",
+]
+
+_ROOMS = {
+    "packing": ("Pack", "PackedDataset", "Packer", "Sample", "pack_lengths"),
+    "collators": ("PackedCollator", "PaddedCollator", "PreferenceCollator"),
+    "inference": ("Completion", "DataParallelEngine", "Engine", "SamplingParams"),
+    "trainer": ("Example", "GenerationEval", "attach_loss", "compile_layers", "fuse_layers"),
+    "trainer.with_accelerate": ("AccelerateEval", "PackedAccelerateLoader"),
+    "trainer.with_hf": ("PackedTrainer", "PackedTrainerMixin"),
+    "trainer.with_lightning": ("PackedCallback", "PackedDataModule"),
+}
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

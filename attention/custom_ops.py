@@ -1,8 +1,8 @@
-"""What torch.compile must not look into: whole operations with a known shape of result.
+"""Custom operators for torch.compile: calls that it must not trace, with known output shapes.
 
-Eager code calls the backends directly. Under compilation, paged reads and writes and the SDPA of a
-packed row, whose loops depend on data, appear in the graph as one operation each, so that a model
-compiles to one graph without breaks. The kernel libraries' own packed calls are traced as they are.
+Eager code calls the backends directly. Under compilation, paged reads and writes and packed SDPA,
+whose loops depend on data, appear in the graph as one operator each, so that a model compiles to
+one graph without breaks. The packed calls of the kernel libraries are traced as they are.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import sdpa, selection
-from .backends.call_spec import ScoreParams
+from .backends import sdpa
 from .backends.kv_write import write
 from .backends.sdpa_backward import packed_backward
+from .backends.selection import MODULES
+from .scores import ScoreParams
 from .varlen import Pages, Varlen
 
 
 @torch.library.custom_op("nopad::write_pages", mutates_args=("keys", "values"))
-def write_pages(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    write(k, v, keys, values, slots)
+def write_pages(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+    write(k, v, keys, values, kv_slots)
 
 
 @torch.library.custom_op("nopad::attend_pages", mutates_args=())
@@ -30,18 +31,18 @@ def attend_pages(
     cu_seqlens: Tensor,
     table: Tensor,
     lengths: Tensor,
-    longest_query: int,
-    longest_key: int,
+    max_queries: int,
+    max_keys: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    pages = Pages(None, table, lengths, lengths, longest_key)  # pyright: ignore[reportArgumentType]
-    varlen = Varlen(cu_seqlens, longest_query, pages)
-    scores = ScoreParams(scale, window, softcap, sinks)
-    return selection.module(backend).paged(q, keys, values, varlen, scores)
+    pages = Pages(None, table, lengths, lengths, max_keys)  # pyright: ignore[reportArgumentType]
+    varlen = Varlen(cu_seqlens, max_queries, pages)
+    score_params = ScoreParams(scale, window, softcap, sinks)
+    return MODULES[backend].paged(q, keys, values, varlen, score_params)
 
 
 @attend_pages.register_fake
@@ -55,15 +56,14 @@ def sdpa_packed(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    longest: int,
+    max_length: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    return sdpa.packed(
-        q, k, v, Varlen(cu_seqlens, longest), ScoreParams(scale, window, softcap, sinks)
-    ).contiguous()
+    score_params = ScoreParams(scale, window, softcap, sinks)
+    return sdpa.packed(q, k, v, Varlen(cu_seqlens, max_length), score_params).contiguous()
 
 
 @sdpa_packed.register_fake
@@ -78,31 +78,31 @@ def sdpa_packed_backward(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    longest: int,
+    max_length: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = ScoreParams(scale, window, softcap, sinks)
-    return packed_backward(grad, q, k, v, Varlen(cu_seqlens, longest), scores)
+    score_params = ScoreParams(scale, window, softcap, sinks)
+    return packed_backward(grad, q, k, v, Varlen(cu_seqlens, max_length), score_params)
 
 
 @sdpa_packed_backward.register_fake
-def _(grad, q, k, v, cu_seqlens, longest, scale, window, softcap, sinks):
+def _(grad, q, k, v, cu_seqlens, max_length, scale, window, softcap, sinks):
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu_seqlens, longest, scale, window, softcap, sinks = inputs
+    q, k, v, cu_seqlens, max_length, scale, window, softcap, sinks = inputs
     ctx.save_for_backward(q, k, v, cu_seqlens, sinks)
-    ctx.rule = (longest, scale, window, softcap)
+    ctx.params = (max_length, scale, window, softcap)
 
 
 def _backward(ctx, grad):
     q, k, v, cu_seqlens, sinks = ctx.saved_tensors
-    grads = torch.ops.nopad.sdpa_packed_backward(grad, q, k, v, cu_seqlens, *ctx.rule, sinks)
+    grads = torch.ops.nopad.sdpa_packed_backward(grad, q, k, v, cu_seqlens, *ctx.params, sinks)
     return *grads[:3], None, None, None, None, None, None if sinks is None else grads[3]
 
 

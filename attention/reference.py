@@ -1,7 +1,7 @@
-"""The oracle: attention written as plainly as it can be, one sequence at a time, in any precision.
+"""The reference: attention in plain torch, one sequence at a time, in any precision.
 
-Every backend is held against this, computed in fp32: its error may be at most twice that of this
-same function computed in the backend's own precision.
+Every backend is compared with it in fp32: a backend's error may be at most twice the error of this
+function in the backend's own precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend as `attend` does; with pages, this step's keys must already be written."""
+    """Attend like `attend`; with pages, this step's keys must already be written."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     bounds = varlen.cu_seqlens.tolist()
     for index, (start, end) in enumerate(pairwise(bounds)):
@@ -34,21 +34,19 @@ def reference(
             continue
         keys, values = k[start:end], v[start:end]
         if varlen.pages is not None:
-            keys, values = cached(varlen.pages, layer, index, k.dtype)
+            keys, values = gather_pages(varlen.pages, layer, index, k.dtype)
         out[start:end] = one_sequence(
             q[start:end], keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
     return out
 
 
-def cached(pages: Pages, layer: int, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Read the keys and values of one sequence out of its pages."""
+def gather_pages(pages: Pages, layer: int, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of one sequence from its pages."""
     length = int(pages.lengths[index])
-    used = pages.table[index, : -(-length // pages.cache.page_size)].long()
-    keys, values = pages.cache.layer(layer)
-    return keys[used].flatten(0, 1)[:length].to(dtype), values[used].flatten(0, 1)[:length].to(
-        dtype
-    )
+    table = pages.table[index, : -(-length // pages.cache.page_size)].long()
+    keys, values = (x[table].flatten(0, 1)[:length].to(dtype) for x in pages.cache.layer(layer))
+    return keys, values
 
 
 def one_sequence(
@@ -64,11 +62,11 @@ def one_sequence(
     """Attend q [L, H, Dk] to k [S, Hkv, Dk], v [S, Hkv, Dv]; the last query sees the last key."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scaling: float = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
+    softmax_scale: float = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], window, q.device), -torch.inf)
+    scores = scores.masked_fill(~causal_mask(q.shape[0], k.shape[0], window, q.device), -torch.inf)
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)
         scores = torch.cat([scores, sink], -1)
@@ -76,13 +74,15 @@ def one_sequence(
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def visible(queries: int, keys: int, window: int | None, device: torch.device | str) -> Tensor:
-    """bool [queries, keys]: causal, bottom-right aligned, the last `window` keys only.
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device | str) -> Tensor:
+    """bool [queries, keys], True where a query sees a key: causal, bottom-right aligned.
 
-    >>> visible(2, 4, 2, "cpu").int().tolist()
+    window: a query sees its last `window` keys only.
+
+    >>> causal_mask(2, 4, 2, "cpu").int().tolist()
     [[0, 1, 1, 0], [0, 0, 1, 1]]
     """
-    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
-    seen = key <= last
-    return seen if window is None else seen & (key > last - window)
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)

@@ -1,15 +1,15 @@
-"""How fast attention is, beside flash-attn called directly and beside the machine's own ceilings.
+"""Speed of attention beside flash-attn called directly and the limits of the GPU.
 
     python benchmarks/bench_attention.py [--record FILE] [--quick]
 
-Three parts, all bf16, 32 query heads over 8 key heads:
-    training   forward and backward of a packed row of 16k and 64k tokens in natural lengths
+Three parts, all in bf16 with 32 query heads and 8 KV heads:
+    training   forward and backward of a pack of 16k and 64k tokens with natural document lengths
     decode     one query per sequence over pages, batch 1 to 512, context 128 to 32k; then with
-               natural lengths, of which a few are long
-    mixed      decodes and a chunk of prefill in one call
-Paged calls are timed inside a CUDA graph, as the engine runs them; training calls eagerly. The
-ceilings (copy bandwidth, matrix product) are measured first. Every timed result is checked against
-the peer's. Prints tables, and one JSON line last.
+               natural lengths, a few of them long
+    mixed      decodes and chunks of prefill in one call
+Paged calls are timed inside a CUDA graph, as the engine runs them; training calls are eager. The
+limits (copy bandwidth, matrix rate) are measured first. The results of paged calls are compared
+with the peer's. Prints tables, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 from nopad.attention import PagedCache, Pages, Varlen, attend
-from record import head, write
+from record import header, write_record
 
 HEADS, KV_HEADS, DTYPE = 32, 8, torch.bfloat16
 REPEATS = 7
 
 
 def timed(call, inner: int = 1, repeats: int = REPEATS) -> float:
-    """Median seconds of a call, by device events."""
+    """Return the median seconds of a call, measured with CUDA events."""
     for _ in range(2):
         call()
     times = []
@@ -43,8 +43,8 @@ def timed(call, inner: int = 1, repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
-def graphed(calls) -> float:
-    """Median seconds per call of several, replayed in one CUDA graph."""
+def timed_in_graph(calls) -> float:
+    """Return the median seconds per call, with all calls replayed in one CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -57,8 +57,8 @@ def graphed(calls) -> float:
     return timed(graph.replay, inner=len(calls))
 
 
-def ceilings() -> dict[str, float]:
-    """Copy bandwidth (bytes read and written) and matrix rate of this machine."""
+def measure_limits() -> dict[str, float]:
+    """Measure the copy bandwidth (bytes read and written) and the matrix rate."""
     source = torch.randn(1 << 30, device="cuda", dtype=DTYPE)
     target = torch.empty_like(source)
     copy = timed(lambda: target.copy_(source))
@@ -71,12 +71,12 @@ def ceilings() -> dict[str, float]:
 
 
 def natural_lengths(tokens: int) -> list[int]:
-    """Document lengths as corpora have them: log-normal, median 400, cut to fill the row."""
-    make = torch.Generator().manual_seed(tokens)
+    """Draw document lengths of a corpus: log-normal, median 400, cut to fill the pack."""
+    generator = torch.Generator().manual_seed(tokens)
     lengths = []
     while sum(lengths) < tokens:
-        drawn = torch.empty(1).log_normal_(mean=6.0, std=1.2, generator=make)
-        lengths.append(max(1, min(int(drawn), tokens - sum(lengths))))
+        length = torch.empty(1).log_normal_(mean=6.0, std=1.2, generator=generator)
+        lengths.append(max(1, min(int(length), tokens - sum(lengths))))
     return lengths
 
 
@@ -85,11 +85,11 @@ def causal_flops(lengths: list[int], head_dim: int, backward: bool) -> float:
     return pairs * HEADS * head_dim * 4 * (3.5 if backward else 1)
 
 
-def training(tokens: int, head_dim: int) -> dict:
-    """Forward and backward of one packed row: ours, flash-attn direct, SDPA with a block mask.
+def bench_training(tokens: int, head_dim: int) -> dict:
+    """Time forward and backward of a pack: ours, flash-attn called directly, SDPA with a mask.
 
-    The overhead is that of `attend` over the very kernels it calls, flash-attn's; what it chooses
-    by itself may be faster, and is timed beside.
+    The overhead is that of `attend` with flash-attn's kernels over calling them directly. The
+    backend that `attend` selects by default may be faster, and is timed as well.
     """
     from flash_attn import flash_attn_varlen_func
 
@@ -104,46 +104,46 @@ def training(tokens: int, head_dim: int) -> dict:
     grad = torch.randn_like(q)
     longest = max(lengths)
 
-    def chosen():
+    def attend_default():
         return attend(q, k, v, varlen)
 
-    def ours():
+    def attend_flash():
         return attend(q, k, v, varlen, backend="flash2")
 
-    def direct():
-        ends = (cu_seqlens, cu_seqlens, longest, longest)
-        return flash_attn_varlen_func(q, k, v, *ends, causal=True)
+    def flash_direct():
+        bounds = (cu_seqlens, cu_seqlens, longest, longest)
+        return flash_attn_varlen_func(q, k, v, *bounds, causal=True)
 
-    def stepped(forward):
+    def with_backward(forward):
         return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
 
-    # in turns, so that a drifting clock meets both alike
-    ways = [stepped(way) for way in (direct, ours, chosen)]
-    rounds = [[timed(way, repeats=9) for way in ways] for _ in range(5)]
-    theirs, mine, best = (statistics.median(times) for times in zip(*rounds, strict=True))
+    # Alternating, so that a drifting clock affects all of them.
+    calls = [with_backward(forward) for forward in (flash_direct, attend_flash, attend_default)]
+    rounds = [[timed(call, repeats=9) for call in calls] for _ in range(5)]
+    direct, flash, default = (statistics.median(times) for times in zip(*rounds, strict=True))
     flops = causal_flops(lengths, head_dim, backward=True)
     row = {
         "tokens": tokens,
         "sequences": len(lengths),
         "longest": longest,
         "head_dim": head_dim,
-        "attend_ms": mine * 1e3,
-        "flash_direct_ms": theirs * 1e3,
-        "overhead_percent": (mine / theirs - 1) * 100,
-        "attend_TFLOP_s": flops / mine / 1e12,
-        "attend_chosen_ms": best * 1e3,
+        "attend_ms": flash * 1e3,
+        "flash_direct_ms": direct * 1e3,
+        "overhead_percent": (flash / direct - 1) * 100,
+        "attend_TFLOP_s": flops / flash / 1e12,
+        "attend_chosen_ms": default * 1e3,
     }
     if tokens <= 16384:
-        row["sdpa_block_mask_ms"] = block_mask(q, k, v, grad, lengths) * 1e3
+        row["sdpa_block_mask_ms"] = time_block_mask(q, k, v, grad, lengths) * 1e3
     return row
 
 
-def block_mask(q, k, v, grad, lengths: list[int]) -> float:
-    """SDPA over the whole row with a block-diagonal mask."""
-    documents = torch.arange(len(lengths), device="cuda").repeat_interleave(
+def time_block_mask(q, k, v, grad, lengths: list[int]) -> float:
+    """Time SDPA over the full pack with a block-diagonal mask."""
+    document_ids = torch.arange(len(lengths), device="cuda").repeat_interleave(
         torch.tensor(lengths, device="cuda")
     )
-    mask = (documents[:, None] == documents).tril_()[None, None]
+    mask = (document_ids[:, None] == document_ids).tril_()[None, None]
     group = HEADS // KV_HEADS
 
     def step():
@@ -156,87 +156,90 @@ def block_mask(q, k, v, grad, lengths: list[int]) -> float:
 
 
 def paged_step(queries: list[int], lengths: list[int], head_dim: int, page_size: int, copies: int):
-    """Inputs of one paged call, and copies of its cache so that no call finds its keys in L2."""
+    """Build the inputs of a paged call.
+
+    copies: layers of the cache, one per timed call, so that no call finds its keys in the L2 cache.
+    """
     torch.manual_seed(0)  # the same keys for every backend
-    need = [-(-n // page_size) for n in lengths]
-    make = torch.Generator().manual_seed(0)
-    deck = torch.randperm(sum(need), generator=make).int().split(need)
-    table = torch.nn.utils.rnn.pad_sequence(list(deck), batch_first=True).cuda()
-    shape = [(KV_HEADS, head_dim, head_dim)] * copies
-    cache = PagedCache(sum(need), page_size, shape, DTYPE, "cuda")
+    num_pages = [-(-n // page_size) for n in lengths]
+    generator = torch.Generator().manual_seed(0)
+    page_ids = torch.randperm(sum(num_pages), generator=generator).int().split(num_pages)
+    table = torch.nn.utils.rnn.pad_sequence(list(page_ids), batch_first=True).cuda()
+    shapes = [(KV_HEADS, head_dim, head_dim)] * copies
+    cache = PagedCache(sum(num_pages), page_size, shapes, DTYPE, "cuda")
     for layer in range(copies):
         for tensor in cache.layer(layer):
             tensor.normal_()
     tokens = sum(queries)
     q = torch.randn(tokens, HEADS, head_dim, device="cuda", dtype=DTYPE)
     cu_seqlens = torch.tensor([0, *queries], device="cuda").cumsum(0).int()
-    slots = torch.full((tokens,), -1, device="cuda")
-    ends = torch.tensor(lengths, device="cuda", dtype=torch.int32)
-    pages = Pages(cache, table, ends, slots, max(lengths))
+    kv_slots = torch.full((tokens,), -1, device="cuda")
+    kv_lengths = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    pages = Pages(cache, table, kv_lengths, kv_slots, max(lengths))
     return q, Varlen(cu_seqlens, max(queries), pages)
 
 
 def paged_times(
-    queries: list[int], lengths: list[int], head_dim: int, budget: float = 2e9
+    queries: list[int], lengths: list[int], head_dim: int, cache_bytes: float = 2e9
 ) -> dict[str, float]:
-    """Seconds of one paged call by backend and page size; all results are compared."""
-    from nopad.attention.backends import ScoreParams, selection
+    """Return the seconds of a paged call by backend and page size; compare the outputs."""
+    from nopad.attention.backends import MODULES, ScoreParams
 
     size = sum(lengths) * KV_HEADS * head_dim * 4
-    copies = max(1, min(8, int(budget // max(size, 1))))
+    copies = max(1, min(8, int(cache_bytes // max(size, 1))))
     times, results = {}, {}
     for backend, page_size in (("triton", 16), ("triton", 256), ("flash2", 256)):
         q, varlen = paged_step(queries, lengths, head_dim, page_size, copies)
-        scores, module = ScoreParams(head_dim**-0.5), selection.module(backend)
+        scores, module = ScoreParams(head_dim**-0.5), MODULES[backend]
         _ = attend_once(q, varlen, backend)
 
         def call(layer, q=q, varlen=varlen, scores=scores, module=module):
             return module.paged(q, *varlen.pages.cache.layer(layer), varlen, scores)
 
-        times[f"{backend}_page{page_size}"] = graphed(
+        times[f"{backend}_page{page_size}"] = timed_in_graph(
             [lambda layer=layer, call=call: call(layer) for layer in range(copies)]
         )
         results[backend, page_size] = call(0).float()
-    wrong = (results["triton", 256] - results["flash2", 256]).abs().max().item()
-    assert wrong < 0.05, f"Triton and flash-attn differ by {wrong}"
+    difference = (results["triton", 256] - results["flash2", 256]).abs().max().item()
+    assert difference < 0.05, f"Triton and flash-attn differ by {difference}"
     return times
 
 
 def attend_once(q, varlen: Varlen, backend: str):
-    """One call through the front door, which makes the trial call and loads the library."""
+    """Call `attend` once: it makes the backend's trial call and loads its library."""
     dims = (q.shape[0], KV_HEADS, q.shape[2])
     k, v = (torch.zeros(dims, device="cuda", dtype=DTYPE) for _ in range(2))
     return attend(q, k, v, varlen, backend=backend)
 
 
-def decode(batch: int, context: int, head_dim: int, ceiling: float) -> dict:
-    """A decode step of sequences of one length."""
+def bench_decode(batch: int, context: int, head_dim: int, bandwidth: float) -> dict:
+    """Time a decode step of sequences of one length."""
     row = {"batch": batch, "context": context, "head_dim": head_dim}
-    return row | decode_times([context] * batch, head_dim, ceiling)
+    return row | decode_times([context] * batch, head_dim, bandwidth)
 
 
-def decode_uneven(batch: int, head_dim: int, ceiling: float) -> dict:
-    """A decode step of sequences as long as people make them: log-normal, median 650."""
-    make = torch.Generator().manual_seed(batch)
-    drawn = torch.empty(batch).log_normal_(mean=6.5, std=1.0, generator=make)
-    lengths = [max(1, min(int(n), 32768)) for n in drawn]
+def bench_decode_uneven(batch: int, head_dim: int, bandwidth: float) -> dict:
+    """Time a decode step of sequences of natural lengths: log-normal, median 650."""
+    generator = torch.Generator().manual_seed(batch)
+    samples = torch.empty(batch).log_normal_(mean=6.5, std=1.0, generator=generator)
+    lengths = [max(1, min(int(n), 32768)) for n in samples]
     row = {"batch": batch, "keys": sum(lengths), "longest": max(lengths), "head_dim": head_dim}
-    return row | decode_times(lengths, head_dim, ceiling)
+    return row | decode_times(lengths, head_dim, bandwidth)
 
 
-def decode_times(lengths: list[int], head_dim: int, ceiling: float) -> dict:
-    """Memory-bound, so as share of the copy bandwidth."""
+def decode_times(lengths: list[int], head_dim: int, bandwidth: float) -> dict:
+    """Time a decode step, in microseconds and in percent of the copy bandwidth, its limit."""
     times = paged_times([1] * len(lengths), lengths, head_dim)
     moved = sum(lengths) * KV_HEADS * head_dim * 4 + len(lengths) * HEADS * head_dim * 4
     row = {}
     for name, seconds in times.items():
         row[f"{name}_us"] = seconds * 1e6
-        row[f"{name}_bandwidth_percent"] = moved / seconds / 1e12 / ceiling * 100
+        row[f"{name}_bandwidth_percent"] = moved / seconds / 1e12 / bandwidth * 100
     return row
 
 
-def mixed(batch: int, context: int, chunk: int, head_dim: int) -> dict:
-    """Decodes beside two prefills of `chunk` tokens, one fresh and one continuing."""
+def bench_mixed(batch: int, context: int, chunk: int, head_dim: int) -> dict:
+    """Time decodes with two prefill chunks in one call: a first and a second one."""
     queries = [1] * batch + [chunk, chunk]
     lengths = [context] * batch + [chunk, 2 * chunk]
     times = paged_times(queries, lengths, head_dim)
@@ -271,29 +274,29 @@ def decode_grid(quick: bool):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, help="also write the JSON here")
-    parser.add_argument("--quick", action="store_true", help="a few points only")
-    options = parser.parse_args()
-    limits = ceilings()
-    show("ceilings", [limits])
-    train = [training(t, d) for d in (64, 128) for t in (16384, 65536)]
+    parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
+    parser.add_argument("--quick", action="store_true", help="measure fewer points")
+    args = parser.parse_args()
+    limits = measure_limits()
+    show("limits", [limits])
+    train = [bench_training(t, d) for d in (64, 128) for t in (16384, 65536)]
     show("training, forward and backward", train)
-    decodes = [decode(*point, limits["copy_TB_s"]) for point in decode_grid(options.quick)]
+    decodes = [bench_decode(*point, limits["copy_TB_s"]) for point in decode_grid(args.quick)]
     show("decode", decodes)
     sizes = [(b, d) for d in (64, 128) for b in (8, 64, 256)]
-    natural = [decode_uneven(*size, limits["copy_TB_s"]) for size in sizes]
+    natural = [bench_decode_uneven(*size, limits["copy_TB_s"]) for size in sizes]
     show("decode, natural lengths", natural)
-    mixes = [mixed(b, 1024, 1024, d) for d in (64, 128) for b in (0, 64, 256)]
+    mixes = [bench_mixed(b, 1024, 1024, d) for d in (64, 128) for b in (0, 64, 256)]
     show("mixed", mixes)
     record = {
-        **head("attention"),
+        **header("attention"),
         "ceilings": limits,
         "training": train,
         "decode": decodes,
         "decode_uneven": natural,
         "mixed": mixes,
     }
-    write(record, options.record)
+    write_record(record, args.record)
     print(json.dumps(record))
 
 

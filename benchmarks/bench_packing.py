@@ -1,21 +1,22 @@
-"""How full, how fast and how level packs are, beside seqpacker, TRL and Grain in one process.
+"""Fill rate, speed and balance of packs, beside seqpacker, TRL and Grain.
 
     python benchmarks/bench_packing.py [--quick] [--plot FILE.png] [--record FILE.json]
 
-    planning     documents per CPU second and share of the budget filled, lengths only, on easy and
-                 hard mixes; ours in a stream (pool 1024), seqpacker in buffers of 1024; beside
-                 them best-fit decreasing over the whole set (seqpacker's), the offline mark
-    delay        how many documents arrive between a document and its pack; order bias
-    end to end   memory-mapped tokens to packed numpy rows, many in one array and one by one as
-                 Packs, beside TRL's pack_dataset and Grain's BestFit with 1024 bins; the ceiling is
-                 copying the tokens; and from the rows of a datasets.Dataset, beside reading them
-    a row        read and collated for a trainer, as it is and in fixed shapes, beside Transformers'
-                 flattening collator
-    levelling    time of the slowest rank over the mean, 8 and 64 ranks
-    memory       resident set over ten million documents, planned and read
+    planning     documents per CPU second and fill rate, from lengths only, on easy and hard mixes:
+                 ours in a stream (pool 1024), seqpacker in buffers of 1024, and as the offline
+                 reference seqpacker's best-fit decreasing over the full set
+    delay        documents that arrive between a document and its pack; correlation of length and
+                 position (bias)
+    end to end   memory-mapped tokens to packed numpy rows, many per array and one by one as Packs,
+                 beside TRL's pack_dataset and Grain's BestFit with 1024 bins; the upper limit is
+                 copying the tokens. Also from a datasets.Dataset, beside only reading its rows
+    a row        read and collated for a trainer, with natural and with fixed shapes, beside
+                 Transformers' flattening collator
+    balance      time of the slowest rank over the mean, for 8 and 64 ranks
+    memory       resident set while planning and reading ten million documents
 
-All times are CPU time of this process, median of several runs after a first one, peers and ours in
-turn. Needs the extra `bench`. Prints tables, and one JSON line last.
+All times are CPU times of this process: the median of several runs after a warm-up run, with the
+peers alternating. Needs the extra `bench`. Prints tables, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -35,42 +36,43 @@ import numpy as np
 from nopad.collators import PackedCollator
 from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.ordering import Position, Share
-from nopad.packing.planning import Cost, level
+from nopad.packing.planning import Cost, balance_plan
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import (
     arrow_rows,
-    flattened,
+    flatten_packs,
     grain_packs,
     read_rows,
     seqpacker_buffers,
     trl_packs,
 )
-from record import head, write
+from packing_plot import plot
+from record import header, write_record
 
-FEED = 16_384
-"""Lengths handed to our planner at a time."""
+FEED_SIZE = 16_384
+"""Lengths per call of our planner."""
 EOS = 0
 
 
-def in_turn(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Give the median CPU seconds of each call, all run once before and then in turn."""
+def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the median CPU seconds of each call; after one warm-up round, the calls alternate."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
+    for round_index in range(repeats + 1):
         for name, call in calls.items():
             start = time.process_time()
             call()
-            if turn:
+            if round_index:
                 times[name].append(time.process_time() - start)
     return {name: statistics.median(runs) for name, runs in times.items()}
 
 
-def streamed(lengths: np.ndarray, budget: int, feed: int = FEED) -> Iterator[Plan]:
+def stream_plans(lengths: np.ndarray, budget: int, feed: int = FEED_SIZE) -> Iterator[Plan]:
     """Plan a stream with our planner."""
     planner = Planner(budget)
-    for at in range(0, len(lengths), feed):
-        yield planner.feed(lengths[at : at + feed])
+    for start in range(0, len(lengths), feed):
+        yield planner.feed(lengths[start : start + feed])
     yield planner.finish()
 
 
@@ -78,10 +80,10 @@ def bench_planning(all_mixes: list[Mix], repeats: int) -> list[dict]:
     rows = []
     for mix in all_mixes:
         lengths, budget = mix.lengths, mix.budget
-        seconds = in_turn(
+        seconds = alternate(
             {
                 "ours": lambda lengths=lengths, budget=budget: sum(
-                    map(len, streamed(lengths, budget))
+                    map(len, stream_plans(lengths, budget))
                 ),
                 "seqpacker": lambda lengths=lengths, budget=budget: seqpacker_buffers(
                     lengths, budget, 1024
@@ -89,7 +91,7 @@ def bench_planning(all_mixes: list[Mix], repeats: int) -> list[dict]:
             },
             repeats,
         )
-        plan = Plan.join(list(streamed(lengths, budget)))
+        plan = Plan.join(list(stream_plans(lengths, budget)))
         assert np.array_equal(np.sort(plan.items), np.arange(len(lengths)))
         assert plan.tokens.max() <= budget
         packs = {
@@ -116,7 +118,7 @@ def bench_planning(all_mixes: list[Mix], repeats: int) -> list[dict]:
 
 
 def bench_uniform(docs: int) -> dict:
-    """Points of fill behind best-fit decreasing, on uniform lengths of eight more seeds."""
+    """Fill rate behind best-fit decreasing in percentage points, on uniform lengths, 8 seeds."""
     behind = []
     for seed, budget in ((seed, budget) for seed in range(8) for budget in (2048, 8192)):
         lengths = np.random.default_rng(100 + seed).integers(1, budget + 1, docs)
@@ -127,21 +129,26 @@ def bench_uniform(docs: int) -> dict:
 
 
 def delay_and_bias(mix: Mix, plan: Plan) -> dict:
-    """Give the delay in documents (to 16), and the rank correlation of length and place."""
+    """Return the delay in documents (in steps of 16), and the bias.
+
+    The bias is the rank correlation of a document's length and its position in the packs.
+    """
     lengths = mix.lengths[:50_000]
-    left = np.empty(len(lengths))
-    for now, part in enumerate(streamed(lengths, mix.budget, feed=16)):
-        left[part.items] = min((now + 1) * 16, len(lengths))
-    delay = left - np.arange(len(lengths))
+    packed_at = np.empty(len(lengths))
+    for index, emitted in enumerate(stream_plans(lengths, mix.budget, feed=16)):
+        packed_at[emitted.items] = min((index + 1) * 16, len(lengths))
+    delay = packed_at - np.arange(len(lengths))
     rank = np.argsort(np.argsort(plan.lengths, kind="stable"))
     bias = np.corrcoef(rank, np.arange(len(rank)))[0, 1]
     return {"delay_mean": delay.mean(), "delay_max": delay.max(), "bias": bias}
 
 
 def show_planning(rows: list[dict]) -> None:
-    print("\nplanning: lengths only, at most 1024 documents held back")
-    head = ("mix", "budget", "ours", "seqpk", "times", "fill %", "seqpk %", "offline %", "to it")
-    print("{:19}{:>7}{:>9}{:>9}{:>7}{:>9}{:>9}{:>10}{:>8}".format(*head), end="")
+    print(
+        "\nplanning: documents per CPU second and fill, lengths only, at most 1024 documents pooled"
+    )
+    columns = ("mix", "budget", "ours", "seqpk", "ratio", "fill %", "seqpk %", "offline %", "diff")
+    print("{:19}{:>7}{:>9}{:>9}{:>7}{:>9}{:>9}{:>10}{:>8}".format(*columns), end="")
     print("{:>16}{:>9}".format("delay mean/max", "bias"))
     for row in rows:
         fill = row["fill"]
@@ -154,7 +161,7 @@ def show_planning(rows: list[dict]) -> None:
 
 
 def token_file(lengths: np.ndarray, path: Path) -> np.ndarray:
-    """Write documents of these lengths as flat uint16 tokens, each ending with EOS."""
+    """Write documents of these lengths as flat uint16 tokens; each ends with EOS."""
     flat = np.random.default_rng(0).integers(1, 50_000, lengths.sum(), dtype=np.uint16)
     flat[np.cumsum(lengths) - 1] = EOS
     flat.tofile(path)
@@ -166,7 +173,7 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
         path = Path(folder) / "tokens.bin"
         flat = token_file(mix.lengths, path)
         start = time.process_time()
-        data = PackedDataset(path, budget=mix.budget, dtype="uint16", eos=EOS, epochs=None)
+        data = PackedDataset(path, budget=mix.budget, dtype="uint16", add_eos=EOS, epochs=None)
         opened = time.process_time() - start
         rows = data.count()
         stream, collate = iter(data), PackedCollator()
@@ -176,19 +183,19 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
         from_arrow = PackedDataset(arrow, budget=mix.budget, epochs=None)
         arrow_stream, arrow_packs = iter(from_arrow), from_arrow.count()
         calls: dict[str, Callable[[], object]] = {
-            "rows": lambda: lay_rows(data),
-            "packs": lambda: each(stream, rows, lambda pack: pack),
-            "collated": lambda: each(stream, rows, collate),
-            "fixed": lambda: each(stream, rows, fixed),
+            "rows": lambda: build_rows(data),
+            "packs": lambda: consume(stream, rows, lambda pack: pack),
+            "collated": lambda: consume(stream, rows, collate),
+            "fixed": lambda: consume(stream, rows, fixed),
             "copy": lambda: copy_tokens(flat),
         }
-        seconds = in_turn(calls, repeats)
-        peers = in_turn(
+        seconds = alternate(calls, repeats)
+        peers = alternate(
             {
                 "TRL": lambda: trl_packs(flat[: few.sum()], few, mix.budget),
                 "Grain": lambda: grain_packs(flat[: few.sum()], few, mix.budget),
-                "HF collator": lambda: flattened(stream, 200),
-                "datasets": lambda: each(arrow_stream, arrow_packs, lambda pack: pack),
+                "HF collator": lambda: flatten_packs(stream, 200),
+                "datasets": lambda: consume(arrow_stream, arrow_packs, lambda pack: pack),
                 "datasets alone": lambda: read_rows(arrow),
             },
             1,
@@ -209,33 +216,33 @@ def bench_end_to_end(mix: Mix, repeats: int, peer_docs: int) -> dict:
     }
 
 
-def each(stream: Iterator[Pack], count: int, use: Callable[[Pack], object]) -> None:
-    """Use the next packs one by one, and let go of each, as a training loop does."""
+def consume(stream: Iterator[Pack], count: int, use: Callable[[Pack], object]) -> None:
+    """Use the next packs one by one, without keeping them, as a training loop does."""
     for pack in islice(stream, count):
         use(pack)
 
 
-def lay_rows(data: PackedDataset, together: int = 1 << 17) -> None:
-    """Plan an epoch and lay its packs out, about `together` tokens in one array."""
-    packs = data.packs
+def build_rows(data: PackedDataset, tokens_per_array: int = 1 << 17) -> None:
+    """Plan an epoch and write its packs as rows of arrays."""
+    packs = data.reader
     assert isinstance(packs, PlannedPacks)
-    step = max(1, together // packs.planner["budget"])
+    step = max(1, tokens_per_array // packs.planner["budget"])
     for plan in packs.plans(0):
         for first in range(0, len(plan), step):
-            packs.store.lay(plan, np.arange(first, min(first + step, len(plan))))
+            packs.store.gather(plan, np.arange(first, min(first + step, len(plan))))
 
 
 def copy_tokens(flat: np.ndarray) -> None:
-    """Widen all tokens into a row that stays in the cache, and nothing else."""
+    """Copy all tokens to int64, into one row that stays in the CPU cache."""
     row = np.empty(8192, np.int64)
-    for at in range(0, len(flat) - 8192, 8192):
-        row[:] = flat[at : at + 8192]
+    for start in range(0, len(flat) - 8192, 8192):
+        row[:] = flat[start : start + 8192]
 
 
 def show_end_to_end(rows: list[dict]) -> None:
     print("\nend to end: memory-mapped tokens to packed numpy rows, documents per CPU second")
-    head = ("mix", "budget", "rows", "Packs", "TRL", "Grain", "to TRL", "to Grain", "copy")
-    print("{:19}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>9}".format(*head))
+    columns = ("mix", "budget", "rows", "Packs", "TRL", "Grain", "vs TRL", "vs Grain", "copy")
+    print("{:19}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>9}".format(*columns))
     for row in rows:
         speed = row["docs_s"]
         print(
@@ -246,55 +253,52 @@ def show_end_to_end(rows: list[dict]) -> None:
     for row in rows:
         us = row["row_us"]
         print(
-            f"a row of {row['budget']}: laid out {us['rows']:.1f} us, as a Pack {us['packs']:.1f}, "
-            f"read and collated {us['collated']:.1f}, in fixed shapes {us['fixed']:.1f}; "
-            f"Transformers' flattening collator {us['HF collator']:.0f}"
+            f"a row of {row['budget']}: in an array {us['rows']:.1f} us, as a Pack "
+            f"{us['packs']:.1f}, read and collated {us['collated']:.1f}, in fixed shapes "
+            f"{us['fixed']:.1f}; Transformers' flattening collator {us['HF collator']:.0f}"
         )
         speed = row["docs_s"]
         print(
-            f"  from a datasets.Dataset {speed['datasets'] / 1e3:.0f}k documents a second; "
+            f"  from a datasets.Dataset {speed['datasets'] / 1e3:.0f}k documents per second; "
             f"datasets alone reads {speed['datasets alone'] / 1e3:.0f}k"
         )
 
 
 def spread(costs: np.ndarray, ranks: int) -> float:
-    """Give the time of the slowest rank over the mean, summed over all whole steps."""
+    """Return the time of the slowest rank over the mean, summed over all complete steps."""
     steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
     return float(steps.max(1).sum() / steps.mean(1).sum())
 
 
-def bench_levelling(lengths: np.ndarray) -> list[dict]:
+def bench_balance(lengths: np.ndarray) -> list[dict]:
     sets = {"lognormal 350 1.1": lengths, "lognormal, 8 shards": lengths}
     for epochs in (1, 2, 4, 8):
         if (t0 := t0_lengths(epochs)) is not None:
             sets[f"t0, {epochs} epoch" + "s" * (epochs > 1)] = t0
     rows = []
-    for name, some in sets.items():
-        before = [pack_lengths(part, 8192) for part in shards(some, 8 if "shards" in name else 1)]
-        behind = [level(plan, window=128 if "shards" in name else 1024) for plan in before]
+    for name, set_lengths in sets.items():
+        num_shards, block = (8, 128) if "shards" in name else (1, 1024)
+        before = [pack_lengths(set_lengths[i::num_shards], 8192) for i in range(num_shards)]
+        balanced = [balance_plan(plan, block=block) for plan in before]
         row: dict = {"set": name, "packs": sum(map(len, before))}
-        for kind, cost in (("7B", Cost()), ("attention", Cost(0.0, 1.0))):
-            for when, plans in (("before", before), ("behind", behind)):
-                costs = dealt([cost.of_packs(plan) for plan in plans])
-                row[f"{kind} {when}"] = {ranks: spread(costs, ranks) for ranks in (8, 64)}
+        for model, cost in (("7B", Cost()), ("attention", Cost(0.0, 1.0))):
+            for stage, plans in (("before", before), ("behind", balanced)):
+                costs = interleave([cost.of_packs(plan) for plan in plans])
+                row[f"{model} {stage}"] = {ranks: spread(costs, ranks) for ranks in (8, 64)}
         rows.append(row)
     return rows
 
 
-def shards(lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    return [lengths[shard::count] for shard in range(count)]
-
-
-def dealt(costs: list[np.ndarray]) -> np.ndarray:
-    """Deal the packs of shards out in turn."""
+def interleave(costs: list[np.ndarray]) -> np.ndarray:
+    """Take one pack of each shard in turn."""
     steps = min(map(len, costs))
-    return np.stack([some[:steps] for some in costs], 1).ravel()
+    return np.stack([shard[:steps] for shard in costs], 1).ravel()
 
 
-def show_levelling(rows: list[dict]) -> None:
-    print("\nlevelling: slowest rank over the mean at 8 / 64 ranks, budget 8192, no space lost")
+def show_balance(rows: list[dict]) -> None:
+    print("\nbalance: slowest rank over the mean for 8 / 64 ranks, budget 8192, same fill")
     print("{:21}{:>7}{:>17}{:>17}{:>17}{:>17}".format(
-        "set", "packs", "7B as they come", "7B levelled", "attn as it comes", "attn levelled"
+        "set", "packs", "7B unbalanced", "7B balanced", "attn unbalanced", "attn balanced"
     ))  # fmt: skip
     for row in rows:
         pairs = [row[f"{k} {w}"] for k in ("7B", "attention") for w in ("before", "behind")]
@@ -303,7 +307,7 @@ def show_levelling(rows: list[dict]) -> None:
 
 
 def bench_memory(samples: int) -> dict:
-    """Stream samples through a planner; give the resident set after a tenth and at the end."""
+    """Stream samples through a planner; return the resident set after a tenth and at the end."""
     planner, rng, sizes = Planner(8192), np.random.default_rng(0), []
     for fed in range(0, samples, 65_536):
         lengths = np.clip(rng.lognormal(np.log(350), 1.1, 65_536), 1, 8192)
@@ -315,15 +319,16 @@ def bench_memory(samples: int) -> dict:
 
 
 def bench_memory_of_reading(documents: int) -> dict:
-    """Read documents as packs; give how much the resident set grew behind the first ones."""
+    """Read documents as packs; return how much the resident set grew after the first ones."""
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
-    shelf = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    packs = PlannedPacks(TokenStore([shelf]), {"budget": 8192}).read(Position(until=1), Share(), 0)
-    seen = sum(len(pack.samples) for pack in islice(packs, 64))
+    tokens = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
+    reader = PlannedPacks(TokenStore([tokens]), {"budget": 8192})
+    packs = reader.read(Position(end_epoch=1), Share(), 0)
+    count = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()
-    seen += sum(len(pack.samples) for pack in packs)
-    return {"read": seen, "grown_mb": resident_mb() - before}
+    count += sum(len(pack.samples) for pack in packs)
+    return {"read": count, "grown_mb": resident_mb() - before}
 
 
 def resident_mb() -> float:
@@ -333,63 +338,39 @@ def resident_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def plot(all_mixes: list[Mix], path: Path) -> None:
-    """Draw the fill against the number of documents held back, ours and seqpacker's buffers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pools = [2**n for n in range(5, 15)]
-    chosen = [mix for mix in all_mixes if mix.name.startswith("lognormal")][:5]
-    figure, axes = pyplot.subplots(1, len(chosen), figsize=(3.4 * len(chosen), 3.9), sharey=True)
-    for axis, mix in zip(axes, chosen, strict=True):
-        total = mix.lengths.sum() / mix.budget * 100
-        ours = [total / len(pack_lengths(mix.lengths, mix.budget, pool=pool)) for pool in pools]
-        flush = [total / seqpacker_buffers(mix.lengths, mix.budget, pool) for pool in pools]
-        offline = total / seqpacker_buffers(mix.lengths, mix.budget, len(mix.lengths))
-        axis.semilogx(pools, ours, "o-", base=2, label="nopad, streaming")
-        axis.semilogx(pools, flush, "s--", base=2, label="seqpacker, buffers")
-        axis.axhline(offline, color="grey", linestyle=":", label="best-fit decreasing, whole set")
-        axis.set_title(f"{mix.name}, budget {mix.budget}", fontsize=9)
-        axis.set_xlabel("documents held back")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylim(95.9, 100.1)  # one scale for all; short buffers fall below it
-    axes[0].set_ylabel("share of the budget filled, %")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer documents and runs")
-    parser.add_argument("--plot", type=Path, help="write fill against pool size to this PNG")
-    parser.add_argument("--record", type=Path, help="write the JSON record to this file too")
-    chosen = parser.parse_args()
-    docs, repeats = (20_000, 2) if chosen.quick else (200_000, 7)
+    parser.add_argument(
+        "--plot", type=Path, help="plot the fill rate over the pool size to this PNG"
+    )
+    parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
+    args = parser.parse_args()
+    docs, repeats = (20_000, 2) if args.quick else (200_000, 7)
     all_mixes = mixes(docs)
     record = {
-        **head("packing"),
+        **header("packing"),
         "docs": docs,
         "runs": repeats,
         "load": round(os.getloadavg()[0], 1),
-        "memory": bench_memory(1_000_000 if chosen.quick else 10_000_000),
+        "memory": bench_memory(1_000_000 if args.quick else 10_000_000),
         "planning": bench_planning(all_mixes, repeats),
         "uniform": bench_uniform(docs),
-        "levelling": bench_levelling(all_mixes[1].lengths),
+        "levelling": bench_balance(all_mixes[1].lengths),
         "end_to_end": [bench_end_to_end(m, 3, min(docs, 20_000)) for m in all_mixes if m.easy],
     }
     show_planning(record["planning"])
     show_end_to_end(record["end_to_end"])
-    show_levelling(record["levelling"])
+    show_balance(record["levelling"])
     memory = record["memory"]
-    print(f"\nmemory: {memory['start_mb']:.0f} MB after a tenth of {memory['samples']:,} samples,")
-    print(f"{memory['end_mb']:.0f} MB at the end; reading {memory['read']:,} as packs ", end="")
-    print(f"grew it by {memory['grown_mb']:.1f} MB (load {record['load']})")
-    if chosen.plot:
-        plot(all_mixes, chosen.plot)
-    write(record, chosen.record)
+    print(
+        f"\nmemory: planning {memory['samples']:,} samples, {memory['start_mb']:.0f} MB after a "
+        f"tenth and {memory['end_mb']:.0f} MB at the end; reading {memory['read']:,} as packs "
+        f"added {memory['grown_mb']:.1f} MB (load average {record['load']})"
+    )
+    if args.plot:
+        plot(all_mixes, args.plot)
+    write_record(record, args.record)
     print(json.dumps(record, default=float))
 
 

@@ -1,15 +1,17 @@
-"""How fast packed training is, beside padded batches, HF's flattening collator and liger-kernel.
+"""Speed of packed training beside padded batches, HF's flattening collator and liger-kernel.
 
     python benchmarks/bench_training.py [--record FILE] [--only NAME ...] [--profile] [--tiny]
 
-A Llama-3.2-1B shape in bf16 with random weights, rows of 16384 tokens in natural lengths, AdamW
-(torch's fused one; ours with ours), gradient clipping; every variant trains on the same packs in
-the same process. Variants named sft count the loss of the last 40 % of each document, the answer,
-and no label before it. Useful tokens only: padding counts for nothing. MFU counts matrices, the
-head's where there is a label, and, per sample, attention, against the matrix rate measured first.
-Data wait is the share of time a step waits for its batch. Prints a table, and one JSON line last.
-`--profile` lists the kernels of three steps of the first variant; `--tiny` runs the same code with
-a small shape on a CPU.
+The model has the shape of Llama-3.2-1B, in bf16, with random weights. Every variant trains on the
+same packs of 16384 tokens with natural document lengths, in the same process, with gradient
+clipping and AdamW (torch's fused one; ClippedAdamW in our variants). Variants named sft compute the
+loss on the last 40 % of each document, the answer.
+
+Only useful tokens count, not padding. MFU counts the matrix products, the head's only where there
+is a label, and attention within each sample, relative to the matrix rate measured first. "data
+wait" is the fraction of time that steps wait for their batch. Prints a table, and one JSON line
+last. `--profile` lists the kernels of three steps of the first variant; `--tiny` runs the same code
+with a small shape on a CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shutil
 import statistics
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,27 +27,28 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-import nopad.attention  # noqa: F401
 import numpy as np
 import torch
+from nopad.attention import register
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import IGNORE_INDEX, PackedDataset
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.fused import ClippedAdamW, compile_layers, fuse_layers
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import ModelFlops
-from record import head, write
+from power_monitor import PowerMonitor
+from record import header, write_record
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
-LONGEST = 4096
-ANSWER = 0.4
-"""The share of a document that counts in the variants named sft."""
-PADDED_BATCH, PADDED_STEPS = 8, 6
-WARM, TIMED = 6, 12
+MAX_LENGTH = 4096
+ANSWER_FRACTION = 0.4
+"""The fraction of a document that has labels in the variants named sft."""
+PADDED_BATCH_SIZE, PADDED_STEPS = 8, 6
+WARMUP_STEPS, TIMED_STEPS = 6, 12
 
 
-def shape(tiny: bool, attention: str) -> LlamaConfig:
-    """Llama 3.2 1B, or something a CPU can run."""
+def model_config(tiny: bool, attention: str) -> LlamaConfig:
+    """Return the shape of Llama-3.2-1B, or one that a CPU can train."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
     if tiny:
@@ -63,79 +64,47 @@ def shape(tiny: bool, attention: str) -> LlamaConfig:
     )
 
 
-def documents(budget: int, packs: int, vocabulary: int, longest: int) -> list[np.ndarray]:
-    """Random tokens in lengths as corpora have them: log-normal, median 400, 16 to `longest`."""
-    draw = np.random.default_rng(0)
+def random_documents(budget: int, packs: int, vocab_size: int, max_length: int) -> list[np.ndarray]:
+    """Draw random tokens with the lengths of a corpus: log-normal, median 400, 16 and more."""
+    rng = np.random.default_rng(0)
     lengths, total = [], 0
     while total < budget * packs:
-        lengths.append(int(np.clip(draw.lognormal(np.log(400), 1.0), 16, longest)))
+        lengths.append(int(np.clip(rng.lognormal(np.log(400), 1.0), 16, max_length)))
         total += lengths[-1]
-    return [draw.integers(0, vocabulary, n) for n in lengths]
+    return [rng.integers(0, vocab_size, n) for n in lengths]
 
 
-def answer(ids: np.ndarray) -> np.ndarray:
-    """Labels of a document's last part only."""
-    asked = len(ids) - round(ANSWER * len(ids))
-    return np.where(np.arange(len(ids)) < asked, IGNORE_INDEX, ids)
-
-
-class Watch:
-    """Power and clock of the GPU while something runs: what limits a step may be the power cap.
-
-    A context: whatever happens inside, no nvidia-smi is left running.
-    """
-
-    _process: subprocess.Popen | None = None
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        query = "--query-gpu=power.draw.instant,clocks.sm,clocks.max.sm,power.limit"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "100"]
-        if shutil.which(command[0]) is not None:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
-
-    def stop(self) -> dict[str, float]:
-        """The means since the start; nothing where nothing was started."""
-        process, self._process = self._process, None
-        if process is None:
-            return {}
-        process.terminate()
-        lines = process.communicate()[0].decode().splitlines()
-        rows = [[float(x) for x in line.split(",")] for line in lines[:-1] if "N/A" not in line]
-        names = ("watts", "MHz", "MHz_at_most", "watts_at_most")
-        columns = zip(*rows, strict=True)
-        return {name: statistics.mean(c) for name, c in zip(names, columns, strict=False)}
+def answer_labels(ids: np.ndarray) -> np.ndarray:
+    """Label only the last part of a document."""
+    prompt_length = len(ids) - round(ANSWER_FRACTION * len(ids))
+    return np.where(np.arange(len(ids)) < prompt_length, IGNORE_INDEX, ids)
 
 
 class Bench:
-    """The machine, the data, and one way to time a training loop for all variants."""
+    """The device, the documents, and the timed training loop of every variant."""
 
     def __init__(self, tiny: bool, profile: bool = False):
         self.tiny, self.profile = tiny, profile
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = torch.float32 if tiny else torch.bfloat16  # few CPUs have fast bf16
+        self.dtype = torch.float32 if tiny else torch.bfloat16  # bf16 is slow on most CPUs
         self.budget = 256 if tiny else 16384
-        self.longest = 128 if tiny else LONGEST
-        self.vocabulary = shape(tiny, "eager").vocab_size
-        self.documents = documents(self.budget, 200, self.vocabulary, self.longest)
-        self.peak = self._matmul_rate()
+        self.max_length = 128 if tiny else MAX_LENGTH
+        vocab_size = model_config(tiny, "eager").vocab_size
+        self.documents = random_documents(self.budget, 200, vocab_size, self.max_length)
+        self.wait_seconds = lambda: 0.0
+        self.matmul_rate = self._measure_matmul_rate()
         self.results: dict[str, dict] = {}
 
-    def _matmul_rate(self) -> float:
+    def _measure_matmul_rate(self) -> float:
         size = 256 if self.tiny else 8192
         a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
         times = []
         for _ in range(12):
             self.sync()
-            began = time.perf_counter()
+            start = time.perf_counter()
             a @ b
             self.sync()
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start)
         return 2 * size**3 / statistics.median(times)
 
     def sync(self) -> None:
@@ -145,62 +114,71 @@ class Bench:
     def model(self, attention: str) -> LlamaForCausalLM:
         torch.manual_seed(0)
         with self.device:
-            model = LlamaForCausalLM(shape(self.tiny, attention))
+            model = LlamaForCausalLM(model_config(self.tiny, attention))
         return model.to(self.dtype).train()
 
-    def packs(self, collator, sft: bool = False) -> Iterator[tuple[dict, np.ndarray]]:
-        """Batches of the one packed stream, collated by anyone, through a worker."""
+    def batches(self, collator, sft: bool = False) -> Iterator[tuple[dict, np.ndarray]]:
+        """Yield batches of the same packs for every collator, loaded by a worker process."""
         data = PackedDataset(
             [
-                {"input_ids": ids, **({"labels": answer(ids)} if sft else {})}
+                {"input_ids": ids, **({"labels": answer_labels(ids)} if sft else {})}
                 for ids in self.documents
             ],
             budget=self.budget,
             epochs=None,
-            eos=False,
+            add_eos=False,
         )
         loader = PackedLoader(data, collator, num_workers=1, pin_memory=not self.tiny)
-        self.waited = lambda: loader.wait_seconds
+        self.wait_seconds = lambda: loader.wait_seconds
         for batch in loader:
             yield batch, loader.last_pack.lengths
 
-    def run(self, name: str, model: torch.nn.Module, batches, warm=WARM, timed=TIMED) -> dict:
-        """Train; report useful tokens per second, MFU, memory, waits and the spread of steps."""
-        flops, head = ModelFlops.from_model(model), 6 * model.get_output_embeddings().weight.numel()
+    def run(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        batches,
+        warmup_steps: int = WARMUP_STEPS,
+        timed_steps: int = TIMED_STEPS,
+    ) -> dict:
+        """Train; report useful tokens per second, MFU, memory, data wait, power and losses."""
+        flops = ModelFlops.from_model(model)
+        head_flops = 6 * model.get_output_embeddings().weight.numel()
         optimizer = self.optimizer(model)
-        tokens, work, marks, losses, waited = [], [], [], [], 0.0
-        with Watch() as watch:
-            for number, (batch, lengths) in enumerate(batches):
-                if number == warm:
+        tokens, work, losses, start, wait_before = [], [], [], 0.0, 0.0
+        with PowerMonitor() as power:
+            for index, (batch, lengths) in enumerate(batches):
+                if index == warmup_steps:
                     if self.device.type == "cuda":
-                        watch.start()
-                    self._forget_peak()
-                    waited = self.waited()
-                marks.append(time.perf_counter())
-                if number == warm + timed:
+                        power.start()
+                    self._reset_peak_memory()
+                    wait_before = self.wait_seconds()
+                    start = time.perf_counter()
+                if index == warmup_steps + timed_steps:
                     break
                 losses.append(self.step(model, optimizer, batch))
-                if number >= warm:
+                if index >= warmup_steps:
                     tokens.append(int(np.sum(lengths)))
-                    idle = tokens[-1] - int((batch["labels"] != IGNORE_INDEX).sum())
-                    work.append(flops.step_flops(lengths) - head * idle)
+                    unlabeled = tokens[-1] - int((batch["labels"] != IGNORE_INDEX).sum())
+                    work.append(flops.step_flops(lengths) - head_flops * unlabeled)
             self.sync()
-            seconds = time.perf_counter() - marks[warm]
-            row = self._report(name, tokens, work, seconds, waited)
-            row |= watch.stop()
+            seconds = time.perf_counter() - start
+            row = self._report(name, tokens, work, seconds, wait_before)
+            row |= power.stop()
         row["losses"] = [round(float(loss), 4) for loss in (losses[0], losses[-1])]
         if self.profile and self.device.type == "cuda":
-            self.profile = False  # of the first variant only
-            self._kernels(model, optimizer, batches)
+            self.profile = False  # only the first variant is profiled
+            self._print_kernels(model, optimizer, batches)
         return row
 
-    def _kernels(self, model, optimizer, batches) -> None:
-        """Print where the device's time goes."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    def _print_kernels(self, model, optimizer, batches) -> None:
+        """Print the kernels that take the most time on the device."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _, (batch, _) in zip(range(3), batches, strict=False):
                 self.step(model, optimizer, batch)
             self.sync()
-        print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=25)[:9000], flush=True)
+        table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=25)
+        print(table[:9000], flush=True)
 
     def optimizer(self, model) -> torch.optim.Optimizer:
         if hasattr(model, "nopad_loss"):
@@ -220,36 +198,36 @@ class Bench:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _forget_peak(self) -> None:
+    def _reset_peak_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
-    def _report(self, name, tokens, work, seconds, waited) -> dict:
+    def _report(self, name, tokens, work, seconds, wait_before) -> dict:
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         row = {
             "tokens_per_second": sum(tokens) / seconds,
-            "mfu": sum(work) / seconds / self.peak,
+            "mfu": sum(work) / seconds / self.matmul_rate,
             "mfu_of_790": sum(work) / seconds / 790e12,
             "peak_GB": memory / 1e9,
-            "data_wait": (self.waited() - waited) / seconds,
+            "data_wait": (self.wait_seconds() - wait_before) / seconds,
             "step_ms": 1e3 * seconds / len(tokens),
             "steps": len(tokens),
         }
         self.results[name] = row
         print(
             f"{name:34} {row['tokens_per_second'] / 1e3:8.1f} k tok/s {row['mfu']:7.1%} MFU "
-            f"({row['mfu_of_790']:.1%} of 790) {row['peak_GB']:6.1f} GB wait {row['data_wait']:.2%}"
-            f"  step {row['step_ms']:.0f} ms",
+            f"({row['mfu_of_790']:.1%} of 790 TFLOP/s) {row['peak_GB']:6.1f} GB peak  "
+            f"data wait {row['data_wait']:.2%}  step {row['step_ms']:.0f} ms",
             flush=True,
         )
         return row
 
 
 @contextmanager
-def fresh(bench: Bench):
-    """Leave nothing of one variant to the next, and go on when one fails."""
-    began = time.perf_counter()
+def isolated_variant(bench: Bench):
+    """Free everything that a variant allocated or compiled; report a failure and continue."""
+    start = time.perf_counter()
     try:
         yield
     except Exception as error:
@@ -260,29 +238,29 @@ def fresh(bench: Bench):
         gc.collect()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-        print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
+        print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
 
 
-def padded(bench: Bench) -> None:
-    """Samples in random order, padded to their longest, stock sdpa.
+def run_padded(bench: Bench) -> None:
+    """Train on padded batches of random samples with stock sdpa.
 
-    The same batches come twice and count the second time: planning for a new length takes a second
-    or two, and a few steps hold more or fewer of those than a long run does.
+    The same batches come twice and are timed the second time: the first batch of each length takes
+    a second or two for kernel selection, which a long run would not notice.
     """
     collator, rng = PaddedCollator(), np.random.default_rng(1)
     batches = []
     for _ in range(PADDED_STEPS):
-        chosen = rng.choice(len(bench.documents), 4 if bench.tiny else PADDED_BATCH)
-        rows = [{"input_ids": bench.documents[i]} for i in chosen]
+        indices = rng.choice(len(bench.documents), 4 if bench.tiny else PADDED_BATCH_SIZE)
+        rows = [{"input_ids": bench.documents[i]} for i in indices]
         lengths = np.array([len(row["input_ids"]) for row in rows])
         batches.append(({**collator(rows), "use_cache": False}, lengths))
-    bench.waited = lambda: 0.0
+    bench.wait_seconds = lambda: 0.0
     twice = chain(batches, batches, batches[:1])
-    bench.run("hf padded sdpa", bench.model("sdpa"), twice, warm=PADDED_STEPS, timed=PADDED_STEPS)
+    bench.run("hf padded sdpa", bench.model("sdpa"), twice, PADDED_STEPS, PADDED_STEPS)
 
 
-class Flattening:
-    """HF's flattening collator, given the samples of our packs."""
+class FlatteningCollator:
+    """HF's flattening collator, applied to the samples of our packs."""
 
     def __init__(self):
         self.collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -290,96 +268,106 @@ class Flattening:
     def __call__(self, pack) -> dict:
         cuts = pack.cu_seqlens[1:-1]
         pairs = zip(np.split(pack.tokens, cuts), np.split(pack.labels, cuts), strict=True)
-        rows = [{"input_ids": ids.tolist(), "labels": marks.tolist()} for ids, marks in pairs]
+        rows = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]
         return {**self.collator(rows), "use_cache": False}
 
 
-def flattened(bench: Bench, sft: bool = False) -> None:
+def run_flattening(bench: Bench, sft: bool = False) -> None:
     model = bench.model("sdpa" if bench.tiny else "flash_attention_2")
-    bench.run(named("hf flattening + fa2", sft), model, bench.packs(Flattening(), sft))
+    batches = bench.batches(FlatteningCollator(), sft)
+    bench.run(variant_name("hf flattening + fa2", sft), model, batches)
 
 
-def with_liger(bench: Bench, sft: bool = False) -> None:
-    """The same with liger's rotary, norm, gate and fused loss, taken off again afterwards."""
+def run_liger(bench: Bench, sft: bool = False) -> None:
+    """Add liger's rotary, norm, SwiGLU and fused loss, and remove its patches afterwards."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
     patched = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
-    before = {name: getattr(modeling_llama, name) for name in patched}
+    originals = {name: getattr(modeling_llama, name) for name in patched}
     model = bench.model("sdpa" if bench.tiny else "flash_attention_2")
     try:
         apply_liger_kernel_to_llama(model=model)
-        packs = bench.packs(Flattening(), sft)
-        bench.run(named("hf flattening + fa2 + liger", sft), model, packs)
+        batches = bench.batches(FlatteningCollator(), sft)
+        bench.run(variant_name("hf flattening + fa2 + liger", sft), model, batches)
     finally:
-        for name, original in before.items():
+        for name, original in originals.items():
             setattr(modeling_llama, name, original)
 
 
-def ours(bench: Bench, name: str, compiled: str, sft: bool = False, **collator) -> None:
+def run_nopad(bench: Bench, name: str, compiled: str, sft: bool = False, **collator) -> None:
+    """compiled: "fullgraph", "breaks" (graph breaks are allowed), or "" for fused layers."""
+    register()
     model = bench.model("nopad")
     attach_loss(model)
     if compiled:
         compile_layers(model, fullgraph=compiled == "fullgraph")
     fused = None if compiled else fuse_layers(model)
     try:
-        packs = bench.packs(PackedCollator(**collator), sft)
-        bench.run(named(f"nopad {name}", sft), model, packs)
+        batches = bench.batches(PackedCollator(**collator), sft)
+        bench.run(variant_name(f"nopad {name}", sft), model, batches)
     finally:
         if fused:
             fused.undo()
 
 
-def named(name: str, sft: bool) -> str:
+def variant_name(name: str, sft: bool) -> str:
     return f"sft: {name}" if sft else name
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], None]]:
-    fixed = {"fixed_sequences": 64, "max_length": bench.longest}
+    padded = {"pad_to_budget": True}
+    fixed = {"fixed_sequences": 64, "max_length": bench.max_length}
     return {
-        "compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", fill=True),
-        "eager": lambda: ours(bench, "eager", ""),
-        "liger": lambda: with_liger(bench),
-        "flattening": lambda: flattened(bench),
-        "padded": lambda: padded(bench),
-        "sft-compiled": lambda: ours(bench, "compiled, T fixed", "fullgraph", True, fill=True),
-        "sft-eager": lambda: ours(bench, "eager", "", True),
-        "sft-liger": lambda: with_liger(bench, True),
-        "sft-flattening": lambda: flattened(bench, True),
-        "fixed": lambda: ours(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
-        "broken": lambda: ours(bench, "compiled, with graph breaks", "breaks", fill=True),
+        "compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", **padded),
+        "eager": lambda: run_nopad(bench, "eager", ""),
+        "liger": lambda: run_liger(bench),
+        "flattening": lambda: run_flattening(bench),
+        "padded": lambda: run_padded(bench),
+        "sft-compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", True, **padded),
+        "sft-eager": lambda: run_nopad(bench, "eager", "", True),
+        "sft-liger": lambda: run_liger(bench, True),
+        "sft-flattening": lambda: run_flattening(bench, True),
+        "fixed": lambda: run_nopad(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
+        "broken": lambda: run_nopad(bench, "compiled, with graph breaks", "breaks", **padded),
+    }
+
+
+def build_record(bench: Bench) -> dict:
+    """Return all results so far."""
+    lengths = (
+        f"log-normal, median 400, 16 to 4096 tokens; sft: {ANSWER_FRACTION:.0%} of each counts"
+    )
+    return {
+        **header("training"),
+        "matmul_TFLOP_s": bench.matmul_rate / 1e12,
+        "budget": bench.budget,
+        "documents": lengths,
+        "steps": {"warm": WARMUP_STEPS, "timed": TIMED_STEPS},
+        "results": bench.results,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, help="write the JSON there too")
-    parser.add_argument("--only", nargs="*", help="names of variants to run")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
-    parser.add_argument("--tiny", action="store_true", help="a small shape, on any machine")
+    parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
+    parser.add_argument("--only", nargs="*", help="variants to run: compiled, eager, liger, ...")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of three steps")
+    parser.add_argument("--tiny", action="store_true", help="small shape, for any machine")
     args = parser.parse_args()
     bench = Bench(args.tiny, args.profile)
-    print(f"matrix rate {bench.peak / 1e12:.0f} TFLOP/s, rows of {bench.budget}", flush=True)
+    print(
+        f"matrix rate {bench.matmul_rate / 1e12:.0f} TFLOP/s, packs of {bench.budget}", flush=True
+    )
     for name, variant in variants(bench).items():
-        needless = name == "broken" and any("compiled" in done for done in bench.results)
-        if name in args.only if args.only else not needless:
-            with fresh(bench):
+        # Graph breaks are a fallback: run that variant only if compiling the full graph failed.
+        skipped = name == "broken" and any("compiled" in done for done in bench.results)
+        if name in args.only if args.only else not skipped:
+            with isolated_variant(bench):
                 variant()
-            # After each: a variant that hangs takes no other's result along.
-            write(report(bench), args.record)
-    print(json.dumps(report(bench)))
-
-
-def report(bench: Bench) -> dict:
-    """Everything measured so far, and on what."""
-    return {
-        **head("training"),
-        "matmul_TFLOP_s": bench.peak / 1e12,
-        "budget": bench.budget,
-        "documents": f"log-normal, median 400, 16 to 4096 tokens; sft: {ANSWER:.0%} of each counts",
-        "steps": {"warm": WARM, "timed": TIMED},
-        "results": bench.results,
-    }
+            # After every variant: one that hangs must not lose the results of the others.
+            write_record(build_record(bench), args.record)
+    print(json.dumps(build_record(bench)))
 
 
 if __name__ == "__main__":

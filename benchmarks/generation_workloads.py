@@ -1,7 +1,7 @@
-"""The models and requests of bench_generation: shapes people know, lengths they publish.
+"""The models and requests of bench_generation: known model shapes and published lengths.
 
 Weights are random: speed does not depend on them, and nothing has to be downloaded. Every request
-runs to its given length, so that all engines do the same work.
+generates a fixed number of tokens, so that all engines do the same work.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from datetime import datetime
 
 import numpy as np
 import torch
-from record import shared_folder
+from record import shared_dir
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Prompts, and how many new tokens each gets."""
+class Workload:
+    """Prompts, the number of new tokens of each, and their arrival times in seconds."""
 
     prompts: list[list[int]]
     new: list[int]
@@ -65,7 +65,7 @@ def qwen3_600m(device: str = "cuda") -> torch.nn.Module:
 
 
 def llama_cpu() -> torch.nn.Module:
-    """Four layers of width 256, for a CPU: 4 heads on 2, vocabulary 4096, float32."""
+    """A shape for a CPU: 4 layers, hidden size 256, 4 query and 2 KV heads, float32."""
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=256,
@@ -79,36 +79,39 @@ def llama_cpu() -> torch.nn.Module:
     return _build(LlamaForCausalLM, config, "cpu", torch.float32)
 
 
-def _build(kind, config, device: str, dtype: torch.dtype) -> torch.nn.Module:
+def _build(model_class, config, device: str, dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
-        model = kind(config).to(dtype)
+        model = model_class(config).to(dtype)
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     return model.eval()
 
 
-def lognormal(vocabulary: int, count: int = 512, seed: int = 0) -> Work:
-    """(a) Lognormal lengths, median 220 in and 160 out, at most 1024."""
+def lognormal(vocab_size: int, count: int = 512, seed: int = 0) -> Workload:
+    """(a) Log-normal lengths, median 220 in and 160 out, at most 1024."""
     rng = np.random.default_rng(seed)
     prompt = np.clip(rng.lognormal(np.log(220), 1.0, count), 8, 1024).astype(int)
     new = np.clip(rng.lognormal(np.log(160), 1.0, count), 8, 1024).astype(int)
-    return _random(rng, vocabulary, prompt, new)
+    return _random(rng, vocab_size, prompt, new)
 
 
-def uniform(vocabulary: int, count: int = 256, seed: int = 0) -> Work:
-    """(b) In and out uniform in 100..1024, drawn as nano-vllm's benchmark draws them."""
+def uniform(vocab_size: int, count: int = 256, seed: int = 0) -> Workload:
+    """(b) In and out uniform in 100..1024, as in nano-vllm's benchmark."""
     rng = random.Random(seed)
     prompts = [
-        [rng.randint(0, min(vocabulary, 10000)) for _ in range(rng.randint(100, 1024))]
+        [rng.randint(0, min(vocab_size, 10000)) for _ in range(rng.randint(100, 1024))]
         for _ in range(count)
     ]
-    return Work(prompts, [rng.randint(100, 1024) for _ in range(count)])
+    return Workload(prompts, [rng.randint(100, 1024) for _ in range(count)])
 
 
-def trace(vocabulary: int, count: int, shrink: int = 1, seed: int = 0) -> Work | None:
-    """(c) Requests of a real service, Azure's code trace of 2023: a random sample, in order."""
-    path = shared_folder() / "data" / "traces" / "AzureLLMInferenceTrace_code_2023.csv"
+def trace(vocab_size: int, count: int, shrink: int = 1, seed: int = 0) -> Workload | None:
+    """(c) Requests of a real service, a random sample of Azure's code trace of 2023, in order.
+
+    shrink: divides all lengths. None where the trace file is absent.
+    """
+    path = shared_dir() / "data" / "traces" / "AzureLLMInferenceTrace_code_2023.csv"
     if not path.exists():
         return None
     with path.open() as file:
@@ -118,49 +121,49 @@ def trace(vocabulary: int, count: int, shrink: int = 1, seed: int = 0) -> Work |
     prompt = np.maximum([int(r["ContextTokens"]) // shrink for r in rows], 1)
     new = np.maximum([int(r["GeneratedTokens"]) // shrink for r in rows], 1)
     times = [datetime.fromisoformat(r["TIMESTAMP"][:26]).timestamp() for r in rows]
-    work = _random(rng, vocabulary, prompt, new)
-    return Work(work.prompts, work.new, [t - times[0] for t in times])
+    work = _random(rng, vocab_size, prompt, new)
+    return Workload(work.prompts, work.new, [t - times[0] for t in times])
 
 
-def few_shot(vocabulary: int, count: int = 512, seed: int = 0) -> Work:
-    """(d) Prompts that share 800 tokens of examples; 60 of their own, 64 new."""
+def few_shot(vocab_size: int, count: int = 512, seed: int = 0) -> Workload:
+    """(d) Prompts of 800 shared tokens (few-shot examples) and 60 of their own; 64 new tokens."""
     rng = np.random.default_rng(seed)
-    shared = rng.integers(0, vocabulary, 800).tolist()
-    own = [rng.integers(0, vocabulary, 60).tolist() for _ in range(count)]
-    return Work([shared + o for o in own], [64] * count)
+    shared = rng.integers(0, vocab_size, 800).tolist()
+    questions = [rng.integers(0, vocab_size, 60).tolist() for _ in range(count)]
+    return Workload([shared + question for question in questions], [64] * count)
 
 
-def choices(vocabulary: int, count: int = 256, seed: int = 0) -> tuple[list, list]:
+def choices(vocab_size: int, count: int = 256, seed: int = 0) -> tuple[list, list]:
     """(e) Contexts of 200 to 600 tokens with four continuations of 8 to 24 tokens each."""
     rng = np.random.default_rng(seed)
-    contexts = [rng.integers(0, vocabulary, rng.integers(200, 601)).tolist() for _ in range(count)]
-    ends = [
-        [rng.integers(0, vocabulary, rng.integers(8, 25)).tolist() for _ in range(4)]
+    contexts = [rng.integers(0, vocab_size, rng.integers(200, 601)).tolist() for _ in range(count)]
+    continuations = [
+        [rng.integers(0, vocab_size, rng.integers(8, 25)).tolist() for _ in range(4)]
         for _ in range(count)
     ]
-    return contexts, ends
+    return contexts, continuations
 
 
-def _random(rng, vocabulary: int, prompt, new) -> Work:
-    prompts = [rng.integers(0, vocabulary, n).tolist() for n in prompt]
-    return Work(prompts, [int(n) for n in new])
+def _random(rng, vocab_size: int, prompt, new) -> Workload:
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in prompt]
+    return Workload(prompts, [int(n) for n in new])
 
 
-def floor_seconds(model, work: Work, bandwidth: float, matrix_rate: float) -> float:
-    """The least time the work can take: all requests side by side, nothing but what must be moved.
+def floor_seconds(model, work: Workload, bandwidth: float, matrix_rate: float) -> float:
+    """Return a lower bound of the time, with all requests running in parallel.
 
-    Prefill multiplies at the matrix rate; each decode step reads the weights once and the keys and
-    values of whoever still runs.
+    Prefill runs at the matrix rate; each decode step reads the weights once, and the keys and
+    values of the running requests, at the copy bandwidth.
     """
     config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_parameters = sum(p.numel() for p in model.parameters())
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     itemsize = next(model.parameters()).element_size()
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * width * itemsize
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
     prompt = np.array([len(p) for p in work.prompts], dtype=float)
     new = np.array(work.new, dtype=float)
-    body = parameters - config.vocab_size * config.hidden_size
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * width
+    body = num_parameters - config.vocab_size * config.hidden_size
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
     prefill = (2 * body * prompt + attention * prompt**2).sum() / matrix_rate
-    keys = ((prompt + new / 2) * new).sum() * kv
-    return prefill + (new.max() * parameters * itemsize + keys) / bandwidth
+    kv_read = ((prompt + new / 2) * new).sum() * kv_bytes
+    return prefill + (new.max() * num_parameters * itemsize + kv_read) / bandwidth

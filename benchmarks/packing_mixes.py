@@ -1,4 +1,4 @@
-"""Length mixes for measuring packers: easy ones with many short documents, hard ones with few."""
+"""Document lengths for bench_packing: easy mixes have many short documents, hard ones few."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 
 import numpy as np
-from record import shared_folder
+from record import shared_dir
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Lengths of documents, none longer than the budget."""
+    """Document lengths, none longer than the budget."""
 
     name: str
     lengths: np.ndarray
@@ -20,15 +20,15 @@ class Mix:
 
 
 def mixes(docs: int, seed: int = 7) -> list[Mix]:
-    """Draw all mixes; the first two are the easy ones of the published figures."""
+    """Draw all mixes; the first two are the easy ones, as in the packers' published figures."""
     rng = np.random.default_rng(seed)
 
     def lognormal(median, sigma, budget):
         return np.clip(rng.lognormal(np.log(median), sigma, docs), 1, budget).astype(np.int64)
 
-    def two(share, large, small, budget):
-        one, other = (rng.normal(mean, width, docs) for mean, width in (large, small))
-        lengths = np.where(rng.random(docs) < share, one, other)
+    def two_sizes(fraction, large, small, budget):
+        longer, shorter = (rng.normal(mean, std, docs) for mean, std in (large, small))
+        lengths = np.where(rng.random(docs) < fraction, longer, shorter)
         return np.clip(lengths, 1, budget).astype(np.int64)
 
     return [
@@ -38,8 +38,8 @@ def mixes(docs: int, seed: int = 7) -> list[Mix]:
         Mix("lognormal 1500 .5", lognormal(1500, 0.5, 4096), 4096, False),
         Mix("lognormal 2500 .6", lognormal(2500, 0.6, 8192), 8192, False),
         Mix("lognormal 3600 .35", lognormal(3600, 0.35, 8192), 8192, False),
-        Mix("two sizes", two(0.5, (1400, 100), (500, 80), 2048), 2048, False),
-        Mix("two sizes", two(0.3, (5600, 500), (900, 300), 8192), 8192, False),
+        Mix("two sizes", two_sizes(0.5, (1400, 100), (500, 80), 2048), 2048, False),
+        Mix("two sizes", two_sizes(0.3, (5600, 500), (900, 300), 8192), 8192, False),
         Mix("just over half", rng.integers(1025, 1200, docs), 2048, False),
         Mix("about a third", rng.integers(2500, 2900, docs), 8192, False),
         Mix("uniform", rng.integers(1, 2049, docs), 2048, False),
@@ -48,12 +48,12 @@ def mixes(docs: int, seed: int = 7) -> list[Mix]:
 
 
 def t0_lengths(epochs: int, seed: int = 0) -> np.ndarray | None:
-    """Give lengths of the T0 sample in shuffled epochs, or None where the data is absent.
+    """Return the lengths of the T0 sample in shuffled epochs, or None where the data is absent.
 
-    Tokens are counted as bytes / 4.5 + 35, which gives the set's known median, p99 and maximum as
-    chat (146, 1997, 4712) within 3 %.
+    Tokens are estimated as bytes / 4.5 + 35: within 3 % of the set's known median, p99 and maximum
+    as chat (146, 1997, 4712).
     """
-    path = shared_folder() / "data/t0/t0_sample.jsonl"
+    path = shared_dir() / "data/t0/t0_sample.jsonl"
     if not path.exists():
         return None
     with path.open(encoding="utf8") as file:

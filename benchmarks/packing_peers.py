@@ -1,4 +1,4 @@
-"""The packers and collators that ours are measured beside; all from PyPI (extra `bench`)."""
+"""The peers of bench_packing: packers and collators from PyPI (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nopad.packing import Pack
 
 
 def seqpacker_buffers(lengths: np.ndarray, budget: int, buffer: int) -> int:
-    """Pack buffer by buffer with seqpacker; give the number of packs."""
+    """Pack one buffer of documents after another with seqpacker; return the number of packs."""
     packer = seqpacker.Packer(capacity=budget, strategy="obfd")
     packs = 0
-    for at in range(0, len(lengths), buffer):
-        packs += len(packer.pack_flat(lengths[at : at + buffer])[1]) + 1
+    for start in range(0, len(lengths), buffer):
+        packs += len(packer.pack_flat(lengths[start : start + buffer])[1]) + 1
     return packs
 
 
 def arrow_rows(flat: np.ndarray, lengths: np.ndarray) -> Any:
-    """Give documents as the rows of a `datasets.Dataset`."""
+    """Return documents as the rows of a `datasets.Dataset`."""
     import datasets
     import pyarrow as pa
 
@@ -32,28 +32,28 @@ def arrow_rows(flat: np.ndarray, lengths: np.ndarray) -> Any:
 
 
 def read_rows(rows: Any) -> int:
-    """Read a `datasets.Dataset` as numpy, a thousand rows at a time; give the tokens."""
+    """Read a `datasets.Dataset` as numpy, 1000 rows at a time; return the number of tokens."""
     batches = rows.with_format("numpy").iter(1000)
     return sum(len(row) for batch in batches for row in batch["input_ids"])
 
 
 def trl_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
-    """Pack an arrow data set with TRL's pack_dataset, its defaults; give the number of packs."""
+    """Pack an Arrow dataset with TRL's pack_dataset, by default settings; return the count."""
     from trl import pack_dataset
 
     return len(pack_dataset(arrow_rows(flat, lengths), budget, "bfd"))
 
 
 def grain_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
-    """Pack arrays with Grain's BestFit into 1024 bins, in this thread; give the number of packs."""
+    """Pack arrays with Grain's BestFit, 1024 bins, in this thread; return the number of packs."""
     import grain
     from grain.experimental import BestFitPackIterDataset
 
-    parts = np.split(flat.astype(np.int32), np.cumsum(lengths)[:-1])
-    source = grain.MapDataset.source([{"input_ids": part} for part in parts])
-    alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    documents = np.split(flat.astype(np.int32), np.cumsum(lengths)[:-1])
+    source = grain.MapDataset.source([{"input_ids": ids} for ids in documents])
+    one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     packed = BestFitPackIterDataset(
-        source.to_iter_dataset(alone),
+        source.to_iter_dataset(one_thread),
         length_struct={"input_ids": budget},
         num_packing_bins=1024,
         shuffle_bins=False,
@@ -61,12 +61,12 @@ def grain_packs(flat: np.ndarray, lengths: np.ndarray, budget: int) -> int:
     return sum(1 for _ in packed)
 
 
-def flattened(stream: Iterator[Pack], rows: int) -> None:
-    """Collate the documents of packs with Transformers' collator."""
+def flatten_packs(packs: Iterator[Pack], count: int) -> None:
+    """Collate the documents of packs with Transformers' flattening collator."""
     from transformers import DataCollatorWithFlattening
 
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=False)
-    for _ in range(rows):
-        pack = next(stream)
-        parts = np.split(pack.tokens, pack.cu_seqlens[1:-1])
-        collate([{"input_ids": part.tolist()} for part in parts])
+    for _ in range(count):
+        pack = next(packs)
+        documents = np.split(pack.tokens, pack.cu_seqlens[1:-1])
+        collate([{"input_ids": ids.tolist()} for ids in documents])

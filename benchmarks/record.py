@@ -1,4 +1,4 @@
-"""What every benchmark's record begins with, how it is written, and the clock they share."""
+"""The header of every benchmark record, the file it is written to, and a shared timer."""
 
 from __future__ import annotations
 
@@ -16,49 +16,51 @@ import torch
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel", "lm_eval")
 
 
-def head(benchmark: str) -> dict:
-    """What was run, when and on what."""
-    on_gpu = torch.cuda.is_available()
-    threads = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+def header(benchmark: str) -> dict:
+    """Return what was run, when, and on which device and versions."""
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if on_gpu else threads,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "versions": {"python": platform.python_version(), **_versions()},
     }
 
 
-def write(record: dict, path: Path | None) -> None:
-    """Keep a record in a file, if one is named."""
+def write_record(record: dict, path: Path | None) -> None:
+    """Write a record as JSON, if a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1, default=float) + "\n")
 
 
-def shared_folder() -> Path:
-    """Where real data, traces and models lie, if they are there at all."""
+def shared_dir() -> Path:
+    """Return the directory of real data, traces and models, which need not exist."""
     return Path(os.environ.get("NOPAD_SHARED") or Path(__file__).parents[2] / "shared")
 
 
 def timed(call) -> tuple[float, object]:
-    """Seconds a call takes: by the wall on a GPU, of processor time on a CPU others may share."""
+    """Return the seconds that a call takes, and its result.
+
+    Wall-clock time on a GPU; process time on a CPU, which other processes may share.
+    """
     on_gpu = torch.cuda.is_available()
     clock = time.perf_counter if on_gpu else time.process_time
     if on_gpu:
         torch.cuda.synchronize()
     start = clock()
-    out = call()
+    result = call()
     if on_gpu:
         torch.cuda.synchronize()
-    return clock() - start, out
+    return clock() - start, result
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

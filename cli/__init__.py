@@ -1,1 +1,40 @@
-"""The commands of `nopad`, one module each."""
+"""The commands of `nopad`, one module each, and the options and loaders they share with recipes.
+
+Nothing here loads torch or Transformers before it is called, so that `--help` is quick.
+"""
+
+from .checkpoints import (
+    check_chat_template,
+    checkpoint_path,
+    has_weights,
+    load_model,
+    load_tokenizer,
+    resolve_path,
+)
+from .options import (
+    HelpFormatter,
+    add_data_options,
+    add_model_options,
+    as_cli_message,
+    attention_name,
+    count,
+    data_kwargs,
+    positive,
+)
+
+__all__ = [
+    "HelpFormatter",
+    "add_data_options",
+    "add_model_options",
+    "as_cli_message",
+    "attention_name",
+    "check_chat_template",
+    "checkpoint_path",
+    "count",
+    "data_kwargs",
+    "has_weights",
+    "load_model",
+    "load_tokenizer",
+    "positive",
+    "resolve_path",
+]

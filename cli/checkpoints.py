@@ -1,4 +1,4 @@
-"""Models and tokenizers that a user named: what is wrong with the name is said in one line."""
+"""Load the models and tokenizers that a user names; an error is one line about that name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WEIGHTS = (
+WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
     ".pt",
@@ -20,107 +20,107 @@ WEIGHTS = (
     ".onnx",
     ".index.json",
 )
-"""How files of weights end, or what lists them, also those that Transformers then refuses."""
+"""Suffixes of weight files and of their indices, including those that Transformers refuses."""
 
 
-def checkpoint(name: str) -> str:
-    """The folder of that name, seen to hold a checkpoint; or a name to ask the hub for."""
-    path = Path(found(name))
+def checkpoint_path(name: str) -> str:
+    """Return a checkpoint folder, or a name on the Hugging Face hub."""
+    path = Path(resolve_path(name))
     if path.is_file():
         raise ValueError(f"{name} is a file: give the checkpoint's folder")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"{name} is no checkpoint: there is no config.json in it")
+        raise ValueError(f"{name} is not a checkpoint: it has no config.json")
     return str(path)
 
 
-def found(name: str) -> str:
-    """The file or folder of that name, or a name to ask the hub for."""
+def resolve_path(name: str) -> str:
+    """Return an existing file or folder, or a name on the hub."""
     path = Path(name).expanduser()
-    kind = "file" if path.suffix == ".json" else "folder"
-    is_path = kind == "file" or name.count("/") > 1 or name.startswith(("/", ".", "~"))
+    noun = "file" if path.suffix == ".json" else "folder"
+    is_path = noun == "file" or name.count("/") > 1 or name.startswith(("/", ".", "~"))
     if is_path and not path.exists():
-        raise ValueError(f"there is no {kind} {name}")
+        raise ValueError(f"there is no {noun} {name}")
     return str(path)
 
 
 def has_weights(name: str) -> bool:
-    """Whether what was found under that name has weights: a config alone has none."""
+    """Return whether a resolved path has weights; a config alone has none."""
     path = Path(name)
     if not path.exists():
-        return True  # the hub's, or else the hub says so
+        return True  # on the hub; if it is not there, loading it says so
     files = [*path.glob("*"), *path.glob("*/*.distcp")]  # FSDP writes a folder of shards
-    return any(file.name.endswith(WEIGHTS) for file in files)
+    return any(file.name.endswith(WEIGHT_SUFFIXES) for file in files)
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:
-    """A causal LM of a folder or of the hub, on its device, ready to evaluate."""
+    """Load a causal LM from a folder or the hub, in eval mode on its device."""
     from transformers import AutoModelForCausalLM
 
-    place = _device(device)
-    quiet_bars()
+    target = _device(device)
+    hide_progress_bars()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype)
-    except Exception as error:  # every library on the way to the weights has errors of its own
-        raise ValueError(f"cannot load {name}: {first_line(error)}") from None
-    return model.to(place).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint_path(name), dtype=dtype)
+    except Exception as error:  # Transformers and the hub raise many types
+        raise ValueError(f"cannot load {name}: {short_error(error)}") from None
+    return model.to(target).eval()
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer of a folder or of the hub."""
+    """Load a tokenizer from a folder or the hub."""
     from transformers import AutoTokenizer
 
-    place = found(name)
+    path = resolve_path(name)
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(path)
     except Exception as error:
-        if Path(place).is_dir():
-            why = "has no tokenizer that can be read; name one with --tokenizer"
+        if Path(path).is_dir():
+            reason = "has no readable tokenizer; give one with --tokenizer"
         else:
-            why = f"{first_line(error).rstrip('.')}; --tokenizer takes a folder, too"
-        raise ValueError(f"{name}: {why}") from None
+            reason = f"{short_error(error).rstrip('.')}; --tokenizer also takes a folder"
+        raise ValueError(f"{name}: {reason}") from None
 
 
-def check_template(tokenizer: Any) -> None:
-    """Refuse --chat for a tokenizer that cannot say chats."""
+def check_chat_template(tokenizer: Any) -> None:
+    """Raise ValueError if --chat is given for a tokenizer without a chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat: the tokenizer has no chat template")
 
 
-def first_line(error: Exception) -> str:
-    """What an error says first, with the next line where the first only announces it.
+def short_error(error: Exception) -> str:
+    """Return an error's first line, and the second one if the first ends in a colon.
 
-    Errors that were not written for the user are told with their kind.
+    Types other than ValueError and OSError are named: their messages are not written for users.
 
-    >>> first_line(KeyError("full_attention"))
+    >>> short_error(KeyError("full_attention"))
     "KeyError: 'full_attention'"
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(":")
-    kind = "" if said and isinstance(error, OSError | ValueError) else type(error).__name__
-    return ": ".join(filter(None, (kind, said)))
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(":")
+    type_name = "" if text and isinstance(error, OSError | ValueError) else type(error).__name__
+    return ": ".join(filter(None, (type_name, text)))
 
 
 def _device(name: str | None) -> Any:
-    """The device of that name, made the current one; every process of a launcher gets its own."""
+    """Return the device and make it current; each process of a launcher gets its own GPU."""
     import torch
 
-    known = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(name or ("cuda" if known else "cpu"))
+        device = torch.device(name or ("cuda" if num_gpus else "cpu"))
     except RuntimeError:
         raise ValueError(f"--device {name}: give cpu, cuda, cuda:1 ...") from None
     if device.type != "cuda":
         return device
     index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
-    if index >= known:
-        raise ValueError(f"--device cuda:{index}: there are {known} CUDA devices here")
+    if index >= num_gpus:
+        raise ValueError(f"--device cuda:{index}: this machine has {num_gpus} CUDA devices")
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)  # kernels run on the current one, not where their tensors lie
+    torch.cuda.set_device(device)  # kernels run on the current device, not on that of their data
     return device
 
 
-def quiet_bars() -> None:
-    """Show bars of loading to people only."""
+def hide_progress_bars() -> None:
+    """Hide Transformers' progress bars unless stderr is a terminal."""
     from transformers.utils import logging
 
     if not sys.stderr.isatty():

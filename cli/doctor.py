@@ -1,14 +1,15 @@
-"""`nopad doctor MODEL`: does a model keep packed documents apart, under each kind of attention?
+"""`nopad doctor MODEL`: does attention leak between the documents of a pack?
 
-    nopad doctor path/to/checkpoint          its own weights
-    nopad doctor path/to/config.json         a small model of that config
-    nopad doctor llama --attn nopad,sdpa     a small model of that type
-    nopad doctor llama --agreement           does generation compute what training computes?
+    nopad doctor path/to/checkpoint          check its own weights
+    nopad doctor path/to/config.json         check a tiny model of that config
+    nopad doctor llama --attn nopad,sdpa     check a tiny model of that type
+    nopad doctor llama --parity              compare generation with training
 
-Every implementation that runs here gets the same pack and is held against the documents run one by
-one: logits, loss, gradients, and whether a document moves when the one before it is exchanged. Exit
-status: 0 all that ran here are apart, 1 some implementation leaks or is wrong, 2 nothing could be
-examined: the model cannot be read or built, or none of the implementations serves it here.
+Every attention implementation that runs on this machine gets the same pack, and its results are
+compared with those of the documents one by one: logits, loss, gradients, and whether a document
+changes when the one before it is replaced. Exit status: 0 if every implementation that ran is
+isolated, 1 if one leaks or is wrong, 2 if nothing could be checked: the model cannot be loaded or
+built, or no implementation runs it here.
 """
 
 from __future__ import annotations
@@ -19,130 +20,132 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import first_line, found, has_weights, quiet_bars
-from .options import attention, parser
+from .checkpoints import has_weights, hide_progress_bars, resolve_path, short_error
+from .options import attention_name, parser
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
-MOST_PARAMETERS = 50_000_000
-"""A shrunk model beyond it was not shrunk: to build it would fill the memory."""
+MAX_PARAMETERS = 50_000_000
+"""A tiny model with more parameters is not tiny, and building it might fill the memory."""
 
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
-    options = _options(argv)
-    names = [name.strip() for name in options.attn.split(",") if name.strip()]
+    args = _parse_args(argv)
+    names = [name.strip() for name in args.attn.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"--attn {options.attn!r} names no attention implementation")
+        raise ValueError(f"--attn {args.attn!r} names no attention implementation")
     with _quiet():
         try:
             for name in names:
-                attention(name)
-        except argparse.ArgumentTypeError as unknown:
-            raise ValueError(f"--attn {unknown}") from None
+                attention_name(name)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--attn {error}") from None
         try:
-            model, given = load(options.model, options.tiny)
+            model, config = _load(args.model, args.tiny)
         except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
-            reason = f"cannot build {options.model}: {first_line(error)}"
-            print(f"nopad doctor: {reason}", file=sys.stderr)
+            message = f"cannot build {args.model}: {short_error(error)}"
+            print(f"nopad doctor: {message}", file=sys.stderr)
             return 2
-        look = _agreement if options.agreement else partial(_apartness, names, given)
-        return look(options.model, model)
+        if args.parity:
+            return _report_parity(args.model, model)
+        return _report_isolation(args.model, model, names, config)
 
 
-def _apartness(names: list[str], given: Any, name: str, model: Any) -> int:
-    """Print which implementations keep documents apart; 1 where one does not, 2 where none ran."""
-    from .isolation import examine, report
+def _parse_args(argv: list[str]) -> argparse.Namespace:
+    command = parser("doctor", __doc__)
+    add = command.add_argument
+    add("model", help="checkpoint folder, config.json, hub name or model type such as llama")
+    add("--attn", default=IMPLEMENTATIONS, help="attention implementations, separated by commas")
+    add("--tiny", action="store_true", help="check a tiny model of the same config, random weights")
+    add("--parity", action="store_true",
+        help="compare log-probabilities of generation and training")  # fmt: skip
+    return command.parse_args(argv)
 
-    findings = [examine(model, each, given) for each in names]
-    print(report(name, model, findings))
-    if not any(finding.examined for finding in findings):
+
+def _report_isolation(name: str, model: Any, implementations: list[str], config: Any) -> int:
+    """Print which implementations isolate documents; return the exit status."""
+    from .isolation import check_isolation, report
+
+    results = [check_isolation(model, each, config) for each in implementations]
+    print(report(name, model, results))
+    if not any(result.was_checked for result in results):
         return 2
-    return int(any(finding.bad for finding in findings))
+    return int(any(result.is_bad for result in results))
 
 
-def _options(argv: list[str]) -> argparse.Namespace:
-    made = parser("doctor", __doc__)
-    add = made.add_argument
-    add("model", help="a checkpoint folder, a config.json, or a model type")
-    add("--attn", default=IMPLEMENTATIONS, help="which, by commas")
-    add("--tiny", action="store_true", help="shrink the model, with random weights")
-    add("--agreement", action="store_true", help="compare generation with training, by dtype")
-    return made.parse_args(argv)
+def _report_parity(name: str, model: Any) -> int:
+    """Print how far generation is from training; return the exit status.
 
-
-def _agreement(name: str, model: Any) -> int:
-    """Print how far generation and training lie apart; 1 where it is more than rounding.
-
-    It is 1 as well where the backend that runs everywhere did not, or none; 2 for a model refused.
+    1 if a difference exceeds rounding, if the backend that runs everywhere failed, or if none ran;
+    2 for an unsupported model.
     """
     from ..attention import unsupported_reason
-    from .logprob_parity import rows, table
+    from .logprob_parity import measure, table
 
     reason = unsupported_reason(model)
     if reason is not None:
         print(f"{name}: refused: {reason}")
         return 2
-    made = list(rows(model))
-    print(table(name, made))
-    return int(any(row.bad for row in made) or all(row.found is None for row in made))
+    rows = list(measure(model))
+    print(table(name, rows))
+    return int(any(row.is_bad for row in rows) or all(row.parity is None for row in rows))
 
 
-def load(name: str, tiny: bool) -> tuple[Any, Any]:
-    """The model, with eager attention, in fp32, on the GPU if there is one; and its own config."""
+def _load(name: str, tiny: bool) -> tuple[Any, Any]:
+    """Return a model, in fp32 with eager attention, on the GPU if there is one, and its config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    place = found(name)
-    kind = {"attn_implementation": "eager", "dtype": torch.float32}
-    by_type = name in CONFIG_MAPPING and not Path(place).exists()
-    config = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(place)
-    if tiny or by_type or not has_weights(place):
-        model = _small(config, kind)
+    path = resolve_path(name)
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    is_type = name in CONFIG_MAPPING and not Path(path).exists()
+    config = CONFIG_MAPPING[name]() if is_type else AutoConfig.from_pretrained(path)
+    if tiny or is_type or not has_weights(path):
+        model = _tiny_model(config, options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(place, **kind)
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.eval().to(device), config
 
 
-def _small(config: Any, kind: dict[str, Any]) -> Any:
-    """A small model of that config with random weights; counted first where it costs no memory."""
+def _tiny_model(config: Any, options: dict[str, Any]) -> Any:
+    """Build a tiny model with random weights; its size is checked first, without memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from .tiny_model import scramble, shrink
+    from .tiny_model import randomize_weights, tiny_config
 
     with torch.device("meta"):
-        trial = AutoModelForCausalLM.from_config(shrink(config), **kind)
+        trial = AutoModelForCausalLM.from_config(tiny_config(config), **options)
     size = sum(p.numel() for p in trial.parameters())
-    if size > MOST_PARAMETERS:
+    if size > MAX_PARAMETERS:
         raise ValueError(
-            f"{size:,} parameters even when shrunk, more than {MOST_PARAMETERS:,}: give the folder "
-            "of a small checkpoint of that type"
+            f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: give the "
+            "folder of a small checkpoint of that type"
         )
-    model = AutoModelForCausalLM.from_config(shrink(config), **kind)
-    scramble(model)
+    model = AutoModelForCausalLM.from_config(tiny_config(config), **options)
+    randomize_weights(model)
     return model
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let nothing but the findings be said; as loud as before afterwards."""
-    from transformers.utils import logging as chatter
+    """Silence logs and warnings inside the block."""
+    from transformers.utils import logging as hf_logging
 
-    ours, before = logging.getLogger("nopad"), chatter.get_verbosity()
-    level = ours.level
-    chatter.set_verbosity_error()
-    quiet_bars()
-    ours.setLevel(logging.ERROR)
+    log, verbosity = logging.getLogger("nopad"), hf_logging.get_verbosity()
+    level = log.level
+    hf_logging.set_verbosity_error()
+    hide_progress_bars()
+    log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        chatter.set_verbosity(before)
-        ours.setLevel(level)
+        hf_logging.set_verbosity(verbosity)
+        log.setLevel(level)

@@ -1,9 +1,9 @@
-"""`nopad eval`: tasks of lm-evaluation-harness on a checkpoint, through the engine.
+"""`nopad eval`: lm-evaluation-harness tasks on a checkpoint, through the engine.
 
     nopad eval --model path/to/checkpoint --tasks arc_easy,gsm8k --limit 200
-    torchrun --nproc_per_node 4 -m nopad eval --model ... --tasks ...     # one model on each GPU
+    torchrun --nproc_per_node 4 -m nopad eval --model ... --tasks ...     # one model per GPU
 
-Scores are those of `lm_eval --model hf`. A table comes out, and one line of JSON last.
+Scores equal those of `lm_eval --model hf`. The output is a table, and one line of JSON last.
 """
 
 from __future__ import annotations
@@ -12,75 +12,66 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-from .checkpoints import check_template, checkpoint, load_model, load_tokenizer
-from .options import count, model_options, new_file, parser, positive, share
+from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
+from .options import add_model_options, count, count_or_fraction, parser, positive, writable_path
 
 
-def options(argv: list[str]) -> argparse.Namespace:
-    """Every setting, documented."""
-    made = parser("eval", __doc__)
-    add = made.add_argument
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command's options."""
+    command = parser("eval", __doc__)
+    add = command.add_argument
     add("--model", required=True, help="checkpoint folder or hub name")
-    add("--tasks", required=True, help="names, with commas between them")
-    add("--include-path", type=os.path.expanduser, help="folder with task files of your own")
-    add("--limit", type=share, help="documents of each task; below 1, a share of them")
-    add("--num-fewshot", type=count, help="examples in a prompt, where the task allows")
-    add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
-    add("--system-instruction", help="what stands before every prompt")
-    model_options(add)
-    add("--max-length", type=positive, help="longest sequence; without it, what the model allows")
-    add("--output", type=new_file, help="write all results, with every sample, to this JSON file")
-    return made.parse_args(argv)
+    add("--tasks", required=True, help="task names, separated by commas")
+    add("--include-path", type=os.path.expanduser, help="folder with your own task files")
+    add("--limit", type=count_or_fraction, help="documents per task; below 1, a fraction of them")
+    add("--num-fewshot", type=count, help="few-shot examples per prompt, if the task allows them")
+    add("--chat", action="store_true", help="apply the tokenizer's chat template to prompts")
+    add("--system-instruction", help="text before every prompt, or the system message of a chat")
+    add_model_options(add)
+    add("--max-model-len", type=positive, help="longest sequence; default: the model's")
+    add("--output", type=writable_path, help="JSON file for all results and every sample")
+    return command.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print a table, and one line of JSON last."""
-    args = options(argv)
-    names = [name for name in map(str.strip, args.tasks.split(",")) if name]
-    if not names:
+    """Evaluate; print a table, and one line of JSON last."""
+    args = parse_args(argv)
+    tasks = [name for name in map(str.strip, args.tasks.split(",")) if name]
+    if not tasks:
         raise ValueError(f"--tasks {args.tasks!r} names no task")
-    name = checkpoint(args.model)
-    harness, make_table = _lm_eval()
+    name = checkpoint_path(args.model)
+    from ..inference.harness import Harness, find_tasks
     from ..runtime import destroy_group, init_group
 
-    manager = harness.find_tasks(names, args.include_path)  # before a model is loaded in vain
+    manager = find_tasks(tasks, args.include_path)  # fails before the model is loaded
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
-        check_template(tokenizer)
+        check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     init_group()
-    ready = harness.Harness(
+    harness = Harness(
         model,
         tokenizer,
-        names,
+        tasks,
         limit=args.limit,
         num_fewshot=args.num_fewshot,
         chat=args.chat,
         system_instruction=args.system_instruction,
         task_manager=manager,
-        max_length=args.max_length,
+        max_length=args.max_model_len,
     )
-    results = ready.results(samples=args.output is not None)
+    results = harness.results(samples=args.output is not None)
     if int(os.environ.get("RANK", "0")) == 0:
-        results["config"] = {**vars(args), "dtype": str(model.dtype)}  # whose scores these are
-        _tell(results, make_table, args.output)
+        results["config"] = {**vars(args), "dtype": str(model.dtype)}
+        _print_results(results, args.output)
     destroy_group()
     return 0
 
 
-def _lm_eval() -> tuple[Any, Any]:
-    try:
-        from lm_eval.utils import make_table
-    except ImportError:
-        raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
-    from ..inference import harness
+def _print_results(results: dict, output: Path | None) -> None:
+    from lm_eval.utils import make_table
 
-    return harness, make_table
-
-
-def _tell(results: dict, make_table: Any, output: Path | None) -> None:
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
@@ -88,7 +79,7 @@ def _tell(results: dict, make_table: Any, output: Path | None) -> None:
         text = json.dumps(results, default=str, indent=1, ensure_ascii=False)
         output.write_text(text, encoding="utf-8")
     numbers = {
-        task: {name: value for name, value in found.items() if isinstance(value, int | float)}
-        for task, found in results["results"].items()
+        task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for task, metrics in results["results"].items()
     }
     print(json.dumps(numbers))

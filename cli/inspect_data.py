@@ -1,10 +1,10 @@
-"""`nopad inspect DATA`: what packing does to a data set, before any training.
+"""`nopad inspect DATA`: what packing does to a dataset, before any training.
 
     nopad inspect corpus.jsonl --tokenizer path/or/name --budget 8192
     nopad inspect tokens/ --budget 4096 --html map.html
 
-Shows how long the samples are, how full packs of several budgets get, what padded batches would
-waste, a map of the first packs, and the first of them decoded with what counts for the loss.
+Shows the lengths of the samples, the fill rate of packs for several budgets, the waste of padded
+batches, a map of the first packs, and the first pack as text, with the [[tokens in the loss]].
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 import numpy as np
 
 from ..packing import IGNORE_INDEX, Pack, pack_lengths
-from ..packing.encoding import BATCH, SkippedRows, encoded, samples_of
+from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
 from .checkpoints import load_tokenizer
-from .options import count, in_options, new_file, parser, reading_choices, reading_options
+from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
 
-MOST_LENGTHS = 1 << 24
-"""Samples that are looked at, where their lengths are known."""
-MOST_PACKS = 256
-"""Whose tokens are read of a stream, to measure its first samples."""
-MOST_SAMPLES = 16
-"""Of a pack that is shown as text."""
+MAX_LENGTHS = 1 << 24
+"""Samples to inspect at most, if their lengths are known."""
+MAX_STREAM_PACKS = 256
+"""Packs of tokens to read of a stream, to measure its first samples."""
+MAX_TEXT_SAMPLES = 16
+"""Samples to show of a pack as text."""
 
 
 def main(argv: list[str]) -> int:
-    """Inspect a data set; return the exit status."""
-    args = _options(argv)
+    """Inspect a dataset; return the exit status."""
+    args = _parse_args(argv)
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
     try:
         return _inspect(args, tokenizer)
     except ValueError as error:
-        raise ValueError(in_options(error)) from error
+        raise ValueError(as_cli_message(error)) from error
 
 
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
@@ -47,82 +47,84 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     data = PackedDataset(
         args.data,
         tokenizer=tokenizer,
-        column=args.column,
+        text_column=args.text_column,
         budget=args.budget,
         overflow=args.overflow,
         seed=args.seed,
         rank=0,
-        world=1,
-        **reading_choices(args),
+        world_size=1,
+        **data_kwargs(args),
     )
     skipped = data.skipped
-    lengths, total = measured(data, skipped)
+    lengths, total = measure_lengths(data, skipped)
     print(_summary(lengths, total))
     if skipped.rows:
-        print(f"{skipped.rows:,} rows left out, the first: {in_options(skipped.reasons[0])}")
-    print(histogram(lengths), budgets(lengths, args.budget, args.overflow), sep="\n\n")
-    print(f"\npadded batches of 32 in random order would waste {padding_waste(lengths):.1%}\n")
+        print(f"{skipped.rows:,} rows skipped; the first: {as_cli_message(skipped.reasons[0])}")
+    print(histogram(lengths), budget_table(lengths, args.budget, args.overflow), sep="\n\n")
+    print(f"\npadded batches of 32 in random order would be {padding_waste(lengths):.1%} padding\n")
     packs = list(islice(data, max(args.packs, args.decode)))
     shown = [pack.lengths for pack in packs[: args.packs]]
     width = max(20, shutil.get_terminal_size().columns - 32)
-    print(pack_map.terminal(shown, args.budget, width, colour=sys.stdout.isatty()))
+    print(pack_map.draw_packs(shown, args.budget, width, color=sys.stdout.isatty()))
     if args.html:
         pack_map.write_html(args.html, shown, args.budget)
     if args.png:
         pack_map.write_png(args.png, shown, args.budget)
     for pack in packs[: args.decode]:
-        print("\n" + decoded(pack, tokenizer))
+        print("\n" + pack_text(pack, tokenizer))
     return 0
 
 
-def _options(argv: list[str]) -> argparse.Namespace:
-    made = parser("inspect", __doc__)
-    add = made.add_argument
-    add("data", help="jsonl, parquet, text, token files, saved `datasets` folder or hub name")
+def _parse_args(argv: list[str]) -> argparse.Namespace:
+    command = parser("inspect", __doc__)
+    add = command.add_argument
+    add("data", help="jsonl, parquet, text or token files, a saved `datasets` folder or a hub name")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
-    add("--column", default="text", help="column that holds the text")
-    reading_options(add)
-    add("--budget", type=int, default=8192, help="tokens a pack may hold")
+    add("--text-column", default="text", help="column with the text")
+    add_data_options(add)
+    add("--budget", type=int, default=8192, help="maximum tokens per pack")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
-        help="what becomes of samples longer than a pack")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the order")
+        help="what to do with samples longer than a pack")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
-    add("--html", type=new_file, help="write the map there too")
-    add("--png", type=new_file, help="write the map there too")
-    return made.parse_args(argv)
+    add("--html", type=writable_path, help="write the map to this HTML file, too")
+    add("--png", type=writable_path, help="write the map to this PNG file, too (matplotlib)")
+    return command.parse_args(argv)
 
 
-def measured(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
-    """The lengths of the first samples, and how many there are; None where nobody knows.
+def measure_lengths(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
+    """Return the lengths of the first samples, and the number of samples; None if unknown.
 
-    skipped: where rows of a stream are counted that had to be left out.
+    skipped: counts the rows of a stream that cannot be used.
     """
     if data.lengths is not None:
-        return np.asarray(data.lengths[:MOST_LENGTHS], np.int64), len(data.lengths)
-    stream, lengths, tokens = data.packs.settings, [], 0
-    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip else None
-    while tokens < MOST_PACKS * stream.packer["budget"] and (batch := list(islice(rows, BATCH))):
-        found = [len(one) for one in samples_of(encoded(batch, stream.encoder), counted)]
-        lengths, tokens = lengths + found, tokens + sum(found)
-    over = next(rows, None) is None
-    return np.array(lengths, np.int64), len(lengths) if over else None
+        return np.asarray(data.lengths[:MAX_LENGTHS], np.int64), len(data.lengths)
+    stream, lengths, tokens = data.stream_settings, [], 0
+    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip_errors else None
+    max_tokens = MAX_STREAM_PACKS * stream.packer["budget"]
+    while tokens < max_tokens and (batch := list(islice(rows, ENCODE_BATCH))):
+        samples = raise_or_skip(encode_rows(batch, stream.encoder), counted)
+        more = [len(sample) for sample in samples]
+        lengths, tokens = lengths + more, tokens + sum(more)
+    is_all = next(rows, None) is None
+    return np.array(lengths, np.int64), len(lengths) if is_all else None
 
 
 def _summary(lengths: np.ndarray, total: int | None) -> str:
     if not len(lengths):
-        raise ValueError("there is nothing to inspect: the data is empty")
-    middle, late = np.percentile(lengths, [50, 99]).astype(int).tolist()
+        raise ValueError("the data is empty")
+    median, p99 = np.percentile(lengths, [50, 99]).astype(int).tolist()
     first = "" if total == len(lengths) else "the first "
     of = f" of {total:,}" if first and total is not None else ""
     return (
         f"{first}{len(lengths):,}{of} samples, {lengths.sum():,} tokens; "
-        f"length: median {middle}, p99 {late}, longest {lengths.max()}"
+        f"length: median {median}, p99 {p99}, max {lengths.max()}"
     )
 
 
 def histogram(lengths: np.ndarray, width: int = 40) -> str:
-    """Draw how many samples fall between powers of two.
+    """Draw the number of samples between powers of two.
 
     >>> print(histogram(np.array([1, 2, 3, 9]), width=4))
         1 -     1 ██          1
@@ -130,21 +132,21 @@ def histogram(lengths: np.ndarray, width: int = 40) -> str:
         4 -     7             0
         8 -    15 ██          1
     """
-    places = np.floor(np.log2(lengths)).astype(int)
-    counts = np.bincount(places)
-    rows = []
-    for place in range(int(places.min()), len(counts)):
-        bar = "█" * round(width * counts[place] / counts.max())
-        rows.append(f"{1 << place:5} - {(2 << place) - 1:5} {bar:{width}} {counts[place]:8,}")
-    return "\n".join(rows)
+    exponents = np.floor(np.log2(lengths)).astype(int)
+    counts = np.bincount(exponents)
+    lines = []
+    for e in range(int(exponents.min()), len(counts)):
+        bar = "█" * round(width * counts[e] / counts.max())
+        lines.append(f"{1 << e:5} - {(2 << e) - 1:5} {bar:{width}} {counts[e]:8,}")
+    return "\n".join(lines)
 
 
-def budgets(lengths: np.ndarray, budget: int, overflow: Any) -> str:
-    """Tell how full packs get, and how many samples do not fit whole, by budget."""
-    rows = ["   budget     packs     fill  samples/pack  longer than a pack"]
+def budget_table(lengths: np.ndarray, budget: int, overflow: Any) -> str:
+    """Return a table of packs, fill rate and too long samples for several budgets."""
+    table_rows = ["   budget     packs     fill  samples/pack  longer than a pack"]
     for each in (budget // 4, budget // 2, budget, budget * 2):
-        long = int((lengths > each).sum())
-        if each < 1 or (overflow == "error" and long):
+        num_long = int((lengths > each).sum())
+        if each < 1 or (overflow == "error" and num_long):
             continue
         plan = pack_lengths(lengths, each, overflow=overflow)
         packed, mark = int(plan.lengths.sum()), "*" if each == budget else " "
@@ -152,39 +154,41 @@ def budgets(lengths: np.ndarray, budget: int, overflow: Any) -> str:
         if len(plan):
             fill = f"{packed / (len(plan) * each):.2%}"
             per_pack = f"{len(plan.lengths) / len(plan):.1f}"
-        rows.append(f"{mark}{each:8,} {len(plan):9,} {fill:>8} {per_pack:>13} {long:19,}")
-    return "\n".join(rows)
+        table_rows.append(f"{mark}{each:8,} {len(plan):9,} {fill:>8} {per_pack:>13} {num_long:19,}")
+    return "\n".join(table_rows)
 
 
-def padding_waste(lengths: np.ndarray, batch: int = 32) -> float:
-    """Share of a padded batch that is padding, batches drawn in random order.
+def padding_waste(lengths: np.ndarray, batch_size: int = 32) -> float:
+    """Return the fraction of padding in padded batches of random samples.
 
-    >>> padding_waste(np.array([1, 2]), batch=2)
+    >>> padding_waste(np.array([1, 2]), batch_size=2)
     0.25
     """
     order = np.random.default_rng(0).permutation(len(lengths))
-    starts = np.arange(0, len(lengths), batch)
+    starts = np.arange(0, len(lengths), batch_size)
     longest = np.maximum.reduceat(lengths[order], starts)
-    rows = np.diff(np.append(starts, len(lengths)))
-    return float(1 - lengths.sum() / (longest * rows).sum())
+    sizes = np.diff(np.append(starts, len(lengths)))
+    return float(1 - lengths.sum() / (longest * sizes).sum())
 
 
-def decoded(pack: Pack, tokenizer: Any) -> str:
-    """Show a pack's samples, [[what counts]] in brackets."""
-    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.counted} count"]
-    for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MOST_SAMPLES):
-        counts = pack.labels[a:b] != IGNORE_INDEX
-        edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), int(b - a)]
+def pack_text(pack: Pack, tokenizer: Any) -> str:
+    """Return a pack's samples as text, with the [[tokens in the loss]] in brackets."""
+    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.num_label_tokens} in the loss"]
+    for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MAX_TEXT_SAMPLES):
+        in_loss = pack.labels[a:b] != IGNORE_INDEX
+        edges = [0, *(np.flatnonzero(np.diff(in_loss)) + 1).tolist(), int(b - a)]
         text = ""
         for start, end in pairwise(edges):
-            part = _shown(pack.tokens[a + start : a + end], tokenizer)
-            text += f"[[{part}]]" if counts[start] else part
+            span = _decode(pack.tokens[a + start : a + end], tokenizer)
+            text += f"[[{span}]]" if in_loss[start] else span
         lines.append(f"  {b - a:5} tokens  {text}")
-    more = len(pack.cu_seqlens) - 1 - MOST_SAMPLES
-    return "\n".join([*lines, f"  ... and {more} samples more"] if more > 0 else lines)
+    rest = len(pack.cu_seqlens) - 1 - MAX_TEXT_SAMPLES
+    return "\n".join([*lines, f"  ... and {rest} more samples"] if rest > 0 else lines)
 
 
-def _shown(ids: np.ndarray, tokenizer: Any, most: int = 160) -> str:
+def _decode(ids: np.ndarray, tokenizer: Any, max_chars: int = 160) -> str:
     text = " ".join(map(str, ids.tolist())) if tokenizer is None else tokenizer.decode(ids)
     text = text.replace("\n", "\\n")
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    if len(text) <= max_chars:
+        return text
+    return f"{text[: max_chars // 2]} ... {text[-max_chars // 2 :]}"

@@ -1,6 +1,6 @@
-"""Does a model keep packed documents apart? One attention implementation at a time, and a table.
+"""Are packed documents isolated from each other? One result per attention implementation.
 
-The oracle is the model itself with eager attention, on the documents one by one.
+The reference is the same model with eager attention, run on the documents one by one.
 """
 
 from __future__ import annotations
@@ -13,72 +13,72 @@ from typing import Any
 import torch
 
 from ..attention import unsupported_reason
-from ..attention.hf import Packed, check_default_cache, check_packed, check_paged
-from .checkpoints import first_line
+from ..attention.hf import PackedDifferences, check_default_cache, check_packed, check_paged
+from .checkpoints import short_error
 from .tiny_model import ATTENTION_DROPOUTS
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What one attention implementation did with a pack."""
+class IsolationResult:
+    """How one attention implementation handled a pack."""
 
     name: str
     verdict: str
-    """apart, LEAK, WRONG, refused, or not run."""
-    packed: Packed | None = None
+    """isolated, LEAK, WRONG, refused, or not run."""
+    packed: PackedDifferences | None = None
     paged: float | None = None
     note: str = ""
 
     @property
-    def bad(self) -> bool:
+    def is_bad(self) -> bool:
         return self.verdict in ("LEAK", "WRONG")
 
     @property
-    def examined(self) -> bool:
+    def was_checked(self) -> bool:
         return self.packed is not None
 
 
-def examine(oracle: Any, name: str, given: Any = None) -> Finding:
-    """Hold one implementation against the documents run one by one with eager attention.
+def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResult:
+    """Compare one implementation with eager attention on the documents one by one.
 
-    given: the config as the user has it, where the oracle was built of a shrunk one.
+    config: the user's config, if the oracle is a tiny model of it.
     """
     reason = unsupported_reason(oracle) if name == "nopad" else None
     if reason is not None:
-        return Finding(name, "refused", note=reason)
+        return IsolationResult(name, "refused", note=reason)
     try:
         model = with_attention(oracle, name)
         packed = check_packed(model, oracle)
         paged = check_paged(model) if name == "nopad" else None
-    except Exception as error:  # whatever a model or kernel library raises is the answer
-        return Finding(name, "not run", note=_short(error))
+    except Exception as error:  # models and kernel libraries raise many types
+        return IsolationResult(name, "not run", note=_shortened(error))
     limit = tolerance(model)
-    verdict = "LEAK" if packed.leak > limit else "apart" if packed.right(limit) else "WRONG"
-    if paged is not None and not paged <= limit:  # NaN is neither more nor less
+    verdict = "LEAK" if packed.leak > limit else "isolated" if packed.within(limit) else "WRONG"
+    if paged is not None and not paged <= limit:  # also true for NaN
         verdict = "WRONG"
     notes = [_advice(model, oracle, verdict, limit)]
-    notes += _dropout(given or oracle.config) if name == "nopad" else []
-    return Finding(name, verdict, packed, paged, "; ".join(filter(None, notes)))
+    notes += _dropout_notes(config or oracle.config) if name == "nopad" else []
+    return IsolationResult(name, verdict, packed, paged, "; ".join(filter(None, notes)))
 
 
 def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
-    """What mends a leak, or what would open one."""
-    stock = model.config._attn_implementation in ("sdpa", "eager")
-    if verdict != "apart":
-        return _repair(model, oracle, limit) if stock else ""
+    """Say what fixes a leak, or what would cause one."""
+    is_stock = model.config._attn_implementation in ("sdpa", "eager")
+    if verdict != "isolated":
+        return _try_repair(model, oracle, limit) if is_stock else ""
     leaks = not check_default_cache(model) <= limit
-    return "but leaks where the batch does not say use_cache=False" if leaks else ""
+    return "leaks if the batch lacks use_cache=False" if leaks else ""
 
 
-def _dropout(given: Any) -> list[str]:
-    """The checks drop nothing out; training would, and nopad refuses that."""
-    config = given.get_text_config()
-    asked = ((name, getattr(config, name, None)) for name in ATTENTION_DROPOUTS)
-    return [f"trains only with {name}=0 (it is {rate})" for name, rate in asked if rate]
+def _dropout_notes(config: Any) -> list[str]:
+    """Name attention dropout, which nopad refuses in training; the checks run without it."""
+    text_config = config.get_text_config()
+    rates = ((name, getattr(text_config, name, None)) for name in ATTENTION_DROPOUTS)
+    return [f"trains only with {name}=0 (it is {rate})" for name, rate in rates if rate]
 
 
 def with_attention(model: Any, name: str) -> Any:
-    """The same weights under another attention implementation."""
+    """Return the same weights under another attention implementation."""
     if name == model.config._attn_implementation:
         return model
     other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name)
@@ -86,57 +86,64 @@ def with_attention(model: Any, name: str) -> Any:
         raise ValueError(
             f"{type(model).__name__} falls back to {other.config._attn_implementation}"
         )
-    half = "flash" in name
-    other = other.to(device=model.device, dtype=torch.bfloat16 if half else model.dtype)
+    dtype = torch.bfloat16 if "flash" in name else model.dtype
+    other = other.to(device=model.device, dtype=dtype)
     other.load_state_dict(model.state_dict())
     return other.eval()
 
 
 def tolerance(model: Any) -> float:
+    """Return the largest difference that counts as rounding."""
     return 1e-3 if model.dtype == torch.float32 else 0.25
 
 
-def _repair(model: Any, oracle: Any, limit: float) -> str:
-    """Whether nopad's wrapper of the stock masks mends it."""
+def _try_repair(model: Any, oracle: Any, limit: float) -> str:
+    """Say whether nopad's wrapper of the stock masks fixes it."""
     try:
-        mended = check_packed(model, oracle, repair=True).right(limit)
+        is_fixed = check_packed(model, oracle, repair=True).within(limit)
     except Exception as error:
-        return f"repair failed: {_short(error)}"
-    return "mended by nopad.attention.document_mask" if mended else "document_mask does not mend it"
+        return f"document_mask failed: {_shortened(error)}"
+    if is_fixed:
+        return "fixed by nopad.attention.document_mask"
+    return "not fixed by nopad.attention.document_mask"
 
 
-def report(name: str, model: Any, findings: list[Finding]) -> str:
-    """The table, and a sentence that says what to do."""
+def report(name: str, model: Any, results: list[IsolationResult]) -> str:
+    """Return the table, and a sentence that says which implementations to use."""
     count = sum(p.numel() for p in model.parameters())
-    lines = [f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}", ""]
+    lines = [
+        f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}",
+        "largest differences from the documents one by one, with eager attention:",
+        "",
+    ]
     head = ("attention", "verdict", "leak", "logits", "loss", "gradients", "paged", "note")
-    rows = [head, *(_row(finding) for finding in findings)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
-    for row in rows:
+    table_rows = [head, *(_table_row(result) for result in results)]
+    widths = [max(len(row[i]) for row in table_rows) for i in range(len(head) - 1)]
+    for row in table_rows:
         cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=False)]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
-    bad = [finding.name for finding in findings if finding.bad]
-    fine = [finding.name for finding in findings if finding.verdict == "apart"]
+    bad = [result.name for result in results if result.is_bad]
+    good = [result.name for result in results if result.verdict == "isolated"]
     lines.append("")
     if bad:
         lines.append(f"Do not train packed batches with {', '.join(bad)}.")
-    if fine:
-        lines.append(f"Packed documents stay apart with {', '.join(fine)}.")
-    if not bad and not fine:
-        lines.append("Nothing was examined: no implementation named in --attn runs here.")
+    if good:
+        lines.append(f"Packed documents are isolated with {', '.join(good)}.")
+    if not bad and not good:
+        lines.append("Nothing was checked: no implementation named in --attn runs here.")
     return "\n".join(lines)
 
 
-def _row(finding: Finding) -> tuple[str, ...]:
-    packed = finding.packed
+def _table_row(result: IsolationResult) -> tuple[str, ...]:
+    packed = result.packed
     numbers = (
-        [packed.leak, packed.logits, packed.loss, packed.gradients, finding.paged]
+        [packed.leak, packed.logits, packed.loss, packed.gradients, result.paged]
         if packed is not None
         else [None] * 5
     )
     cells = ["-" if x is None else f"{x:.1e}" if x else "0" for x in numbers]
-    return (finding.name, finding.verdict, *cells, finding.note)
+    return (result.name, result.verdict, *cells, result.note)
 
 
-def _short(error: Exception) -> str:
-    return textwrap.shorten(first_line(error), 160, placeholder=" ...")
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(short_error(error), 160, placeholder=" ...")

@@ -2,8 +2,8 @@
 
     nopad lm_eval --model nopad --model_args pretrained=path/to/checkpoint --tasks arc_easy
 
-Everything lm_eval offers (--log_samples, --gen_kwargs, --wandb_args ...) is there; `nopad eval` is
-the short way, and the one for several processes. In Python, importing this module is enough for
+All of lm_eval's options (--log_samples, --gen_kwargs, --wandb_args ...) are available; `nopad eval`
+is shorter, and runs in several processes. In Python, importing this module registers the model for
 `lm_eval.simple_evaluate(model="nopad", model_args={"pretrained": ...})`.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 try:
-    from lm_eval import models as _theirs  # noqa: F401
+    from lm_eval import models as _models  # noqa: F401  (registers lm_eval's own models first)
     from lm_eval.api.registry import register_model
 except ImportError:
     raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
 
 from ..inference.harness import EngineLM
-from .checkpoints import checkpoint, load_model, load_tokenizer
+from .checkpoints import checkpoint_path, load_model, load_tokenizer
 
 
 @register_model("nopad")
 class CheckpointLM(EngineLM):
-    """A checkpoint by its name, as lm_eval's command line gives it."""
+    """A checkpoint by name, as lm_eval's command line gives it."""
 
     def __init__(
         self,
@@ -40,21 +40,24 @@ class CheckpointLM(EngineLM):
         max_batch_size: Any = None,
         **settings: Any,
     ):
-        """settings: of the engine, which makes its batches itself: their sizes mean nothing."""
+        """Load the checkpoint; settings: those of `Engine`, which ignores lm_eval's batch sizes."""
         if device == "cuda:0" and not torch.cuda.is_available():
-            device = None  # lm_eval says so where the user said nothing
-        name = checkpoint(pretrained)
-        words = load_tokenizer(tokenizer or name)
+            device = None  # lm_eval's default
+        name = checkpoint_path(pretrained)
+        loaded_tokenizer = load_tokenizer(tokenizer or name)
         model = load_model(name, dtype, device)
-        super().__init__(model, words, max_length=max_length, **settings)
+        super().__init__(model, loaded_tokenizer, max_length=max_length, **settings)
 
 
 def main(argv: list[str]) -> int:
-    """Hand over to lm_eval; return the exit status."""
+    """Run lm_eval's command line; return the exit status."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("lm_eval's own command runs in one process: use `nopad eval` for several")
     from lm_eval.__main__ import cli_evaluate
 
-    sys.argv = ["lm_eval", *argv]
-    cli_evaluate()
+    before, sys.argv = sys.argv, ["lm_eval", *argv]  # it takes no other argument list
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
     return 0

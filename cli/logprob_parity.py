@@ -1,9 +1,9 @@
-"""`nopad doctor --agreement`: does generation compute what training computes, and how nearly?
+"""`nopad doctor --parity`: log-probabilities of generated tokens, engine against training forward.
 
-The engine continues a few prompts and reports the log-probability of each token it made; one packed
-training forward computes the same ones. The table tells how far they lie apart, for each dtype and
-each attention backend that can generate here. Batch-invariant rows compute every product in one
-shape, so that no rounding depends on the company a token has: in float32 on a CPU, that leaves 0.
+The engine completes a few prompts and reports the log-probability of each token it sampled; one
+packed training forward computes them again. The table shows the difference for each dtype and each
+attention backend that can generate here. In batch-invariant rows every product has one shape, so
+that no rounding depends on the batch a token is in: in float32 on a CPU the difference is then 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from ..attention.backends import PAGED
-from ..attention.hf import draw_documents
-from ..inference import Engine, LogprobParity, agreement, invariant
+from ..attention.backends import PAGED_BACKENDS
+from ..attention.hf import random_documents
+from ..inference import Engine, LogprobParity, batch_invariant, compare_logprobs
 
-LENGTHS = (1, 5, 16, 33, 60, 90)
-NEW = 24
+PROMPT_LENGTHS = (1, 5, 16, 33, 60, 90)
+MAX_TOKENS = 24
 DTYPES = (torch.float32, torch.bfloat16)
-MOST = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean difference from which on it is no rounding any more."""
+MAX_MEAN = {"float32": 1e-3, "bfloat16": 0.1}
+"""A larger mean difference is not rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +33,29 @@ class Row:
 
     dtype: str
     backend: str
-    found: LogprobParity | None
+    parity: LogprobParity | None
+    """None if the backend did not run."""
     seconds: float = 0.0
     note: str = ""
 
     @property
-    def bad(self) -> bool:
-        """Apart by more than rounding, or without an answer where there always is one."""
-        if self.found is None:
+    def is_bad(self) -> bool:
+        """Whether the difference exceeds rounding, or sdpa, which runs everywhere, did not run."""
+        if self.parity is None:
             return self.backend.startswith("sdpa")
-        return not self.found.mean <= MOST[self.dtype]
+        return not self.parity.mean <= MAX_MEAN[self.dtype]
 
 
-def rows(model: Any) -> Iterator[Row]:
-    """Compare under every dtype and backend; the model is cast on the way."""
+def measure(model: Any) -> Iterator[Row]:
+    """Compare under every dtype and backend; this casts the model."""
     model.set_attn_implementation("nopad")
-    prompts = [document[0].tolist() for document in draw_documents(model, LENGTHS)]
+    prompts = [document[0].tolist() for document in random_documents(model, PROMPT_LENGTHS)]
     for dtype in DTYPES:
         model.to(dtype)
         name = str(dtype).removeprefix("torch.")
-        for backend in PAGED:
+        for backend in PAGED_BACKENDS:
             yield _row(model, prompts, name, backend)
-        yield _row(model, prompts, name, "sdpa", invariant_to=max(LENGTHS) + NEW)
+        yield _row(model, prompts, name, "sdpa", invariant_to=max(PROMPT_LENGTHS) + MAX_TOKENS)
 
 
 def _row(
@@ -63,27 +64,27 @@ def _row(
     label = f"{backend}, batch-invariant" if invariant_to else backend
     began = time.perf_counter()
     try:
-        with invariant(invariant_to) if invariant_to else nullcontext():
+        with batch_invariant(invariant_to) if invariant_to else nullcontext():
             engine = Engine(model, memory=1 << 28)
-            found = agreement(model, engine, prompts, NEW, attention=backend)
-    except Exception as error:  # whatever a kernel library raises is the answer
+            parity = compare_logprobs(model, engine, prompts, MAX_TOKENS, backend=backend)
+    except Exception as error:  # kernel libraries raise many types
         note = str(error).strip().splitlines() or [type(error).__name__]
         return Row(dtype, label, None, note=note[0].split("this call: ")[-1][:100])
-    return Row(dtype, label, found, time.perf_counter() - began)
+    return Row(dtype, label, parity, time.perf_counter() - began)
 
 
-def table(name: str, made: list[Row]) -> str:
-    """The rows that ran as a table, then what did not run and why."""
+def table(name: str, rows: list[Row]) -> str:
+    """Return a table of the rows that ran, then the others with their reasons."""
     lines = [f"{name}: log-probabilities of generated tokens, engine against training forward", ""]
     lines.append(
-        f"{'dtype':10}{'generation by':24}{'tokens':>7}{'mean':>11}{'largest':>11}{'s':>7}"
+        f"{'dtype':10}{'backend':24}{'tokens':>7}{'mean diff':>11}{'max diff':>11}{'seconds':>9}"
     )
-    for row in made:
-        if row.found is not None:
-            f = row.found
-            verdict = "  TOO FAR" if row.bad else ""
-            numbers = f"{f.tokens:7}{f.mean:11.2e}{f.largest:11.2e}{row.seconds:7.1f}"
+    for row in rows:
+        if row.parity is not None:
+            p = row.parity
+            verdict = "  TOO LARGE" if row.is_bad else ""
+            numbers = f"{p.num_tokens:7}{p.mean:11.2e}{p.max:11.2e}{row.seconds:9.1f}"
             lines.append(f"{row.dtype:10}{row.backend:24}{numbers}{verdict}")
-    unrun = [row for row in made if row.found is None]
-    lines += ["", *(f"not run: {row.dtype} {row.backend} ({row.note})" for row in unrun)]
+    not_run = [row for row in rows if row.parity is None]
+    lines += ["", *(f"not run: {row.dtype} {row.backend} ({row.note})" for row in not_run)]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
     0 ████████████▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒░░░ 100.0 %   4 samples
 
-In a terminal that shows colours, blocks are coloured by sample; else they alternate in shade.
+Samples differ in color in a terminal, and in shade elsewhere.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from pathlib import Path
 
 import numpy as np
 
-COLOURS = (39, 208, 76, 170, 220, 45, 203, 112, 141, 180)
-"""Of the 256 of a terminal: neighbours are easy to tell apart."""
-HTML_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759")
+COLORS = (39, 208, 76, 170, 220, 45, 203, 112, 141, 180)
+"""Terminal colors (of 256); neighbors are easy to distinguish."""
+HTML_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759")
 SHADES = "█▓▒░"
 
 
-def line(lengths: Sequence[int] | np.ndarray, budget: int, width: int, colour: bool) -> str:
-    """Draw one pack; what is not filled stays empty.
+def draw_pack(lengths: Sequence[int] | np.ndarray, budget: int, width: int, color: bool) -> str:
+    """Draw one pack; unused budget is blank.
 
-    >>> line([4, 2], budget=8, width=8, colour=False)
+    >>> draw_pack([4, 2], budget=8, width=8, color=False)
     '████▓▓  '
     """
     edges = np.round(np.cumsum([0, *lengths]) * width / budget).astype(int)
     blocks = []
-    for number, cells in enumerate(np.diff(edges).tolist()):
-        if colour:
-            blocks.append(f"\x1b[48;5;{COLOURS[number % len(COLOURS)]}m{' ' * cells}\x1b[0m")
+    for index, cells in enumerate(np.diff(edges).tolist()):
+        if color:
+            blocks.append(f"\x1b[48;5;{COLORS[index % len(COLORS)]}m{' ' * cells}\x1b[0m")
         else:
-            blocks.append(SHADES[number % len(SHADES)] * cells)
+            blocks.append(SHADES[index % len(SHADES)] * cells)
     return "".join(blocks) + " " * (width - int(edges[-1]))
 
 
-def terminal(packs: Sequence[np.ndarray], budget: int, width: int, colour: bool) -> str:
-    """Draw packs, given by the lengths of their sequences."""
+def draw_packs(packs: Sequence[np.ndarray], budget: int, width: int, color: bool) -> str:
+    """Draw packs, each given as the lengths of its samples."""
     rows = []
-    for number, lengths in enumerate(packs):
+    for index, lengths in enumerate(packs):
         fill = f"{np.sum(lengths) / budget:6.1%}"
-        drawn = line(lengths, budget, width, colour)
-        rows.append(f"{number:5} {drawn} {fill} {len(lengths):4} samples")
+        blocks = draw_pack(lengths, budget, width, color)
+        rows.append(f"{index:5} {blocks} {fill} {len(lengths):4} samples")
     return "\n".join(rows)
 
 
 def write_html(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
-    """Write the map as one self-contained page."""
+    """Write the map as a self-contained HTML page."""
     rows = []
-    for number, lengths in enumerate(packs):
+    for index, lengths in enumerate(packs):
         blocks = "".join(
             f'<i style="width:{100 * n / budget:.3f}%;background:'
-            f'{HTML_COLOURS[i % len(HTML_COLOURS)]}" title="{int(n)} tokens"></i>'
+            f'{HTML_COLORS[i % len(HTML_COLORS)]}" title="{int(n)} tokens"></i>'
             for i, n in enumerate(lengths)
         )
         label = html.escape(f"{np.sum(lengths) / budget:.1%}, {len(lengths)} samples")
-        rows.append(f"<p><b>{number}</b><span>{blocks}</span><b>{label}</b></p>")
+        rows.append(f"<p><b>{index}</b><span>{blocks}</span><b>{label}</b></p>")
     style = (
         "body{font:12px sans-serif}p{display:flex;margin:2px;gap:8px}b{width:9em;font-weight:400}"
         "span{flex:1;display:flex;background:#eee}i{height:14px}"
@@ -66,7 +66,7 @@ def write_html(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
 
 
 def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
-    """Write the map as a picture; needs matplotlib."""
+    """Write the map as a PNG image; needs matplotlib."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -74,12 +74,12 @@ def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
         raise ValueError("--png needs matplotlib: pip install matplotlib, or use --html") from None
     figure = Figure(figsize=(10, 0.25 * len(packs) + 1.2), layout="constrained")
     axes = figure.subplots()
-    for number, lengths in enumerate(packs):
+    for index, lengths in enumerate(packs):
         starts = np.cumsum([0, *lengths])[:-1]
-        colours = [HTML_COLOURS[i % len(HTML_COLOURS)] for i in range(len(lengths))]
-        axes.barh([number] * len(lengths), lengths, left=starts, color=colours)
+        colors = [HTML_COLORS[i % len(HTML_COLORS)] for i in range(len(lengths))]
+        axes.barh([index] * len(lengths), lengths, left=starts, color=colors)
         label = f" {np.sum(lengths) / budget:.1%}, {len(lengths)}"
-        axes.text(budget, number, label, va="center", fontsize=8)
+        axes.text(budget, index, label, va="center", fontsize=8)
     axes.set(
         xlim=(0, budget), ylim=(len(packs) - 0.4, -0.6), xlabel="tokens", ylabel="pack",
         title=f"{len(packs)} packs of {budget:,} tokens: fill, samples",

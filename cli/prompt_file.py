@@ -1,11 +1,11 @@
-"""Files of prompts: lines of text, JSON objects one a line, or one JSON list.
+"""Files of prompts: lines of text, JSON objects one per line, or one JSON list.
 
     prompts.txt    Once upon a time
     chats.jsonl    {"messages": [{"role": "user", "content": "Lily"}], "max_tokens": 8}
     all.json       ["Once upon a time", {"prompt": [1, 403, 407], "temperature": 0.5}]
 
-Empty lines are passed over. What a JSON object says of sampling holds for its prompt; what else
-it holds is left alone.
+Empty lines are skipped. Sampling parameters in a JSON object apply to its prompt; its other fields
+are ignored.
 """
 
 from __future__ import annotations
@@ -19,78 +19,81 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
-Asked = tuple[Any, dict[str, Any]]
-"""A prompt, and the sampling settings it brings along."""
+PromptEntry = tuple[Any, dict[str, Any]]
+"""A prompt, and its own sampling parameters."""
 
 
-def read_prompts(name: str, objects: bool = False) -> list[Asked]:
-    """Read the file of this name, or standard input if it is `-`; objects: its lines are JSON."""
-    with _opened(name) as file:
+def read_prompts(name: str, is_jsonl: bool = False) -> list[PromptEntry]:
+    """Read a file, or standard input if its name is `-`; is_jsonl: its lines are JSON."""
+    with _open(name) as file:
         if name.endswith(".json"):
-            return list(_listed(name, file.read()))
-        if objects or name.endswith(".jsonl"):
-            return list(_lines(name, file))
+            return list(_parse_list(name, file.read()))
+        if is_jsonl or name.endswith(".jsonl"):
+            return list(_parse_lines(name, file))
         return [(line.rstrip("\n"), {}) for line in file if line.strip()]
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[IO[str]]:
-    where = "standard input" if name == "-" else name
+def _open(name: str) -> Iterator[IO[str]]:
+    label = "standard input" if name == "-" else name
     try:
         if name != "-":
             with Path(os.path.expanduser(name)).open(encoding="utf-8") as file:
                 yield file
             return
-        if hasattr(sys.stdin, "reconfigure"):  # whatever the locale says
+        if hasattr(sys.stdin, "reconfigure"):  # UTF-8 in every locale
             sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # pyright: ignore
         yield sys.stdin
     except FileNotFoundError:
         raise ValueError(f"--file {name}: there is no such file") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: {error.reason}") from None
+        raise ValueError(f"{label} is not UTF-8: {error.reason}") from None
 
 
-def _listed(name: str, text: str) -> Iterator[Asked]:
-    found = _parsed(name, text)
-    if not isinstance(found, list):
-        raise ValueError(f"{name} holds no list of prompts; JSON objects one a line go into .jsonl")
-    for number, one in enumerate(found, start=1):
-        yield _asked(f"{name}, entry {number}", one)
+def _parse_list(name: str, text: str) -> Iterator[PromptEntry]:
+    entries = _parse_json(name, text)
+    if not isinstance(entries, list):
+        raise ValueError(
+            f"{name} is not a list of prompts; use .jsonl for one JSON object per line"
+        )
+    for number, entry in enumerate(entries, start=1):
+        yield _parse_entry(f"{name}, entry {number}", entry)
 
 
-def _lines(name: str, lines: Iterable[str]) -> Iterator[Asked]:
+def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[PromptEntry]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            where = f"{name}, line {number}"
-            yield _asked(where, _parsed(where, line))
+            label = f"{name}, line {number}"
+            yield _parse_entry(label, _parse_json(label, line))
 
 
-def _parsed(where: str, text: str) -> Any:
+def _parse_json(label: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+        raise ValueError(f"{label}: not JSON ({error.msg})") from None
 
 
-def _asked(where: str, one: Any) -> Asked:
-    """Take one entry apart.
+def _parse_entry(label: str, entry: Any) -> PromptEntry:
+    """Split an entry into its prompt and its sampling parameters.
 
-    >>> _asked("here", {"prompt": "Lily", "max_tokens": 8, "answer": "a girl"})
+    >>> _parse_entry("a.jsonl, line 1", {"prompt": "Lily", "max_tokens": 8, "answer": "a girl"})
     ('Lily', {'max_tokens': 8})
     """
     from ..inference import SamplingParams
 
-    if isinstance(one, str | list):
-        return one, {}
-    if not isinstance(one, dict) or not one.keys() & {"prompt", "messages"}:
-        raise ValueError(f'{where}: has neither "prompt" nor "messages"')
-    prompt = one.get("prompt")
+    if isinstance(entry, str | list):
+        return entry, {}
+    if not isinstance(entry, dict) or not entry.keys() & {"prompt", "messages"}:
+        raise ValueError(f'{label}: has neither "prompt" nor "messages"')
+    prompt = entry.get("prompt")
     names = [field.name for field in fields(SamplingParams)]
-    knobs: dict[str, Any] = {name: one[name] for name in names if name in one}
-    if isinstance(bias := knobs.get("logit_bias"), dict):  # JSON has no other keys than texts
-        knobs["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+    params: dict[str, Any] = {name: entry[name] for name in names if name in entry}
+    if isinstance(bias := params.get("logit_bias"), dict):  # keys are strings in JSON
+        params["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
     try:
-        SamplingParams(**{"max_tokens": sys.maxsize, **knobs})  # how many, the options may say
+        # Check now; --max-tokens may raise the default limit that min_tokens is compared with.
+        SamplingParams(**{"max_tokens": sys.maxsize, **params})
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from None
-    return (one.get("messages") if prompt is None else prompt), knobs
+        raise ValueError(f"{label}: {error}") from None
+    return (entry.get("messages") if prompt is None else prompt), params

@@ -1,4 +1,4 @@
-"""A model of the same type, small enough to test in a second: every kind of layer, few of each."""
+"""A tiny config of the same model type, with every layer type, and random weights for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-SMALL: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 64, "d_model": 64,
     "n_embd": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
     "hidden_size_per_layer_input": 16,
@@ -34,11 +34,11 @@ SMALL: dict[str, Any] = {
     "laurel_rank": 8, "num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attn_logit_softcapping": 5.0, "ngram_vocab_size_ratio": 2,
 }  # fmt: skip
-ALWAYS = {
+TINY_EVEN_IF_NONE = {
     "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts",
     "head_dim", "num_key_value_heads",
 }  # fmt: skip
-"""Set even where the type's default is None."""
+"""Set even if the type's default is None."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 ATTENTION_DROPOUTS = (
     "attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob",
@@ -51,25 +51,25 @@ DROPOUTS = (
 )  # fmt: skip
 
 
-def shrink(config: Any, layers: int | None = None) -> Any:
-    """A small config of the same class that keeps every kind of layer the given one has."""
-    changes = {name: value for name, value in SMALL.items() if _wanted(config, name)}
-    if "qk_rope_head_dim" in changes:  # the rotary part is what such configs call the head dim
+def tiny_config(config: Any, layers: int | None = None) -> Any:
+    """Return a tiny config of the same class with every layer type of the given one."""
+    changes = {name: value for name, value in TINY.items() if _has_value(config, name)}
+    if "qk_rope_head_dim" in changes:  # such configs call the rotary part the head dim
         changes["head_dim"] = changes["qk_rope_head_dim"]
     changes |= {name: _zero(getattr(config, name)) for name in DROPOUTS if hasattr(config, name)}
-    kinds = getattr(config, "layer_types", None)
-    pattern = list(dict.fromkeys(kinds)) if kinds else []
+    layer_types = getattr(config, "layer_types", None)
+    pattern = list(dict.fromkeys(layer_types)) if layer_types else []
     count = layers or max(2, len(pattern))
     if pattern:
         changes["layer_types"] = (pattern * count)[:count]
     changes |= {name: count for name in LAYERS if isinstance(getattr(config, name, None), int)}
-    if changes.get("num_key_value_heads") and config.num_key_value_heads == _heads(config):
+    if changes.get("num_key_value_heads") and config.num_key_value_heads == _num_heads(config):
         changes["num_key_value_heads"] = 4
     for name in ("mlp_layer_types", "block_types", "no_rope_layers"):
-        given = getattr(config, name, None)
-        if isinstance(given, list) and given:
-            changes[name] = (list(dict.fromkeys(given)) * count)[:count]
-    changes |= {name: shrink(part, layers) for name, part in _parts(config)}
+        values = getattr(config, name, None)
+        if isinstance(values, list) and values:
+            changes[name] = (list(dict.fromkeys(values)) * count)[:count]
+    changes |= {name: tiny_config(inner, layers) for name, inner in _sub_configs(config)}
     if hasattr(config, "is_decoder"):
         changes["is_decoder"] = True
     if getattr(config, "use_sliding_window", None) is False:
@@ -78,46 +78,48 @@ def shrink(config: Any, layers: int | None = None) -> Any:
 
 
 def _zero(rate: Any) -> float:
-    """No dropout, as the number that was given: strict configs tell 0 from 0.0."""
+    """Return zero in the type of the given rate: strict configs distinguish 0 and 0.0."""
     return 0 if isinstance(rate, int) else 0.0
 
 
-def _parts(config: Any) -> list[tuple[str, Any]]:
-    """The configs inside a config: of its text model, of what sees and hears."""
+def _sub_configs(config: Any) -> list[tuple[str, Any]]:
+    """Return the configs inside a config: of its text, vision and audio models."""
     named = [(name, getattr(config, name, None)) for name in getattr(config, "sub_configs", {})]
-    return [(name, part) for name, part in named if isinstance(part, PreTrainedConfig)]
+    return [(name, inner) for name, inner in named if isinstance(inner, PreTrainedConfig)]
 
 
-def _wanted(config: Any, name: str) -> bool:
+def _has_value(config: Any, name: str) -> bool:
     try:
-        return hasattr(config, name) and (name in ALWAYS or getattr(config, name) is not None)
-    except Exception:  # some configs refuse to answer for all layers at once
+        return hasattr(config, name) and (
+            name in TINY_EVEN_IF_NONE or getattr(config, name) is not None
+        )
+    except Exception:  # some configs raise for values that differ by layer
         return False
 
 
-def _heads(config: Any) -> int | None:
+def _num_heads(config: Any) -> int | None:
     return next(
         (getattr(config, n) for n in ("num_attention_heads", "n_head") if hasattr(config, n)), None
     )
 
 
 def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
-    """Build anew, so that what a config derives from its sizes is derived again."""
+    """Build a new config, so that values derived from sizes are derived again."""
     kept = {
         name: value
         for name, value in config.to_diff_dict().items()
-        if name in _OWN_RULES and name not in changes
+        if name in _KEPT and name not in changes
     }
-    made = {name: value for name, value in (kept | changes).items() if _settable(config, name)}
-    return type(config)(**copy.deepcopy(made))
+    values = {name: value for name, value in (kept | changes).items() if _settable(config, name)}
+    return type(config)(**copy.deepcopy(values))
 
 
 def _settable(config: Any, name: str) -> bool:
-    given = getattr(type(config), name, None)
-    return not isinstance(given, property) or given.fset is not None
+    attribute = getattr(type(config), name, None)
+    return not isinstance(attribute, property) or attribute.fset is not None
 
 
-_OWN_RULES = {
+_KEPT = {
     "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
     "attention_bias", "tie_word_embeddings", "hidden_act", "hidden_activation", "use_qk_norm",
     "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query",
@@ -126,16 +128,16 @@ _OWN_RULES = {
 }  # fmt: skip
 
 
-def scramble(model: nn.Module, seed: int = 0) -> None:
-    """Give every weight a size that matters: fresh weights are so small that errors hide."""
-    make = torch.Generator().manual_seed(seed)
+def randomize_weights(model: nn.Module, seed: int = 0) -> None:
+    """Give every weight a sizable random value: errors are invisible with initial weights."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=make).to(weight)
+            noise = torch.randn(weight.shape, generator=generator).to(weight)
             if weight.ndim < 2:
                 weight.add_(noise * (1.0 if "sink" in name else 0.1))
             else:
                 inner = weight.shape[-1]
                 weight.copy_(noise / math.sqrt(inner) * 1.5)
         embedding = model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
-        embedding.copy_(torch.randn(embedding.shape, generator=make))
+        embedding.copy_(torch.randn(embedding.shape, generator=generator))

@@ -1,13 +1,13 @@
-"""Packs, or plain lists of samples, to the flat batch that any HF causal LM takes.
+"""Packs, or lists of samples, to the flat batch that any Hugging Face causal LM accepts.
 
     Pack  a a a a | b b | c c c     ─▶   input_ids      [1, T]
-                                         labels         [1, T]   -100 at the head of a, b, c
+                                         labels         [1, T]   -100 at the first token of a, b, c
                                          position_ids   [1, T]   0 1 2 3 0 1 0 1 2
                                          cu_seq_lens_*  [0 4 6 9]
                                          max_length_*   4        a Python int: no device sync
                                          use_cache      False    else stock masks lose boundaries
 
-There is no attention mask: a 2-D one would switch off boundary detection in stock attention.
+There is no attention mask: a 2-D one would disable boundary detection in stock attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..packing import IGNORE_INDEX, Pack, Sample
-from .row_layout import as_sample, lay_rows
+from .row_layout import as_sample, lay_out_rows
 
 
 class PackedCollator:
@@ -37,44 +37,45 @@ class PackedCollator:
         self,
         *,
         seq_idx: bool = False,
-        fill: bool = False,
+        pad_to_budget: bool = False,
         fixed_sequences: int | None = None,
         max_length: int | None = None,
         stack: bool = False,
         mean: Literal["token", "sample"] = "token",
         pad_token_id: int = 0,
     ):
-        """Choose the extras.
+        """Choose optional outputs and shapes.
 
         seq_idx: number the sequences for Mamba-like layers.
-        fill: T is always the budget: one more sequence, that counts nothing, fills a row up.
-        fixed_sequences: all shapes constant, so that torch.compile builds one graph: rows are
-            filled, and `cu_seq_lens` has room for this many sequences, the filler included.
-        max_length: what `max_length` says under fixed shapes, no less than the longest sequence;
-            left out, the budget, which is right for all and makes attention launch idle blocks.
+        pad_to_budget: T is always the budget: one more sequence, ignored by the loss, pads a row.
+        fixed_sequences: all shapes are constant, so that torch.compile builds one graph: rows are
+            padded, and `cu_seq_lens` has this many sequences, including the padding sequence.
+        max_length: the value of `max_length_*` with fixed shapes, at least the longest sequence;
+            default: the budget, which is always correct but makes attention launch idle blocks.
         stack: several packs become rows [B, budget] instead of one longer row.
-        mean: "sample" adds `loss_weights` that let every sample count the same, long or short;
-            the tokens of a split one weigh what they would in one piece, but the first of each
-            part counts nothing, so its parts together weigh a little less. The attached loss reads
-            them (`nopad.trainer.loss.attach_loss`, or any of our front ends); a stock one does not.
+        mean: "sample" adds `loss_weights` that give every sample the same weight, long or short;
+            tokens of a split sample weigh as much as unsplit, but the first token of each part is
+            not a label, so its parts together weigh slightly less. The attached loss uses the
+            weights (`nopad.trainer.loss.attach_loss`, or any of our front ends); stock losses
+            ignore them.
         """
         if fixed_sequences is not None and fixed_sequences < 1:
-            raise ValueError(f"fixed_sequences={fixed_sequences}: the filler needs a place")
+            raise ValueError(f"fixed_sequences={fixed_sequences}: the padding sequence needs one")
         if max_length is not None and (fixed_sequences is None or max_length < 1):
             raise ValueError(
-                f"max_length={max_length}, fixed_sequences={fixed_sequences}: it is the length "
-                "that fixed shapes are made for, at least 1; leave it out elsewhere: what becomes "
-                "of long samples is said by the data's overflow="
+                f"max_length={max_length}, fixed_sequences={fixed_sequences}: max_length is the "
+                "sequence length of fixed shapes, at least 1; omit it otherwise; "
+                "use PackedDataset(overflow=...) for long samples"
             )
         if not isinstance(pad_token_id, Integral) or pad_token_id < 0:
             raise ValueError(
-                f"pad_token_id={pad_token_id!r}: any id of the vocabulary will do, 0 as well, for "
-                "what fills rows up counts nothing"
+                f"pad_token_id={pad_token_id!r}: pass any id of the vocabulary, such as 0; the "
+                "loss ignores padding"
             )
         if mean not in ("token", "sample"):
             raise ValueError(f"mean={mean!r}: the loss is a mean over 'token' or 'sample'")
         self.seq_idx = seq_idx
-        self.fill = fill or stack or fixed_sequences is not None
+        self.pad_to_budget = pad_to_budget or stack or fixed_sequences is not None
         self.fixed_sequences = fixed_sequences
         self.max_length = max_length
         self.stack = stack
@@ -83,12 +84,12 @@ class PackedCollator:
 
     def __call__(self, packs: Pack | Sequence[Pack] | Sequence[Mapping | Sample]) -> dict[str, Any]:
         packs = [packs] if isinstance(packs, Pack) else self._as_packs(packs)
-        # An empty pack still needs one token, or the model has nothing to run on.
-        widths = [pack.budget if self.fill else len(pack.tokens) or 1 for pack in packs]
-        rows, bounds, longest = lay_rows(packs, widths, self.pad_token_id, self.fixed_sequences)
+        # An empty pack still needs one token for the model to run on.
+        widths = [pack.budget if self.pad_to_budget else len(pack.tokens) or 1 for pack in packs]
+        rows, bounds, longest = lay_out_rows(packs, widths, self.pad_token_id, self.fixed_sequences)
         if self.stack:
             if len(set(widths)) > 1:
-                raise ValueError(f"packs of the budgets {sorted(set(widths))} make no even rows")
+                raise ValueError(f"packs of the budgets {sorted(set(widths))} cannot be stacked")
             rows = rows.reshape(3, len(packs), -1)
         if self.fixed_sequences is not None:
             longest = self._fixed_length(longest, max(widths))
@@ -107,9 +108,8 @@ class PackedCollator:
             numbers = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
             batch["seq_idx"] = torch.from_numpy(numbers.reshape(rows[0].shape))
         if self.mean == "sample":
-            weights = sample_weights(
-                rows[1].ravel(), bounds, _wholes(packs, widths, len(bounds) - 1)
-            )
+            label_counts = _parent_label_counts(packs, widths, len(bounds) - 1)
+            weights = sample_weights(rows[1].ravel(), bounds, label_counts)
             batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         return batch
 
@@ -118,7 +118,7 @@ class PackedCollator:
         if longest > fixed:
             raise ValueError(
                 f"a sequence of {longest} tokens is longer than max_length={fixed}: "
-                "the filler counts too; raise it, the budget is safe"
+                "the padding sequence counts too; raise it, the budget is safe"
             )
         return fixed
 
@@ -127,40 +127,43 @@ class PackedCollator:
             raise ValueError("an empty list cannot be collated: pass at least one sample or pack")
         if all(isinstance(row, Pack) for row in rows):
             return rows
-        if self.fill:
+        if self.pad_to_budget:
             raise ValueError(
-                "fill, stack and fixed_sequences fill rows up to the budget of their packs, and "
-                "plain samples have none: pass packs"
+                "pad_to_budget, stack and fixed_sequences pad rows to the budget of their packs, "
+                "and samples have no budget: pass packs"
             )
         samples = [as_sample(row) for row in rows]
         return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
 
 
-def _wholes(packs: Sequence[Pack], widths: Sequence[int], sequences: int) -> np.ndarray:
-    """int64 [sequences]: `Pack.wholes` of all packs, in the places that their sequences have."""
-    wholes, at = np.zeros(sequences, np.int64), 0
+def _parent_label_counts(
+    packs: Sequence[Pack], widths: Sequence[int], num_sequences: int
+) -> np.ndarray:
+    """int64 [num_sequences]: `Pack.parent_label_counts` of all packs, by sequence of the batch."""
+    counts, first = np.zeros(num_sequences, np.int64), 0
     for pack, width in zip(packs, widths, strict=True):
-        if pack.wholes is not None:
-            wholes[at : at + len(pack.samples)] = pack.wholes
-        at += len(pack.samples) + (len(pack.tokens) < width)
-    return wholes
+        if pack.parent_label_counts is not None:
+            counts[first : first + len(pack.samples)] = pack.parent_label_counts
+        first += len(pack.samples) + (len(pack.tokens) < width)
+    return counts
 
 
 def sample_weights(
-    labels: np.ndarray, bounds: np.ndarray, wholes: np.ndarray | int = 0
+    labels: np.ndarray, cu_seq_lens: np.ndarray, parent_label_counts: np.ndarray | int = 0
 ) -> np.ndarray:
-    """float32 [T]: each counted token weighs one over the counted tokens of its sample.
+    """float32 [T]: each label weighs one over the number of labels of its sample.
 
-    wholes: how many those are, for sequences that are parts; 0 for whole samples.
+    parent_label_counts: that number for sequences that are parts of a sample; 0 for full samples.
 
-    >>> labels, bounds = np.array([IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]), np.array([0, 3, 5])
-    >>> sample_weights(labels, bounds).tolist()
+    >>> labels, cu_seq_lens = np.array([IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]), np.array([0, 3, 5])
+    >>> sample_weights(labels, cu_seq_lens).tolist()
     [0.0, 0.5, 0.5, 0.0, 1.0]
-    >>> sample_weights(labels, bounds, wholes=np.array([0, 4])).tolist()
+    >>> sample_weights(labels, cu_seq_lens, parent_label_counts=np.array([0, 4])).tolist()
     [0.0, 0.5, 0.5, 0.0, 0.25]
     """
-    counted = labels != IGNORE_INDEX
-    before = np.concatenate([[0], np.cumsum(counted)])
-    per_sample = np.where(wholes, wholes, before[bounds[1:]] - before[bounds[:-1]])
-    share = 1 / np.maximum(per_sample, 1, dtype=np.float32)
-    return np.repeat(share, np.diff(bounds)) * counted
+    is_label = labels != IGNORE_INDEX
+    before = np.concatenate([[0], np.cumsum(is_label)])
+    own_counts = before[cu_seq_lens[1:]] - before[cu_seq_lens[:-1]]
+    counts = np.where(parent_label_counts, parent_label_counts, own_counts)
+    weights = 1 / np.maximum(counts, 1, dtype=np.float32)
+    return np.repeat(weights, np.diff(cu_seq_lens)) * is_label

@@ -1,4 +1,4 @@
-"""The honest baseline: samples padded to the longest of the batch, masked and uncounted."""
+"""The baseline that packing is measured against: samples padded to the longest of the batch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from .row_layout import as_sample
 
 
 class PaddedCollator:
-    """Pad on the right, with an attention mask; what packing is measured against.
+    """Pad samples on the right, with an attention mask; padding is ignored by the loss.
 
     >>> batch = PaddedCollator(pad_token_id=0)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7], [8, 9, 0]], [[-100, 6, 7], [-100, 9, -100]])
     """
 
-    def __init__(self, *, pad_token_id: int = 0, multiple: int = 1):
-        """multiple: rows are as long as a multiple of this."""
-        if multiple < 1:
-            raise ValueError(f"multiple={multiple}: 1 or more, or leave it out")
+    def __init__(self, *, pad_token_id: int = 0, pad_to_multiple_of: int = 1):
+        if pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of}: 1 or more, or omit it")
         self.pad_token_id = pad_token_id
-        self.multiple = multiple
+        self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, rows: Sequence[Mapping | Sample]) -> dict[str, torch.Tensor]:
         if not len(rows):
             raise ValueError("an empty list cannot be collated: pass at least one sample")
-        samples = [as_sample(row) for row in rows]
-        width = -(-max(len(sample) for sample in samples) // self.multiple) * self.multiple
+        samples, multiple = [as_sample(row) for row in rows], self.pad_to_multiple_of
+        width = -(-max(len(sample) for sample in samples) // multiple) * multiple
         batch = {
             "input_ids": torch.full((len(samples), width), self.pad_token_id),
             "labels": torch.full((len(samples), width), IGNORE_INDEX),

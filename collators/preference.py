@@ -1,9 +1,9 @@
-"""Chosen and rejected answers to one prompt, packed: every answer is a sequence of its own.
+"""Chosen and rejected answers to one prompt, packed: every answer is its own sequence.
 
     {prompt p, chosen c, rejected r}   ─▶   [ p p c c c | p p r r ]      labels only on c and r
                                               0           1              pair 0
 
-The prompt stands in both sequences, so that each is exactly what the model sees alone, under any
+Both sequences contain the prompt, so that the model sees each one as it would alone, under any
 attention. Sequence 2i is the chosen and 2i + 1 the rejected answer of pair i.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..packing import IGNORE_INDEX, Sample, checked_ids, checked_sample
-from ..packing.planning import whole
+from ..packing import IGNORE_INDEX, Sample, make_sample, validate_token_ids
+from ..packing.planning import check_ints
 from .packed import PackedCollator
 
-PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
+PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 class PreferenceCollator:
@@ -33,38 +33,38 @@ class PreferenceCollator:
     ([0, 5, 8], [True, False])
     """
 
-    def __init__(self, *, max_length: int | None = None, **packed: Any):
-        """max_length: the longest sequence; an answer loses its tail, and then the prompt its head.
+    def __init__(self, *, max_length: int | None = None, **options: Any):
+        """max_length: the longest sequence; an answer loses its end, then the prompt its beginning.
 
-        A prompt is cut once for its pair, so that both answers are judged behind the same one.
-        packed: what `PackedCollator` takes, but for fixed shapes: a pair is as long as it is.
+        A prompt is truncated once per pair, so that both answers follow the same prompt.
+        options: those of `PackedCollator`, except for fixed shapes: the length of a pair varies.
         """
-        if max_length is not None and whole(max_length=max_length)[0] < 2:
+        if max_length is not None and check_ints(max_length=max_length)[0] < 2:
             raise ValueError(f"max_length={max_length}: a prompt and an answer need a token each")
-        for name in ("fill", "fixed_sequences", "stack"):
-            if packed.get(name):
-                raise ValueError(f"{name}={packed[name]}: pairs have no budget to be filled up to")
+        for name in ("pad_to_budget", "fixed_sequences", "stack"):
+            if options.get(name):
+                raise ValueError(f"{name}={options[name]}: pairs have no budget to pad to")
         self.max_length = max_length
-        self._packed = PackedCollator(**packed)
+        self._collator = PackedCollator(**options)
 
     def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         samples = [sample for pair in pairs for sample in self._samples(pair)]
-        batch = self._packed(samples)
+        batch = self._collator(samples)
         batch["is_chosen"] = torch.arange(len(samples)) % 2 == 0
         return batch
 
     def _samples(self, pair: Mapping[str, Any]) -> list[Sample]:
-        """Give the chosen and the rejected answer, each behind the prompt they share."""
-        if not isinstance(pair, Mapping) or any(name not in pair for name in PARTS):
+        """Return the chosen and the rejected answer, each after their common prompt."""
+        if not isinstance(pair, Mapping) or any(name not in pair for name in PAIR_COLUMNS):
             got = list(pair) if isinstance(pair, Mapping) else type(pair).__name__
             raise ValueError(f"a pair needs prompt_ids, chosen_ids and rejected_ids, got {got}")
-        prompt, *answers = (checked_ids(pair[name], name) for name in PARTS)
+        prompt, *answers = (validate_token_ids(pair[name], name) for name in PAIR_COLUMNS)
         if self.max_length is not None:
             answers = [answer[: self.max_length - 1] for answer in answers]
             prompt = prompt[-(self.max_length - max(map(len, answers))) :]
-        mark = np.full(len(prompt), IGNORE_INDEX)
+        ignored = np.full(len(prompt), IGNORE_INDEX)
         return [
-            checked_sample(np.concatenate([prompt, answer]), np.concatenate([mark, answer]))
+            make_sample(np.concatenate([prompt, answer]), np.concatenate([ignored, answer]))
             for answer in answers
         ]
 
@@ -72,17 +72,17 @@ class PreferenceCollator:
 def sequence_log_probs(
     token_losses: torch.Tensor, labels: torch.Tensor, cu_seq_lens: torch.Tensor
 ) -> torch.Tensor:
-    """Sum the log-probability of each sequence's counted tokens, ready for DPO-like losses.
+    """Sum the log-probabilities of each sequence's labels, for DPO-like losses.
 
-    token_losses stand at the positions of their labels; [1, T] each.
+    token_losses are at the positions of their labels; both are [1, T].
 
     >>> losses, labels = torch.tensor([[0.0, 1, 2, 9, 4]]), torch.tensor([[-100, 6, 7, -100, 8]])
     >>> sequence_log_probs(losses, labels, torch.tensor([0, 3, 5])).tolist()
     [-3.0, -4.0]
     """
-    counted = (token_losses * (labels != IGNORE_INDEX)).flatten()
+    label_losses = (token_losses * (labels != IGNORE_INDEX)).flatten()
     lengths = cu_seq_lens.diff().long()
-    owner = torch.repeat_interleave(
-        torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(counted)
+    sequence_of_token = torch.repeat_interleave(
+        torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(label_losses)
     )
-    return -counted.new_zeros(len(lengths)).index_add(0, owner, counted)
+    return -label_losses.new_zeros(len(lengths)).index_add(0, sequence_of_token, label_losses)

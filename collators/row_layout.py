@@ -1,4 +1,4 @@
-"""Lay packs into flat rows: tokens, labels, positions and boundaries, with no Python per token."""
+"""Copy packs into flat rows: tokens, labels, positions and boundaries, without Python per token."""
 
 from __future__ import annotations
 
@@ -7,88 +7,91 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, checked_sample, jit
+from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, jit, make_sample
 
 
 def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
-    """Read a trainer's feature dict as a sample; what packing would refuse is refused here too."""
+    """Convert a trainer's feature dict to a sample, with the same checks as packing."""
     if isinstance(row, Sample):
         return row
     if isinstance(row, Pack):
-        raise ValueError("a Pack is no sample: PackedCollator takes packs, and packs alone")
+        raise ValueError("a Pack is not a sample: PackedCollator takes packs, if all are packs")
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
     check_masks(row, row.get("attention_mask"))
-    return checked_sample(row["input_ids"], row.get("labels"))
+    return make_sample(row["input_ids"], row.get("labels"))
 
 
-def lay_rows(
-    packs: Sequence[Pack], widths: Sequence[int], pad_token_id: int, room: int | None = None
+def lay_out_rows(
+    packs: Sequence[Pack],
+    widths: Sequence[int],
+    pad_token_id: int,
+    max_sequences: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Lay packs end to end, each filled up to its width by one sequence that counts nothing.
+    """Concatenate packs, each padded to its width by one sequence that the loss ignores.
 
-    Gives tokens, labels and positions in one array [3, 1, T], the boundaries, and the length of
-    the longest sequence. With `room`, empty sequences follow up to this many.
+    Returns tokens, labels and positions in one array [3, 1, T], the boundaries, and the length of
+    the longest sequence. With `max_sequences`, empty sequences are appended up to that number.
 
     >>> pack = Pack.of([Sample(np.array([5, 6, 7]))], budget=5)
-    >>> rows, bounds, longest = lay_rows([pack], [5], pad_token_id=0)
-    >>> rows[:, 0].tolist(), bounds.tolist(), longest
+    >>> rows, cu_seq_lens, longest = lay_out_rows([pack], [5], pad_token_id=0)
+    >>> rows[:, 0].tolist(), cu_seq_lens.tolist(), longest
     ([[5, 6, 7, 0, 0], [-100, 6, 7, -100, -100], [0, 1, 2, 0, 1]], [0, 3, 5], 3)
     """
     sequences = total = 0
     for pack, width in zip(packs, widths, strict=True):
         sequences += len(pack.samples) + (len(pack.tokens) < width)
         total += width
-    if room is not None and sequences > room:
+    if max_sequences is not None and sequences > max_sequences:
         raise ValueError(
-            f"a batch holds {sequences} sequences, but fixed_sequences={room}: raise it, "
+            f"a batch has {sequences} sequences, but fixed_sequences={max_sequences}: raise it, "
             "budget / shortest sample is safe"
         )
     rows = np.empty((3, 1, total), np.int64)
-    bounds = np.empty((room or sequences) + 1, np.int32)
+    cu_seq_lens = np.empty((max_sequences or sequences) + 1, np.int32)
     end = sequence = longest = 0
     for pack, width in zip(packs, widths, strict=True):
-        tokens, marks = pack.tokens, pack.marks
+        tokens, labels = pack.tokens, pack.explicit_labels
         start, end = end, end + width
-        place = start, end, sequence, longest, pad_token_id
-        sequence, longest = _lay(
+        sequence, longest = _copy_pack(
             tokens,
-            tokens if marks is None else marks,
+            tokens if labels is None else labels,
             pack.cu_seqlens,
             pack.first_positions,
-            place,
+            (start, end, sequence, longest, pad_token_id),
             rows,
-            bounds,
+            cu_seq_lens,
         )
-    return rows, bounds, longest
+    return rows, cu_seq_lens, longest
 
 
 @jit
-def _lay(tokens, marks, cu_seqlens, first_positions, place, rows, bounds):
-    """Lay one pack; gives the number of its last boundary, and the longest sequence so far."""
-    start, end, sequence, longest, pad = place
+def _copy_pack(tokens, labels, cu_seqlens, first_positions, offsets, rows, cu_seq_lens):
+    """Copy one pack; return the index of its last boundary, and the longest sequence so far."""
+    start, end, sequence, longest, pad_token_id = offsets
     used = len(tokens)
-    bounds[sequence] = start
-    ids, labels, positions = rows[0, 0, start:end], rows[1, 0, start:end], rows[2, 0, start:end]
-    for t in range(used):  # a loop, since an assignment of slices takes three times as long
-        ids[t] = tokens[t]
-        labels[t] = marks[t]
+    cu_seq_lens[sequence] = start
+    row_ids, row_labels = rows[0, 0, start:end], rows[1, 0, start:end]
+    row_positions = rows[2, 0, start:end]
+    for t in range(used):  # a loop, since assigning slices takes three times as long
+        row_ids[t] = tokens[t]
+        row_labels[t] = labels[t]
     for n in range(len(first_positions)):
-        begin, behind = np.int64(cu_seqlens[n]), np.int64(cu_seqlens[n + 1])
-        labels[begin] = IGNORE_INDEX
-        own, first = positions[begin:behind], first_positions[n]
-        for t in range(len(own)):
-            own[t] = first + t
+        begin, stop = np.int64(cu_seqlens[n]), np.int64(cu_seqlens[n + 1])
+        row_labels[begin] = IGNORE_INDEX
+        positions, first = row_positions[begin:stop], first_positions[n]
+        for t in range(len(positions)):
+            positions[t] = first + t
         sequence += 1
-        bounds[sequence] = start + behind
-        longest = max(longest, behind - begin)
+        cu_seq_lens[sequence] = start + stop
+        longest = max(longest, stop - begin)
     if start + used < end:
         for t in range(used, end - start):
-            ids[t], labels[t], positions[t] = pad, IGNORE_INDEX, t - used
+            row_ids[t], row_labels[t], row_positions[t] = pad_token_id, IGNORE_INDEX, t - used
         sequence += 1
-        bounds[sequence] = end
+        cu_seq_lens[sequence] = end
         longest = max(longest, end - start - used)
-    bounds[sequence + 1 :] = end
+    cu_seq_lens[sequence + 1 :] = end
     return sequence, longest

@@ -1,9 +1,9 @@
 """Continuous-batching generation and scoring on the model that is being trained."""
 
-from .batch_invariant import invariant
+from .batch_invariant import batch_invariant
 from .data_parallel import DataParallelEngine
 from .engine import Engine
-from .logprob_parity import LogprobParity, agreement
+from .logprob_parity import LogprobParity, LogprobParityEval, compare_logprobs
 from .requests.outputs import Completion, Score, StreamEvent, TokenLogprob
 from .requests.sampling_params import SamplingParams
 
@@ -12,10 +12,11 @@ __all__ = [
     "DataParallelEngine",
     "Engine",
     "LogprobParity",
+    "LogprobParityEval",
     "SamplingParams",
     "Score",
     "StreamEvent",
     "TokenLogprob",
-    "agreement",
-    "invariant",
+    "batch_invariant",
+    "compare_logprobs",
 ]

@@ -1,105 +1,106 @@
-"""Batch-invariant arithmetic: what a token computes does not depend on what else is in the step.
+"""Batch-invariant mode: what a token computes does not depend on the other tokens of the step.
 
-Products of other shapes add up in another order, so a token's logits differ in the last bits with
-the company it has, and from those of the training forward. Here every product has one shape, one
-row on a CPU and a block of rows on a GPU, and attention is over keys padded to one length: the same
-sums in the same order always. On a GPU, where the cut of a reduction depends on how many rows it
-has, means, sums of exponentials and attention go through such blocks as well. The engine's own
-kernels and graphs stay out of it.
+Matrix products of different shapes add in different orders, so a token's logits differ in the last
+bits with the batch it is in, and from those of the training forward. In this mode every product has
+one shape (one row on a CPU, a block of rows on a GPU), and attention runs over keys padded to one
+length: always the same sums in the same order. On a GPU, where the split of a reduction depends on
+the number of rows, means, log-sum-exps and attention run in such blocks too. Fused kernels are off,
+and `sdpa`, which cannot be captured in CUDA graphs, is the attention backend.
 
-    with invariant(longest=512):
-        agreement(model, Engine(model), prompts)    # 0 on a CPU in float32: rounding was all of it
+    with batch_invariant(max_length=512):
+        compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
 
-It is there to tell rounding from mistakes: about twice the time for a tiny model, far more for a
-large one. Models whose layers are `nn.Linear` and attention without soft caps or sinks; engines
-that are made inside.
+It tells rounding from mistakes: about twice the time for a tiny model, far more for a large one. It
+holds for the calling thread and for engines made inside; for models whose layers are `nn.Linear`
+and whose attention has no softcap or sinks.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ..attention import visible
-from ..attention.backends import sdpa, selection
-from . import executor
+from ..attention import causal_mask
+from ..attention.backends import force_backend, without_prefix_sharing, without_trials
+from .fused.fused_ops import without_fused_ops
 
-_LEAST = 2
-"""Rows of a batched product: a single one is computed by another routine."""
+_MIN_ROWS = 2
+"""Rows of a batched product on a CPU: a single row is computed by another routine."""
 _BLOCK = 64
 """Rows of every product on a GPU."""
 
 
 @contextmanager
-def invariant(longest: int) -> Iterator[None]:
-    """Compute products in one shape, and attention over `longest` keys, in this process."""
-    with ExitStack() as stack:
-        _replace(F, "linear", partial(_linear, F.linear), stack)
-        _replace(F, "scaled_dot_product_attention", partial(_attention, longest), stack)
-        _replace(torch.Tensor, "mean", partialmethod(_by_rows, torch.Tensor.mean), stack)
-        _replace(torch.Tensor, "logsumexp", partialmethod(_by_rows, torch.Tensor.logsumexp), stack)
-        _replace(sdpa, "sharing", False, stack)
-        # A trial's sequences may be longer than `longest`, and there is no other backend to try.
-        _replace(selection, "_trial", lambda name, ask: None, stack)
-        _replace(executor, "verified_ops", lambda *args, **named: [], stack)
-        before = os.environ.get("NOPAD_ATTENTION")
-        os.environ["NOPAD_ATTENTION"] = "sdpa"
-        try:
-            yield
-        finally:
-            del os.environ["NOPAD_ATTENTION"]
-            if before is not None:
-                os.environ["NOPAD_ATTENTION"] = before
+def batch_invariant(max_length: int) -> Iterator[None]:
+    """Compute products in one shape, and attention over `max_length` keys."""
+    # Without trials: the sequences of a trial may be longer than `max_length`.
+    with (
+        force_backend("sdpa"),
+        without_trials(),
+        without_prefix_sharing(),
+        without_fused_ops(),
+        _FixedShapes(max_length),
+    ):
+        yield
 
 
-def _replace(place: Any, name: str, value: Any, stack: ExitStack) -> None:
-    if name in vars(place):
-        stack.callback(setattr, place, name, vars(place)[name])
+class _FixedShapes(TorchFunctionMode):
+    """Replace the torch functions whose order of summation depends on the batch."""
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self._max_length = max_length
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attention(self._max_length, *args, **kwargs)
+        if func is Tensor.mean or func is Tensor.logsumexp:
+            return _rowwise(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    shape = (*input.shape[:-1], len(weight))
+    if input.is_cuda:
+        out = _blockwise(lambda block: F.linear(block, weight), input)
     else:
-        stack.callback(delattr, place, name)
-    setattr(place, name, value)
-
-
-def _linear(
-    plain: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    shape = (*x.shape[:-1], len(weight))
-    if x.is_cuda:
-        out = _in_blocks(lambda block: plain(block, weight), x)
-    else:
-        rows = x.reshape(-1, 1, x.shape[-1])
-        several = rows.expand(_LEAST, -1, -1) if len(rows) == 1 else rows
-        out = torch.bmm(several, weight.t().expand(len(several), -1, -1))[: len(rows)]
+        rows = input.reshape(-1, 1, input.shape[-1])
+        batch = rows.expand(_MIN_ROWS, -1, -1) if len(rows) == 1 else rows
+        out = torch.bmm(batch, weight.t().expand(len(batch), -1, -1))[: len(rows)]
     out = out.reshape(shape)
     return out if bias is None else out + bias
 
 
-def _by_rows(x: Tensor, plain: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """Reduce rows in blocks; reductions over anything but the last dimension stay as they are."""
-    dim = args[0] if args else options.get("dim")
+def _rowwise(reduce: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Reduce rows in blocks; reductions over anything but the last dimension are unchanged."""
+    dim = args[0] if args else kwargs.get("dim")
     if not x.is_cuda or dim not in (-1, (-1,), [-1]):
-        return plain(x, *args, **options)
-    out = _in_blocks(lambda block: plain(block, *args, **options), x)
-    keep = args[1] if len(args) > 1 else options.get("keepdim", False)
-    return out.reshape(*x.shape[:-1], *([1] if keep else []))
+        return reduce(x, *args, **kwargs)
+    out = _blockwise(lambda block: reduce(block, *args, **kwargs), x)
+    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    return out.reshape(*x.shape[:-1], *([1] if keepdim else []))
 
 
-def _in_blocks(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a call to the rows of x, always to as many of them."""
+def _blockwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function to the rows of x, always to the same number of them."""
     rows = x.reshape(-1, x.shape[-1])
-    whole = F.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
-    return torch.cat([call(block) for block in whole.split(_BLOCK)])[: len(rows)]
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
+    return torch.cat([function(block) for block in padded.split(_BLOCK)])[: len(rows)]
 
 
 def _attention(
-    longest: int,
+    max_length: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,36 +110,36 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend query by query, over keys padded to `longest`; on a GPU a block of them at a time."""
+    """Attend query by query, over keys padded to `max_length`; on a GPU in blocks of queries."""
     queries, keys = query.shape[-2], key.shape[-2]
-    if keys > longest:
-        raise ValueError(f"a sequence has {keys} keys; raise longest={longest}")
-    heads = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (key, value))
+    if keys > max_length:
+        raise ValueError(f"a sequence has {keys} keys; raise max_length={max_length}")
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     bias = query.new_zeros(queries, keys) if attn_mask is None else attn_mask
     if is_causal:
-        bias = bias.masked_fill(~visible(queries, keys, None, query.device), float("-inf"))
-    key, value = (F.pad(x, (0, 0, 0, longest - keys)) for x in (key, value))
-    bias = F.pad(bias, (0, longest - keys), value=float("-inf"))
-    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+        bias = bias.masked_fill(~causal_mask(queries, keys, None, query.device), float("-inf"))
+    key, value = (F.pad(x, (0, 0, 0, max_length - keys)) for x in (key, value))
+    bias = F.pad(bias, (0, max_length - keys), value=float("-inf"))
+    softmax_scale: float = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        return _attend_in_blocks(query, key, value, bias, factor)
-    rows = [(query[..., i, None, :] * key).sum(-1) for i in range(queries)]
-    seen = (torch.stack(rows, -2) * factor + bias).softmax(-1)
-    return torch.stack([(seen[..., i, :, None] * value).sum(-2) for i in range(queries)], -2)
+        return _attention_blockwise(query, key, value, bias, softmax_scale)
+    scores = torch.stack([(query[..., i, None, :] * key).sum(-1) for i in range(queries)], -2)
+    weights = (scores * softmax_scale + bias).softmax(-1)
+    return torch.stack([(weights[..., i, :, None] * value).sum(-2) for i in range(queries)], -2)
 
 
-def _attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, factor: float
+def _attention_blockwise(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """Attend [N, H, L, D] in blocks of queries, whatever sequences and heads they belong to."""
+    """Attend [N, H, L, D] in blocks of queries, across sequences and heads."""
     n, heads, queries, _ = query.shape
     rows, keys, values = query.flatten(0, 2), key.flatten(0, 1), value.flatten(0, 1)
     biases = bias.expand(n, heads, queries, -1).flatten(0, 2)
-    each = torch.arange(len(rows), device=query.device)
-    found = []
-    for block in F.pad(each, (0, -len(rows) % _BLOCK)).split(_BLOCK):
+    index = torch.arange(len(rows), device=query.device)
+    outputs = []
+    for block in F.pad(index, (0, -len(rows) % _BLOCK)).split(_BLOCK):
         k, v = (x[block // queries] for x in (keys, values))
-        scores = (rows[block, None] * k).sum(-1) * factor + biases[block]
-        found.append((scores.softmax(-1)[..., None] * v).sum(-2))
-    return torch.cat(found)[: len(rows)].view(n, heads, queries, -1)
+        scores = (rows[block, None] * k).sum(-1) * scale + biases[block]
+        outputs.append((scores.softmax(-1)[..., None] * v).sum(-2))
+    return torch.cat(outputs)[: len(rows)].view(n, heads, queries, -1)

@@ -1,16 +1,16 @@
-"""One engine on every rank, answering together: requests are dealt out, answers come back to all.
+"""Data-parallel generation and scoring: one engine per rank, every rank gets all results.
 
-    prompts ─▶ dealt by expected cost ─┬─▶ rank 0: generate ─┬─▶ gathered, in the order given
-                                       └─▶ rank 1: generate ─┘
+    prompts ─▶ partitioned by cost ─┬─▶ rank 0: generate ─┬─▶ gathered, in the order of the prompts
+                                    └─▶ rank 1: generate ─┘
 
-While a rank generates it waits for nobody (unless the model is sharded: see `lock_step`); the ranks
-meet once, at the end. An error on one of them is raised on all. What comes back does not depend on
-how many there are.
+While it generates, a rank waits for no other (unless the model is sharded: see
+`live_model/lockstep.py`); the ranks synchronize once, at the end. An error on one of them is raised
+on all. The results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ..runtime import all_ranks_or_none, rank, world_size
@@ -23,11 +23,11 @@ from .requests.scoring import check_pairs
 from .requests.tokenization import Prompt
 
 Work = Callable[[list[int]], list[Any]]
-"""Answers to the requests of these indices."""
+"""From the indices of a rank's requests to their results."""
 
 
 class DataParallelEngine:
-    """An engine's `generate` and `score`, shared out over the processes that train together."""
+    """An engine's `generate` and `score`, distributed over the ranks that train together."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -39,19 +39,19 @@ class DataParallelEngine:
         *,
         deadline: float | Sequence[float | None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt, all ranks together; every rank gets all completions."""
-        each = broadcast_params(prompts, params, deadline=deadline)
-        costs = [_size(prompt) + _new_tokens(own) for prompt, own, *_ in each]
-        names = [repr(prompt) for prompt in prompts]
+        """Complete every prompt, on all ranks; every rank gets all completions."""
+        specs = broadcast_params(prompts, params, deadline=deadline)
+        costs = [_num_tokens(spec.prompt) + _max_tokens(spec.params) for spec in specs]
 
-        def work(mine: list[int]) -> list[Completion]:
-            own = [each[i] for i in mine]
-            until = [seconds for *_, seconds in own]
+        def work(indices: list[int]) -> list[Completion]:
+            own = [specs[i] for i in indices]
             return self.engine.generate(
-                [prompt for prompt, *_ in own], [params for _, params, *_ in own], deadline=until
+                [spec.prompt for spec in own],
+                [spec.params for spec in own],
+                deadline=[spec.deadline for spec in own],
             )
 
-        return run_on_all_ranks(self._in_step(work), partition_by_cost(costs, world_size(), names))
+        return self._run(work, costs, prompts)
 
     def score(
         self,
@@ -60,81 +60,93 @@ class DataParallelEngine:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Score as `Engine.score`, all ranks together; a context's continuations stay together."""
+        """Score as `Engine.score`, on all ranks; a context's continuations stay on one rank."""
         check_pairs(contexts, continuations)
-        costs = [_size(c) + _size(after) for c, after in zip(contexts, continuations, strict=True)]
+        pairs = zip(contexts, continuations, strict=True)
+        costs = [_num_tokens(context) + _num_tokens(after) for context, after in pairs]
 
-        def work(mine: list[int]) -> list[Score]:
-            asked = [contexts[i] for i in mine], [continuations[i] for i in mine]
-            return self.engine.score(*asked, deadline=deadline)
+        def work(indices: list[int]) -> list[Score]:
+            own_contexts = [contexts[i] for i in indices]
+            own_continuations = [continuations[i] for i in indices]
+            return self.engine.score(own_contexts, own_continuations, deadline=deadline)
 
-        names = [repr(context) for context in contexts]
-        return run_on_all_ranks(self._in_step(work), partition_by_cost(costs, world_size(), names))
+        return self._run(work, costs, contexts)
 
-    def _in_step(self, work: Work) -> Work:
-        """Where parameters are gathered in each forward, let no rank run one alone."""
+    def _run(self, work: Work, costs: list[float], prompts: Sequence[Prompt]) -> list[Any]:
+        """Run on all ranks; equal prompts stay on one rank, where they share their prefix."""
+        keys = [repr(prompt) for prompt in prompts]
+        return run_on_all_ranks(
+            self._in_lockstep(work), partition_by_cost(costs, world_size(), keys)
+        )
+
+    def _in_lockstep(self, work: Work) -> Work:
+        """If each forward gathers parameters, let no rank run one alone."""
         model = self.engine._model
         if world_size() == 1 or not gathers_parameters(model):
             return work
 
-        def stepping(mine: list[int]) -> list[Any]:
+        def lockstep_work(indices: list[int]) -> list[Any]:
             with lockstep(model):
-                return work(mine) if mine else []
+                return work(indices) if indices else []
 
-        return stepping
+        return lockstep_work
 
 
 def partition_by_cost(
-    costs: Sequence[float], ranks: int, names: Sequence[Any] | None = None
+    costs: Sequence[float], num_ranks: int, keys: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Share indices out so that the ranks' costs come out even; equal names stay on one rank.
+    """Split indices into shards of about equal cost; equal keys stay in one shard.
 
-    >>> deal([5, 1, 1, 4, 1], 2)
+    >>> partition_by_cost([5, 1, 1, 4, 1], 2)
     [[0, 2], [1, 3, 4]]
-    >>> deal([1, 1, 1], 2, ["a", "b", "a"])
+    >>> partition_by_cost([1, 1, 1], 2, ["a", "b", "a"])
     [[0, 2], [1]]
     """
-    groups: dict[Any, list[int]] = {}
-    for index, name in enumerate(names if names is not None else range(len(costs))):
-        groups.setdefault(name, []).append(index)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys if keys is not None else range(len(costs))):
+        groups.setdefault(key, []).append(index)
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
     for group in sorted(groups.values(), key=lambda g: (-sum(costs[i] for i in g), g[0])):
-        least = loads.index(min(loads))
-        hands[least] += group
-        loads[least] += sum(costs[i] for i in group)
-    return [sorted(hand) for hand in hands]
+        least_loaded = loads.index(min(loads))
+        shards[least_loaded] += group
+        loads[least_loaded] += sum(costs[i] for i in group)
+    return [sorted(shard) for shard in shards]
 
 
 def run_on_all_ranks(work: Work, shards: list[list[int]]) -> list[Any]:
     """Run each rank's shard of the indices; return all results in the order of the indices."""
 
-    def own() -> list[Any]:
-        results = work(shards[rank()])
-        assert len(results) == len(shards[rank()])
+    def run_shard() -> list[Any]:
+        shard = shards[rank()]
+        results = work(shard)
+        assert len(results) == len(shard)
         return results
 
-    pairs = zip(shards, all_ranks_or_none(own), strict=True)
-    by_index = {i: result for shard, own in pairs for i, result in zip(shard, own, strict=True)}
+    by_index = {
+        index: result
+        for shard, results in zip(shards, all_ranks_or_none(run_shard), strict=True)
+        for index, result in zip(shard, results, strict=True)
+    }
     return [by_index[i] for i in range(len(by_index))]
 
 
-def _size(prompt: Any) -> float:
-    """About how many tokens this is; letters count a quarter, what has no length one."""
+def _num_tokens(prompt: Any) -> float:
+    """Estimated number of tokens: a quarter per character; 1 for anything without a length."""
     if isinstance(prompt, str):
         return len(prompt) / 4
     if isinstance(prompt, dict):
-        return sum(_size(value) for value in prompt.values())
+        return sum(_num_tokens(value) for value in prompt.values())
     if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
-        return sum(_size(part) for part in prompt)
+        return sum(_num_tokens(part) for part in prompt)
     try:
         return len(prompt)
     except TypeError:
         return 1
 
 
-def _new_tokens(params: Any) -> int:
+def _max_tokens(params: Any) -> int:
     if isinstance(params, SamplingParams):
         return params.max_tokens
-    most = params.get("max_tokens") if isinstance(params, Mapping) else None
-    return most if isinstance(most, int) else SamplingParams().max_tokens
+    value = params.get("max_tokens") if isinstance(params, Mapping) else None
+    return value if isinstance(value, int) else SamplingParams().max_tokens

@@ -1,11 +1,11 @@
-"""Generate and score with a live model: continuous batching in the caller's thread.
+"""The engine: generate and score with a live model, by continuous batching in the caller's thread.
 
-    prompts ─▶ Request ─▶ Scheduler ─▶ Step ─▶ model ─▶ tokens ─▶ Completion
+    prompts ─▶ Request ─▶ Scheduler ─▶ Step ─▶ model ─▶ tokens ─▶ OutputProcessor ─▶ Completion
                              ▲                             │
                              └────────── Loop ◀────────────┘
 
-The model may be in training: between two optimizer steps the engine borrows it and hands it back as
-it was. What it keeps for the next call (pages, graphs, cached prefixes) stays within `memory`.
+The model may be in training: between two optimizer steps the engine borrows it and returns it
+unchanged. Pages, CUDA graphs and cached prefixes are kept for the next call, within `memory`.
 """
 
 from __future__ import annotations
@@ -26,42 +26,48 @@ from .execution.memory_budget import SPARE, Memory
 from .executor import Executor
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
-from .requests.active_requests import ActiveRequests, Inbox
+from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion, Score, StreamEvent
 from .requests.request import Request
-from .requests.request_builder import Params, PromptSpec, RequestBuilder, broadcast_params, seconds
+from .requests.request_builder import (
+    Params,
+    PromptSpec,
+    RequestBuilder,
+    broadcast_params,
+    deadline_seconds,
+)
 from .requests.request_group import RequestGroup, longest_first
-from .requests.scoring import ScoreJob, pairs, rolling_windows, scored
-from .requests.tokenization import Prompt, TokenizerAdapter, identity
+from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
+from .requests.tokenization import Prompt, TokenizerAdapter, prompt_hash
 from .scheduling.loop import Loop
-from .session import ModelSession
-from .settings import checked_dtype, checked_seed, positive, settle
+from .session import ModelSession, WeightsCheck
+from .settings import check_dtype, check_positive, check_seed, resolve_settings
 
-_TWINS = 1 << 16
-"""Prompts whose repetitions are counted; an engine that is never idle forgets them in time."""
+_MAX_REPEAT_COUNTS = 1 << 16
+"""Prompts whose repeats are counted; an engine that is never idle must not grow."""
 
 
 class Engine:
     """Generation and scoring on a causal language model of Transformers.
 
-    `max_num_seqs` and `max_num_batched_tokens` are the dial between throughput and latency, and may be
-    turned while requests run: the README of this room has the curve they trace.
+    `max_num_seqs` and `max_num_batched_tokens` trade throughput against latency, and may be set
+    while requests run: inference/README.md has the measured curve.
 
-    Between calls weights may change and adapters be switched: what others computed is forgotten. A
-    write of few elements through `.data` may escape it (a sample is compared): write them under
-    `torch.no_grad()`, which is seen, or call `release()` after it.
+    Weights may change and adapters may be switched between calls: cached prefixes of other weights
+    are dropped. A write of few elements through `.data` may go unnoticed, since only a sample of
+    the values is compared: write under `torch.no_grad()`, which is noticed, or call `release()`.
 
-    memory: bytes, a share of free memory, or "spare": what training leaves.
-    page_size: tokens to a page of the cache; 256 where flash-attn may want it, else 16.
-    max_num_seqs: requests in one step; more raise throughput and the time between tokens.
-    max_num_batched_tokens: tokens in one step; more finish prompts sooner and hold up the rest.
-    max_length: longest sequence; by default what the model's positions allow.
-    max_waiting: requests that may queue; None: any number.
-    keep: keep pages, graphs and cached prefixes between calls; False gives all of it back.
-    dtype: compute in this dtype although the weights are wider; by default as autocast says.
-    seed: of requests that name none.
-    graphs: on a GPU, launch decode steps as graphs; False saves their memory and capture.
-    debug: check every step's bookkeeping.
+    memory: bytes, a fraction of the free memory, or "spare": what training leaves.
+    page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
+    max_num_seqs: requests per step; more raise throughput and inter-token latency.
+    max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running requests.
+    max_model_len: longest sequence; default: what the model's positions allow.
+    max_waiting: requests that may be queued; None: any number.
+    keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
+    dtype: compute in this dtype, although the weights are wider; default: as autocast says.
+    seed: of requests without one.
+    cuda_graphs: on a GPU, run decode steps as CUDA graphs; False saves their memory and capture.
+    debug: check the bookkeeping of every step.
     """
 
     def __init__(
@@ -73,47 +79,46 @@ class Engine:
         page_size: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
-        max_length: int | None = None,
+        max_model_len: int | None = None,
         max_waiting: int | None = None,
-        keep: bool = True,
+        keep_memory: bool = True,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        graphs: bool = True,
+        cuda_graphs: bool = True,
         debug: bool = False,
     ):
         self._model = unwrap_model(model)
-        settings = settle(
+        settings = resolve_settings(
             self._model,
             memory=memory,
             page_size=page_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_length=max_length,
-            graphs=graphs,
+            max_model_len=max_model_len,
+            max_waiting=max_waiting,
+            cuda_graphs=cuda_graphs,
             debug=debug,
         )
-        self._tongue = TokenizerAdapter(self._model, tokenizer)
-        self._intake = RequestBuilder(self._tongue, checked_seed(seed), settings.max_length)
-        self._max_waiting = None if max_waiting is None else positive("max_waiting", max_waiting)
+        self._tokenizer = TokenizerAdapter(self._model, tokenizer)
+        self._builder = RequestBuilder(self._tokenizer, check_seed(seed), settings.max_model_len)
         self.stats = Stats()
         self.trace = RequestTrace()
-        self._tenancy = ModelSession(
+        self._outputs = OutputProcessor()
+        self._session = ModelSession(
             self._model,
             settings,
             self.stats,
             self.trace,
-            lambda request: self._under_way.of(request).text_ends(request),
-            lambda: bool(self._under_way),
-            keep=keep,
-            dtype=checked_dtype(dtype),
+            self._outputs.has_requests,
+            keep_memory=keep_memory,
+            dtype=check_dtype(dtype),
         )
-        self._under_way = ActiveRequests()
-        self._news = Inbox()
-        """Of submitted requests, until `step` tells it."""
-        self._twins: Counter[int] = Counter()
-        """How often each prompt was submitted since none was under way."""
-        self._stepped = False
-        """Whether a step was run since the weights were last looked at."""
+        self._events = EventQueue()
+        """Events of requests from `add_request`, until `step` returns them."""
+        self._repeat_counts: Counter[int] = Counter()
+        """How often each prompt was added since the engine was last idle, by its hash."""
+        self._stepped_since_check = False
+        """Whether a step was run since a sample of the weights was last compared."""
 
     def generate(
         self,
@@ -124,21 +129,21 @@ class Engine:
         deadline: float | Sequence[float | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete every prompt; one Completion each, in the order given.
+        """Complete every prompt; one Completion each, in the order of the prompts.
 
-        Python's full collections of garbage wait until it returns.
+        Full garbage collection is deferred until this returns.
 
-        params: for all prompts, or one for each.
-        priority: lower runs first; for all, or one for each.
-        deadline: seconds after which requests return what they have; for all, or one for each.
+        params: one for all prompts, or one for each.
+        priority: lower runs first; one for all, or one for each.
+        deadline: seconds after which requests return what they have; one for all, or one for each.
         """
-        asked = broadcast_params(prompts, params, priority, deadline)
-        bar = tqdm(total=len(asked), disable=not progress, unit="req")
-        with bar, defer_full_gc(), self._session():
-            self._begin()
-            groups = self._take_in(asked)
-            done = self._finish_all(groups, bar.update)
-            return [done[group.id] for group in groups]
+        specs = broadcast_params(prompts, params, priority, deadline)
+        bar = tqdm(total=len(specs), disable=not progress, unit="req")
+        with bar, defer_full_gc(), self._borrow_model():
+            self._start_trace()
+            groups = self._build_requests(specs)
+            completions = self._run_to_completion(groups, bar.update)
+            return [completions[group.id] for group in groups]
 
     def stream(
         self,
@@ -148,36 +153,36 @@ class Engine:
         priority: int | Sequence[int] = 0,
         deadline: float | Sequence[float | None] | None = None,
     ) -> Iterator[StreamEvent]:
-        """Yield tokens and text as they are made; `StreamEvent.request` is the prompt's index.
+        """Yield tokens and text as they are generated; `request_id` is the prompt's index.
 
         The model is borrowed only while a step runs: between two events it is the trainer's. Other
-        calls may come in between, other streams too; each gets what is its own.
+        calls, other streams among them, may run in between; each gets its own events.
         """
-        asked = broadcast_params(prompts, params, priority, deadline)
-        inbox = Inbox()
-        with self._session():
-            self._begin()
-            groups = self._take_in(asked, streaming=True)
-            self._under_way.add(groups, inbox)
-        queue, index = longest_first(groups), {group.id: i for i, group in enumerate(groups)}
-        left = len(groups)
+        specs = broadcast_params(prompts, params, priority, deadline)
+        events = EventQueue()
+        with self._borrow_model():
+            self._start_trace()
+            groups = self._build_requests(specs, streaming=True)
+            self._outputs.add(groups, events)
+        backlog, index_of = longest_first(groups), {group.id: i for i, group in enumerate(groups)}
+        num_open = len(groups)
         try:
-            while left:
-                if not inbox:
-                    with self._session(light=True):
-                        self._feed(queue)
-                        self._advance()
-                while inbox:
-                    event = inbox.popleft()
-                    left -= event.completion is not None
-                    yield replace(event, request=index[event.request])
+            while num_open:
+                if not events:
+                    with self._borrow_model("counters"):
+                        self._queue_backlog(backlog)
+                        self._run_step()
+                while events:
+                    event = events.popleft()
+                    num_open -= event.completion is not None
+                    yield replace(event, request_id=index_of[event.request_id])
         finally:
             for group in groups:
-                self._cancel(group)
-                self._under_way.forget(group)
-            self._tenancy.rest()
+                self._abort(group)
+                self._outputs.remove(group)
+            self._session.release_if_idle()
 
-    def submit(
+    def add_request(
         self,
         prompt: Prompt,
         params: Params = None,
@@ -185,44 +190,48 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queue a request for `step`; its number names it in events and for `cancel`.
+        """Queue a request for `step`; the returned id names it in events and for `abort`.
 
-        A prompt submitted again while requests are under way is answered anew, unless it names a
-        seed; once all are done, the draws begin again.
+        A prompt added again while requests are active is sampled differently, unless it names a
+        seed; once all are done, the random numbers start over.
         """
-        if not self._under_way or len(self._twins) > _TWINS:
-            self._twins.clear()
-        under_way = self._machine is not None and self._loop.busy
-        # Of requests submitted one after the other, the first has looked at the weights.
-        with self._session(light=under_way, look=self._stepped):
-            asked = [(prompt, params, priority, deadline)]
-            (group,) = self._take_in(asked, streaming=True, twins=self._twins)
-            if not group.done and (why := self._no_room(len(group.requests))) is not None:
-                self._twins[identity(group.requests[0].prompt)] -= 1  # it may well come again
-                group.refuse(why)
-            self._under_way.add([group], self._news)
+        if not self._outputs.has_requests() or len(self._repeat_counts) > _MAX_REPEAT_COUNTS:
+            self._repeat_counts.clear()
+        check: WeightsCheck = "full"
+        if self._executor is not None and self._loop.busy:
+            # If several requests are added in a row, only the first compares a sample.
+            check = "sample" if self._stepped_since_check else "counters"
+        with self._borrow_model(check):
+            specs = [PromptSpec(prompt, params, priority, deadline)]
+            (group,) = self._build_requests(specs, streaming=True, repeats=self._repeat_counts)
+            error = self._loop.scheduler.queue_error(len(group.requests))
+            if not group.done and error is not None:
+                # A rejected prompt may be added again, with the same random numbers.
+                self._repeat_counts[prompt_hash(group.requests[0].prompt_token_ids)] -= 1
+                group.fail(error)
+            self._outputs.add([group], self._events)
             for request in group.requests:
-                self._enqueue(request)
+                self._queue(request)
         return group.id
 
     def step(self) -> list[StreamEvent]:
-        """Run one step of the submitted requests; say what is new.
+        """Run one step; return the new events of requests from `add_request`.
 
-        Should it raise, all requests under way end with an error, and the next call says so.
+        If it raises, all active requests end with an error, which the next call returns.
         """
-        if self._machine is not None and self._loop.busy:
-            with self._session(light=True):
-                self._advance()
-        news = list(self._news)
-        self._news.clear()
-        return news
+        if self._executor is not None and self._loop.busy:
+            with self._borrow_model("counters"):
+                self._run_step()
+        events = list(self._events)
+        self._events.clear()
+        return events
 
-    def cancel(self, request: int) -> None:
-        """End a submitted request; its completion has what it made so far."""
-        group = self._under_way.get(request)
+    def abort(self, request_id: int) -> None:
+        """End a request from `add_request`; its completion has the tokens generated so far."""
+        group = self._outputs.get(request_id)
         if group is not None:
-            self._under_way.tell(self._cancel(group))
-            self._tenancy.rest()
+            self._outputs.publish(self._abort(group))
+            self._session.release_if_idle()
 
     def score(
         self,
@@ -231,157 +240,161 @@ class Engine:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Log-likelihood of continuations, each given its context.
+        """Log-likelihood of each continuation given its context.
 
-        `continuations[i]` is one continuation of `contexts[i]`, giving one Score, or a list of
-        them, giving a list; a context is computed once for all of them.
+        `continuations[i]` is one continuation of `contexts[i]`, which gives a Score, or a list of
+        them, which gives a list; the context is computed once for all of them.
         """
-        jobs, shape = pairs(self._tongue, contexts, continuations)
-        return shape(self._score(jobs, deadline))
+        jobs, regroup = flatten_pairs(self._tokenizer, contexts, continuations)
+        return regroup(self._score(jobs, deadline))
 
     def score_rolling(
         self, texts: Sequence[Prompt], *, max_length: int | None = None
     ) -> list[Score]:
-        """Log-likelihood of whole texts, in windows where they are longer than the model allows.
+        """Log-likelihood of whole texts, in windows of at most `max_length` tokens.
 
         Each token is predicted once, from the tokens before it in its window; the first one from
-        the beginning-of-text token.
+        the beginning-of-text token. By default windows are as long as the model allows.
         """
-        longest = self._tenancy.settings.max_length
-        jobs, join = rolling_windows(self._tongue, texts, max_length, longest)
+        max_model_len = self._session.settings.max_model_len
+        jobs, join = rolling_windows(self._tokenizer, texts, max_length, max_model_len)
         return join(self._score(jobs, None))
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests in one step; may be lowered and raised again while requests run."""
-        return self._tenancy.dial("max_num_seqs")
+        """Requests per step; may be lowered and raised again while requests run."""
+        return self._session.get_limit("max_num_seqs")
 
     @max_num_seqs.setter
     def max_num_seqs(self, value: int) -> None:
-        most = self._tenancy.settings.max_num_seqs
-        if (value := positive("max_num_seqs", value)) > most:
-            raise ValueError(f"max_num_seqs is {value}; this engine was made for 1 to {most}")
-        self._tenancy.turn("max_num_seqs", value)
+        limit = self._session.settings.max_num_seqs
+        if (value := check_positive("max_num_seqs", value)) > limit:
+            raise ValueError(f"max_num_seqs is {value}; this engine was built for 1 to {limit}")
+        self._session.set_limit("max_num_seqs", value)
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens in one step; may be changed while requests run."""
-        return self._tenancy.dial("max_num_batched_tokens")
+        """Tokens per step; may be changed while requests run."""
+        return self._session.get_limit("max_num_batched_tokens")
 
     @max_num_batched_tokens.setter
     def max_num_batched_tokens(self, value: int) -> None:
-        self._tenancy.turn("max_num_batched_tokens", positive("max_num_batched_tokens", value))
+        value = check_positive("max_num_batched_tokens", value)
+        self._session.set_limit("max_num_batched_tokens", value)
 
-    def forget(self) -> None:
-        """Forget cached prefixes: what comes next is computed anew."""
-        self._tenancy.forget()
+    def reset_prefix_cache(self) -> None:
+        """Drop the cached prefixes: later requests compute their prompts again."""
+        self._session.reset_prefix_cache()
 
     def release(self) -> None:
-        """Give back pages, graphs and copies of weights; the next call builds them anew.
+        """Free pages, CUDA graphs and copies of weights; the next call builds them again.
 
-        Requests under way end with an error.
+        Active requests end with an error.
         """
-        self._refuse_all("the engine was released while the request was under way")
-        self._tenancy.release()
+        self._fail_all("the engine was released while the request was active")
+        self._session.release()
 
     # --- below: how the calls above share one loop ---
 
     @property
-    def _machine(self) -> Executor | None:
-        return self._tenancy.machine
+    def _executor(self) -> Executor | None:
+        return self._session.executor
 
     @property
     def _loop(self) -> Loop:
-        return self._tenancy.loop
+        return self._session.loop
 
     @contextmanager
-    def _session(self, light: bool = False, look: bool = False) -> Iterator[None]:
-        """Have the model; requests end with the machine that a fault takes away."""
+    def _borrow_model(self, weights_check: WeightsCheck = "full") -> Iterator[None]:
+        """Borrow the model; if a fault drops the executor, all requests end with an error."""
         try:
-            with self._tenancy.session(light, look) as drained:
-                self._under_way.tell(drained)
-                self._stepped = self._stepped and light and not look
+            with self._session.borrow(weights_check) as updated:
+                self._process_outputs(updated)
+                if weights_check != "counters":
+                    self._stepped_since_check = False
                 yield
         except BaseException as error:
-            if self._machine is None:
-                self._refuse_all(f"the engine stopped on an error ({type(error).__name__})")
+            if self._executor is None:
+                self._fail_all(f"the engine stopped on an error ({type(error).__name__})")
             raise
 
-    def _begin(self) -> None:
-        """Begin a call: unless other requests are under way, the trace is about this one."""
-        if not self._under_way:
+    def _start_trace(self) -> None:
+        """Drop the trace of earlier calls, unless their requests are still active."""
+        if not self._outputs.has_requests():
             self.trace.clear()
 
-    def _take_in(
-        self, asked: list[PromptSpec], streaming: bool = False, twins: Counter[int] | None = None
+    def _build_requests(
+        self,
+        specs: list[PromptSpec],
+        streaming: bool = False,
+        repeats: Counter[int] | None = None,
     ) -> list[RequestGroup]:
-        now, room = self._loop.clock(), self._tenancy.room
-        return self._intake.generation_requests(asked, now, room, streaming, twins)
+        now, cache_tokens = self._loop.clock(), self._session.cache_tokens
+        return self._builder.generation_requests(specs, now, cache_tokens, streaming, repeats)
 
-    def _finish_all(
-        self, groups: list[RequestGroup], tell: Callable[[int], Any] = lambda finished: None
+    def _run_to_completion(
+        self,
+        groups: list[RequestGroup],
+        on_finished: Callable[[int], Any] = lambda num_finished: None,
     ) -> dict[int, Completion]:
-        """Run until all groups are done."""
-        inbox, queue = Inbox(), longest_first(groups)
-        self._under_way.add(groups, inbox)
-        done: dict[int, Completion] = {}
+        """Run steps until all groups are done; return their completions by id."""
+        events, backlog = EventQueue(), longest_first(groups)
+        self._outputs.add(groups, events)
+        completions: dict[int, Completion] = {}
         while True:
-            ended = {e.request: e.completion for e in inbox if e.completion is not None}
-            inbox.clear()
-            if ended:
-                done |= ended
-                tell(len(ended))
-            if len(done) == len(groups):
-                return done
-            self._feed(queue)
-            self._advance()
+            new = {e.request_id: e.completion for e in events if e.completion is not None}
+            events.clear()
+            if new:
+                completions |= new
+                on_finished(len(new))
+            if len(completions) == len(groups):
+                return completions
+            self._queue_backlog(backlog)
+            self._run_step()
 
-    def _no_room(self, count: int) -> str | None:
-        """Why so many requests more cannot wait, if they cannot."""
-        most, waiting = self._max_waiting, self._loop.scheduler.waiting
-        if most is None or waiting + count <= most:
-            return None
-        if count > most:
-            return f"n is {count}, and max_waiting is {most}: lower n or raise max_waiting"
-        return f"the queue is full ({waiting} waiting, at most {most}): step() first"
-
-    def _enqueue(self, request: Request) -> None:
-        self.stats.note_queued(request, self._loop.clock())
-        self._loop.scheduler.add(request)
-
-    def _feed(self, queue: deque[Request]) -> None:
-        """Queue requests as far as the queue goes."""
-        while queue and self._no_room(1) is None:
-            request = queue.popleft()
-            if request.finish_reason is None:
-                self._enqueue(request)
-
-    def _advance(self) -> None:
-        """Run a step of all that is under way."""
-        self._stepped = True
-        self._under_way.tell(self._loop.step())
-        if self._tenancy.settings.debug:
+    def _run_step(self) -> None:
+        """Run one step of all active requests, and hand out its results."""
+        self._stepped_since_check = True
+        self._process_outputs(self._loop.step())
+        if self._session.settings.debug:
             self._loop.scheduler.check()
 
-    def _cancel(self, group: RequestGroup) -> list[Request]:
-        """End what is open of a group."""
-        still = [request for request in group.requests if request.finish_reason is None]
-        for request in still:
-            self._loop.cancel(request)
-        return still
+    def _process_outputs(self, updated: list[Request]) -> None:
+        """Detokenize new tokens, end the requests that reached a stop string, queue events."""
+        stopped = self._outputs.detokenize(updated)
+        self._loop.apply_stop_strings(updated, stopped)
+        self._outputs.publish(updated)
 
-    def _refuse_all(self, error: str) -> None:
-        """End all that is under way with an error."""
-        for request in self._under_way.fail_all(error):
-            self.stats.note_finish(request, perf_counter())
-            self.trace.add(request.id, "finished", why="error", tokens=len(request.output))
+    def _queue(self, request: Request) -> None:
+        self.stats.record_queued(request, self._loop.clock())
+        self._loop.scheduler.add(request)
+
+    def _queue_backlog(self, backlog: deque[Request]) -> None:
+        """Queue requests until `max_waiting` is reached."""
+        while backlog and self._loop.scheduler.queue_error(1) is None:
+            request = backlog.popleft()
+            if request.finish_reason is None:
+                self._queue(request)
+
+    def _abort(self, group: RequestGroup) -> list[Request]:
+        """End the unfinished requests of a group, and return them."""
+        unfinished = [request for request in group.requests if request.finish_reason is None]
+        for request in unfinished:
+            self._loop.abort(request)
+        return unfinished
+
+    def _fail_all(self, error: str) -> None:
+        """End all active requests with an error."""
+        for request in self._outputs.fail_all(error):
+            self.stats.record_finish(request, perf_counter())
+            num_tokens = len(request.output_token_ids)
+            self.trace.add(request.id, "finished", why="error", tokens=num_tokens)
 
     def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:
-        left = seconds(deadline)
-        with defer_full_gc(), self._session():
-            self._begin()
-            groups = self._intake.scoring_requests(
-                jobs, self._loop.clock() + left, self._tenancy.room
-            )
-            self._finish_all(groups)
-            return [scored(group) for group in groups]
+        seconds = deadline_seconds(deadline)
+        with defer_full_gc(), self._borrow_model():
+            self._start_trace()
+            expires, cache_tokens = self._loop.clock() + seconds, self._session.cache_tokens
+            groups = self._builder.scoring_requests(jobs, expires, cache_tokens)
+            self._run_to_completion(groups)
+            return [to_score(group) for group in groups]

@@ -1,4 +1,4 @@
-"""The engine's working parts, built for one model within `memory`, and given back whole."""
+"""KV cache, scheduler, runner and loop, built for one model within `memory`."""
 
 from __future__ import annotations
 
@@ -25,125 +25,137 @@ from .metrics.stats import Stats
 from .requests.request import Request
 from .scheduling.cache_checker import CacheChecker
 from .scheduling.loop import Loop
+from .scheduling.row_params import RowParams
 from .scheduling.scheduler import Scheduler
-from .scheduling.slot_params import SlotParams
 from .settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class BuildKey:
-    """What a machine is built for; it serves no other."""
+    """What an executor is built for; a model with another key needs another executor."""
 
     device: torch.device
-    dtype: torch.dtype
-    """Of keys and values."""
-    narrow: torch.dtype | None
-    """The dtype computed in where the weights are wider."""
+    kv_dtype: torch.dtype
+    cast_dtype: torch.dtype | None
+    """Compute dtype, where it is narrower than the weights."""
     modules: Sequence[nn.Module]
-    """On these the fused kernels were proven; adapters, for instance, come and go."""
+    """The fused kernels were verified on these; adapters, for instance, come and go."""
 
     def __str__(self) -> str:
-        return f"{self.dtype} on {self.device}, {len(self.modules)} modules"
+        return f"{self.kv_dtype} on {self.device}, {len(self.modules)} modules"
 
 
 @dataclass(slots=True, eq=False)
 class Executor:
-    """Cache, scheduler, runner and loop around one model."""
+    """Everything that was built around one model."""
 
     loop: Loop
     runner: ModelRunner
-    shadow: CastWeights | None
-    fused: FusedOps
-    """Fused kernels that fit the model."""
-    kind: BuildKey
+    cast_weights: CastWeights | None
+    fused_ops: FusedOps
+    key: BuildKey
 
 
-def build_key(modules: Sequence[nn.Module], narrow: torch.dtype | None) -> BuildKey:
-    """Of what kind a model is now; `narrow` is the dtype of autocast, if the weights are wider.
+def build_key(modules: Sequence[nn.Module], cast_dtype: torch.dtype | None) -> BuildKey:
+    """The key of a model as it is now.
 
-    Keys arrive in the dtype of the first matrix a layer multiplies with.
+    Keys and values have the dtype of the first weight that a layer multiplies with.
     """
-    weight, gathered = None, None
+    weight, gathered_dtype = None, None
     for module in modules:
-        if isinstance(module, FSDPModule):  # a shard has another dtype than what is computed with
-            gathered = module._get_fsdp_state()._mp_policy.param_dtype
-        if (weight := _matrix(module)) is not None:
+        if isinstance(module, FSDPModule):  # shards have another dtype than gathered parameters
+            gathered_dtype = module._get_fsdp_state()._mp_policy.param_dtype
+        if (weight := _matmul_weight(module)) is not None:
             break
     if weight is None:
         weight = next(modules[0].parameters())
-    return BuildKey(weight.device, narrow or gathered or weight.dtype, narrow, modules)
+    kv_dtype = cast_dtype or gathered_dtype or weight.dtype
+    return BuildKey(weight.device, kv_dtype, cast_dtype, modules)
 
 
-def _matrix(module: nn.Module) -> Tensor | None:
+def _matmul_weight(module: nn.Module) -> Tensor | None:
     weight = module._parameters.get("weight") if is_matmul(module) else None
     return weight if weight is not None and weight.is_floating_point() else None
 
 
 def build_executor(
-    model: Any,
+    model: Any, settings: Settings, stats: Stats, trace: RequestTrace, key: BuildKey
+) -> Executor:
+    """Build everything for a model that has this key now."""
+    check_supported(model)
+    device = _single_device(model)
+    cast_weights = None if key.cast_dtype is None else CastWeights(key.modules, key.cast_dtype)
+    budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
+    graph_budget = 0
+    if device.type == "cuda":
+        budget -= stacked_bytes(model, key.kv_dtype.itemsize)
+        if settings.cuda_graphs and not gathers_parameters(model):
+            graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
+        budget -= graph_budget
+    cache = _build_cache(model, settings, key.kv_dtype, device, budget)
+    row_params = RowParams(settings.max_num_seqs)
+    scheduler = _build_scheduler(settings, cache.num_pages, row_params, stats, trace, device)
+    runner = ModelRunner(model, cache, row_params, stats, device, graph_budget)
+    checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
+    loop = Loop(scheduler, runner, row_params, stats, cache_checker=checker)
+    max_graph_rows = settings.max_num_seqs if graph_budget else 0
+    ops = verified_ops(model, cache, max_graph_rows) if device.type == "cuda" else []
+    return Executor(loop, runner, cast_weights, FusedOps(ops), key)
+
+
+def _build_cache(
+    model: Any, settings: Settings, dtype: torch.dtype, device: torch.device, budget: int
+) -> PagedCache:
+    shapes, page_size = layer_shapes(model), settings.page_size
+    page_bytes = PagedCache.bytes_per_page(shapes, page_size, dtype)
+    max_pages = settings.max_num_seqs * -(-settings.max_model_len // page_size)
+    num_pages = min(budget // page_bytes, max_pages)
+    if num_pages < 1:
+        raise ValueError(
+            f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "
+            f"tokens takes {page_bytes}: give more memory"
+        )
+    cache = PagedCache(num_pages, page_size, shapes, dtype, device)
+    record_engine_bytes(num_pages * page_bytes, device)
+    return cache
+
+
+def _build_scheduler(
     settings: Settings,
+    num_pages: int,
+    row_params: RowParams,
     stats: Stats,
     trace: RequestTrace,
-    ends: Any,
-    kind: BuildKey,
-) -> Executor:
-    """Build everything for a model that is of this kind now."""
-    check_supported(model)
-    device, dtype = _only_device(model), kind.dtype
-    shapes = layer_shapes(model)
-    shadow = None if kind.narrow is None else CastWeights(kind.modules, kind.narrow)
-    page = PagedCache.bytes_per_page(shapes, settings.page_size, dtype)
-    most = settings.max_num_seqs * -(-settings.max_length // settings.page_size)
-    budget = budget_bytes(settings.memory, device) - (shadow.bytes if shadow else 0)
-    graphs = 0
-    if device.type == "cuda":
-        budget -= stacked_bytes(model, dtype.itemsize)
-        if settings.graphs and not gathers_parameters(model):
-            graphs = _room_for_graphs(model, settings, dtype, budget)
-        budget -= graphs
-    count = min(budget // page, most)
-    if count < 1:
-        raise ValueError(
-            f"memory={settings.memory!r} leaves {budget} bytes, one page of {settings.page_size} "
-            f"tokens takes {page}: give more memory"
-        )
-    cache = PagedCache(count, settings.page_size, shapes, dtype, device)
-    record_engine_bytes(count * page, device)
-    columns = SlotParams(settings.max_num_seqs)
+    device: torch.device,
+) -> Scheduler:
+    def on_admit(request: Request) -> None:
+        row_params.admit(request)
+        stats.record_admitted(request, perf_counter())
 
-    def admit(request: Request) -> None:
-        columns.admit(request)
-        stats.note_admitted(request, perf_counter())
-
-    scheduler = Scheduler(
-        PageAllocator(count, settings.page_size),
+    return Scheduler(
+        PageAllocator(num_pages, settings.page_size),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_length=settings.max_length,
-        # On a GPU a step with a prompt in it is no graph and takes long: take in several at a time.
-        admit_at_once=32 if device.type == "cuda" else 1,
-        admit=admit,
+        max_model_len=settings.max_model_len,
+        max_waiting=settings.max_waiting,
+        # On a GPU, steps with prefill are not captured and slow: admit several requests at a time.
+        min_admissions=32 if device.type == "cuda" else 1,
+        on_admit=on_admit,
         trace=trace,
     )
-    runner = ModelRunner(model, cache, columns, stats, device, graphs)
-    canary = CacheChecker(count, settings.page_size) if settings.debug else None
-    loop = Loop(scheduler, runner, columns, stats, ends=ends, canary=canary)
-    most = settings.max_num_seqs if graphs else 0
-    fused = verified_ops(model, cache, most) if device.type == "cuda" else []
-    return Executor(loop, runner, shadow, FusedOps(fused), kind)
 
 
-def _only_device(model: Any) -> torch.device:
+def _single_device(model: Any) -> torch.device:
     devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     if len(devices) > 1:
         raise ValueError(
-            f"the model lies on {', '.join(sorted(map(str, devices)))}: the engine runs it on one "
+            f"the model is on {', '.join(sorted(map(str, devices)))}: the engine runs it on one "
             "device; load it without device_map, or move it with model.to(device)"
         )
     return devices.pop()
 
 
-def _room_for_graphs(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
-    """What graphs of every batch size keep, but no more than a quarter of the memory."""
-    vocabulary = model.config.get_text_config().vocab_size
-    return max(1, min(graph_bytes(settings.max_num_seqs, vocabulary, dtype.itemsize), budget // 4))
+def _graph_budget(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
+    """Bytes for the graphs of every batch size, at most a quarter of the memory."""
+    vocab_size = model.config.get_text_config().vocab_size
+    return max(1, min(graph_bytes(settings.max_num_seqs, vocab_size, dtype.itemsize), budget // 4))

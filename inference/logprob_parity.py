@@ -1,11 +1,11 @@
-"""Does generation compute what training computes? The same tokens, through both.
+"""Train-inference mismatch: log-probabilities of the same tokens from the engine and from training.
 
-    prompts ─▶ generate: tokens, and their log-probabilities as the engine saw them ─┐
-                            │                                                        ├─▶ difference
-                            └─▶ one packed forward, as in training ──────────────────┘
+    prompts ─▶ generate: tokens, and their log-probabilities in the engine ─┐
+                            │                                               ├─▶ difference
+                            └─▶ one packed forward, as in training ─────────┘
 
-On-policy methods divide one by the other; an evaluation trusts that they are the same. In exact
-arithmetic they are. What is left is rounding: other shapes of the same products.
+On-policy methods divide one by the other, and evaluations rely on them being equal. In exact
+arithmetic they are; the difference is rounding, since the same products have other shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.backends import force_paged_backend
-from ..attention.hf import batch_of
+from ..attention.hf import packed_batch
 from ..runtime import unwrap_model
 from .engine import Engine
 from .live_model.borrow import borrow_model
@@ -28,84 +28,91 @@ from .requests.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LogprobParity:
-    """How far log-probabilities of the same tokens lie apart."""
+    """Absolute differences between the engine's and training's log-probabilities."""
 
-    tokens: int
+    num_tokens: int
     mean: float
-    """Mean absolute difference."""
-    largest: float
+    max: float
     dtype: str
-    """What both computed in."""
+    """The dtype both computed in."""
     device: str
 
     def __str__(self) -> str:
         return (
-            f"train-inference agreement over {self.tokens} tokens ({self.dtype}, {self.device}): "
-            f"mean difference {self.mean:.3g}, largest {self.largest:.3g}"
+            f"train-inference parity over {self.num_tokens} tokens ({self.dtype}, {self.device}): "
+            f"mean difference {self.mean:.3g}, max {self.max:.3g}"
         )
 
 
 class LogprobParityEval:
-    """The comparison as an evaluation: called now and then, it gives metrics.
+    """`compare_logprobs` as an evaluation during training.
 
-    GenerationEval(LogprobParityEval(model, engine, prompts), every=1000, name="agreement")
+    GenerationEval(LogprobParityEval(model, engine, prompts), every=1000, name="parity")
     """
 
-    def __init__(self, model: Any, engine: Engine, prompts: Sequence[Sequence[int]], new: int = 32):
-        self._asked = (model, engine, prompts, new)
+    def __init__(
+        self, model: Any, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = 32
+    ):
+        self._model, self._engine = model, engine
+        self._prompts, self._max_tokens = prompts, max_tokens
 
     def __call__(self, deadline: float | None = None) -> dict[str, float]:
-        """Generate and compare; it is short, and knows no deadline."""
-        found = agreement(*self._asked)
-        return {"mean": found.mean, "largest": found.largest, "tokens": float(found.tokens)}
+        """Generate and compare; the deadline is ignored, since it takes a moment."""
+        parity = compare_logprobs(self._model, self._engine, self._prompts, self._max_tokens)
+        return {"mean": parity.mean, "max": parity.max, "tokens": float(parity.num_tokens)}
 
 
-def agreement(
+def compare_logprobs(
     model: Any,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    new: int = 32,
+    max_tokens: int = 32,
     temperature: float = 1.0,
-    attention: str | None = None,
+    backend: str | None = None,
 ) -> LogprobParity:
     """Compare the engine's log-probabilities of its own tokens with a packed training forward's.
 
-    Both compute under the autocast that is on around the call.
+    Both compute under the autocast that is active around the call.
 
-    attention: the backend that generation must use; None: the best there is.
+    backend: the attention backend of the generation; by default the preferred one.
     """
-    params = SamplingParams(temperature=temperature, max_tokens=new, logprobs=0, ignore_eos=True)
-    with force_paged_backend(attention):
-        made = engine.generate(prompts, params)
-    for number, completion in enumerate(made):
+    params = SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, logprobs=0, ignore_eos=True
+    )
+    with force_paged_backend(backend):
+        completions = engine.generate(prompts, params)
+    for index, completion in enumerate(completions):
         if completion.error is not None:
-            raise ValueError(f"prompt {number}: {completion.error}")
+            raise ValueError(f"prompt {index}: {completion.error}")
     model = unwrap_model(model)
     parameter = next(model.parameters())
-    kind = parameter.device.type
-    narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    with borrow_model(model, narrow):
-        trained = packed_logprobs(model, prompts, made)
-    reported = [t.logprob for c in made for t in c.logprobs or ()]
-    seen = torch.tensor(reported, dtype=torch.float64)
-    apart = (seen - trained.double().cpu()).abs()
-    dtype = str(narrow or parameter.dtype).removeprefix("torch.")
-    return LogprobParity(len(apart), float(apart.mean()), float(apart.max()), dtype, kind)
+    device_type = parameter.device.type
+    autocast = None
+    if torch.is_autocast_enabled(device_type):
+        autocast = torch.get_autocast_dtype(device_type)
+    with borrow_model(model, autocast):
+        from_training = packed_logprobs(model, prompts, completions)
+    from_engine = [t.logprob for c in completions for t in c.logprobs or ()]
+    difference = torch.tensor(from_engine, dtype=torch.float64) - from_training.double().cpu()
+    difference = difference.abs()
+    dtype = str(autocast or parameter.dtype).removeprefix("torch.")
+    mean, largest = float(difference.mean()), float(difference.max())
+    return LogprobParity(len(difference), mean, largest, dtype, device_type)
 
 
 def packed_logprobs(
-    model: Any, prompts: Sequence[Sequence[int]], made: Sequence[Completion]
+    model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> Tensor:
-    """Log-probabilities of all completions' tokens, from one forward over all sequences packed."""
+    """Return the log-probabilities of all completions' tokens from one packed forward."""
     device = next(model.parameters()).device
-    whole = [[*map(int, p), *c.tokens] for p, c in zip(prompts, made, strict=True)]
-    batch = batch_of([torch.tensor([ids], device=device) for ids in whole])
+    sequences = [[*map(int, p), *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
+    batch = packed_batch([torch.tensor([ids], device=device) for ids in sequences])
     logits = model(**batch).logits[0]
     ends = batch["cu_seq_lens_q"][1:].tolist()
-    found = []
-    for end, completion in zip(ends, made, strict=True):
-        new = len(completion.tokens)
-        rows = logits[end - new - 1 : end - 1].float()
-        targets = torch.tensor(completion.tokens, device=device)
-        found.append(rows.gather(1, targets[:, None])[:, 0] - rows.logsumexp(-1))
-    return torch.cat(found)
+    logprobs = []
+    for end, completion in zip(ends, completions, strict=True):
+        count = len(completion.token_ids)
+        logit_rows = logits[end - count - 1 : end - 1].float()
+        targets = torch.tensor(completion.token_ids, device=device)
+        logprobs.append(logit_rows.gather(1, targets[:, None])[:, 0] - logit_rows.logsumexp(-1))
+    return torch.cat(logprobs)

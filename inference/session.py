@@ -1,7 +1,8 @@
-"""The engine's hold on a model: borrowed for a call, its working parts kept for the next one.
+"""The engine's session on a live model: borrow it per call, keep the executor between calls.
 
-A session borrows the model, builds what is missing, and looks whether the weights are still those
-that made the cached keys. Leaving it, by whatever way, the model is the trainer's again.
+Each call borrows the model, builds the executor if there is none, and checks whether the weights
+are still those that computed the cached keys. When the call ends, for whatever reason, the model is
+back in the trainer's state.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,9 +26,13 @@ from .requests.request import Request
 from .scheduling.loop import Loop
 from .settings import Settings
 
+WeightsCheck = Literal["counters", "sample", "full"]
+"""How to look for changed weights: version counters alone, with a sample of the values, or all of
+it, modules and adapters included."""
+
 
 class ModelSession:
-    """A model, and what was built around it."""
+    """A live model, and the executor that was built for it."""
 
     def __init__(
         self,
@@ -35,152 +40,153 @@ class ModelSession:
         settings: Settings,
         stats: Stats,
         trace: RequestTrace,
-        ends: Callable[[Request], bool],
-        wanted: Callable[[], bool],
+        has_requests: Callable[[], bool],
         *,
-        keep: bool,
+        keep_memory: bool,
         dtype: torch.dtype | None,
     ):
         self.settings = settings
-        self.machine: Executor | None = None
+        self.executor: Executor | None = None
         self._model = model
         self._stats = stats
         self._trace = trace
-        self._ends = ends
-        self._wanted = wanted
-        self._keep = keep
+        self._has_requests = has_requests
+        self._keep_memory = keep_memory
         self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
-        self._dial: dict[str, int] = {}
-        """What was turned away from the settings, for this machine and those to come."""
-        self._inside: tuple[torch.dtype | None] | None = None
-        """What `detect_autocast_dtype` found, once it was asked."""
+        self._limits: dict[str, int] = {}
+        """Limits that were set after construction, for this executor and later ones."""
+        self._autocast_dtype: tuple[torch.dtype | None] | None = None
+        """Result of `detect_autocast_dtype`, once it was called."""
 
     @property
     def loop(self) -> Loop:
-        assert self.machine is not None
-        return self.machine.loop
+        assert self.executor is not None
+        return self.executor.loop
 
     @property
-    def room(self) -> int:
-        """Tokens the cache holds."""
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
         pages = self.loop.scheduler.pages
         return pages.num_pages * pages.page_size
 
     @contextmanager
-    def session(self, light: bool = False, look: bool = False) -> Iterator[list[Request]]:
-        """Have the model; yields requests that ended while old steps were waited for.
+    def borrow(self, weights_check: WeightsCheck = "full") -> Iterator[list[Request]]:
+        """Put the model into generation state; yield requests updated by steps that were awaited.
 
-        light: trust the version counters to tell of changed weights: for single steps.
-        look: then look at a sample of the weights as well: for what is new among them.
+        An exception inside drops the executor, and with it the requests that it runs.
         """
+        full_check = weights_check == "full"
         modules = self._modules
-        if not light and (now := list(self._model.modules())) != modules:
-            modules = now
-        kind = build_key(modules, self._narrow())
-        self._make_way(kind)  # where that is refused, all is as it was
+        if full_check and (current := list(self._model.modules())) != modules:
+            modules = current
+        key = build_key(modules, self._cast_dtype())
+        self._release_if_incompatible(key)  # if it raises, nothing has changed
         self._modules = modules
         try:
             with ExitStack() as stack:
-                stack.enter_context(borrow_model(self._model, kind.narrow, self._modules))
-                stale = not light or self.machine is None or not self._weights.unchanged(look)
-                if self.machine is None:
-                    self.machine = self._assemble(kind)
-                news = self._notice_weights() if stale else []
-                if self.machine.shadow is not None:
-                    stack.enter_context(self.machine.shadow.active())
-                stack.enter_context(self.machine.fused.active(self._modules, stale))
-                yield news
+                stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
+                may_differ = (
+                    full_check
+                    or self.executor is None
+                    or not self._weights.unchanged(weights_check == "sample")
+                )
+                if self.executor is None:
+                    self.executor = self._build(key)
+                updated = self._invalidate_if_changed() if may_differ else []
+                if self.executor.cast_weights is not None:
+                    stack.enter_context(self.executor.cast_weights.active())
+                stack.enter_context(self.executor.fused_ops.active(self._modules, may_differ))
+                yield updated
         except BaseException:
-            self.machine = None
+            self.executor = None
             raise
         finally:
-            self.rest()
+            self.release_if_idle()
 
-    def rest(self) -> None:
-        """Unless it is to be kept, give all back once no request wants it."""
-        if not self._keep and self.machine is not None and not self._wanted():
+    def release_if_idle(self) -> None:
+        """Release everything if no request is left, unless keep_memory=True."""
+        if not self._keep_memory and self.executor is not None and not self._has_requests():
             self.loop.drain()
             self.release()
 
-    def dial(self, name: str) -> int:
-        """Where `max_num_seqs` or `max_num_batched_tokens` stands."""
-        if self.machine is not None:
+    def get_limit(self, name: str) -> int:
+        """The current `max_num_seqs` or `max_num_batched_tokens`."""
+        if self.executor is not None:
             return getattr(self.loop.scheduler, name)
-        return self._dial[name] if name in self._dial else getattr(self.settings, name)
+        return self._limits[name] if name in self._limits else getattr(self.settings, name)
 
-    def turn(self, name: str, value: int) -> None:
-        """Set it, now and for what is built later."""
-        self._dial[name] = value
-        if self.machine is not None:
+    def set_limit(self, name: str, value: int) -> None:
+        """Set one of them, for this executor and later ones."""
+        self._limits[name] = value
+        if self.executor is not None:
             setattr(self.loop.scheduler, name, value)
 
-    def forget(self) -> None:
-        """Drop the cached prefixes, if there are any; what is under way goes on."""
-        if self.machine is not None:
-            self.loop.scheduler.pages.forget()
+    def reset_prefix_cache(self) -> None:
+        """Drop the cached prefixes; running requests are not affected."""
+        if self.executor is not None:
+            self.loop.scheduler.pages.clear_prefixes()
 
     def release(self) -> None:
-        """Give back pages, graphs and copies of weights."""
-        self.machine = None
+        """Free pages, CUDA graphs and copies of weights."""
+        self.executor = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _assemble(self, kind: BuildKey) -> Executor:
-        began = perf_counter()
-        machine = build_executor(
-            self._model, self.settings, self._stats, self._trace, self._ends, kind
-        )
-        self._stats.preparing += perf_counter() - began
+    def _build(self, key: BuildKey) -> Executor:
+        start = perf_counter()
+        executor = build_executor(self._model, self.settings, self._stats, self._trace, key)
+        self._stats.setup_seconds += perf_counter() - start
         self._weights.refresh()
-        machine.loop.scheduler.scope = str(self._weights.number)
-        for name, value in self._dial.items():
-            setattr(machine.loop.scheduler, name, value)
-        return machine
+        scheduler = executor.loop.scheduler
+        scheduler.cache_salt = str(self._weights.number)
+        for name, value in self._limits.items():
+            setattr(scheduler, name, value)
+        return executor
 
-    def _make_way(self, kind: BuildKey) -> None:
-        """Give back what was built for a model of another kind."""
-        if self.machine is None or self.machine.kind == kind:
+    def _release_if_incompatible(self, key: BuildKey) -> None:
+        """Release an executor that was built for another key."""
+        if self.executor is None or self.executor.key == key:
             return
-        if self._wanted():
+        if self._has_requests():
             raise ValueError(
-                f"requests run in {self.machine.kind}, the model is now in {kind}: finish them "
-                "with the autocast, dtype, device and modules they began with, or cancel them first"
+                f"requests run in {self.executor.key}, the model is now in {key}: finish them "
+                "with the autocast, dtype, device and modules they began with, or abort them first"
             )
         self.release()
 
-    def _narrow(self) -> torch.dtype | None:
-        """The dtype to compute in, if the weights are wider."""
+    def _cast_dtype(self) -> torch.dtype | None:
+        """The dtype to compute in, where it differs from that of the weights."""
         parameter = next(self._model.parameters())
-        kind = parameter.device.type
+        device_type = parameter.device.type
         dtype = self._dtype
-        if dtype is None and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        if dtype is None and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         if dtype is None and "forward" in vars(self._model):
-            if self._inside is None:
-                self._inside = (detect_autocast_dtype(self._model),)
-            (dtype,) = self._inside
+            if self._autocast_dtype is None:
+                self._autocast_dtype = (detect_autocast_dtype(self._model),)
+            (dtype,) = self._autocast_dtype
         return None if dtype is None or dtype == parameter.dtype else dtype
 
-    def _notice_weights(self) -> list[Request]:
-        """Forget what other weights computed: cached prefixes, and the keys of running requests."""
-        assert self.machine is not None
-        runner, shadow = self.machine.runner, self.machine.shadow
-        # Ranks that step together vote before a forward, which no graph holds.
+    def _invalidate_if_changed(self) -> list[Request]:
+        """Drop what other weights computed: cached prefixes, and the keys of running requests."""
+        assert self.executor is not None
+        runner, cast_weights = self.executor.runner, self.executor.cast_weights
+        # Ranks in lockstep vote before each forward, which a CUDA graph cannot contain.
         runner.may_capture = not gathers_parameters(self._model)
         moved = self._weights.moved()
-        if shadow is not None:
-            moved = shadow.refresh(self._modules) or moved
+        if cast_weights is not None:
+            moved = cast_weights.refresh(self._modules) or moved
         if moved:
-            runner.forget_graphs()
+            runner.drop_graphs()
         changed = self._weights.refresh()
         runner.adapters = self._weights.adapters
         if not changed:
             return []
-        news = self.loop.drain()
+        updated = self.loop.drain()
         scheduler = self.loop.scheduler
-        scheduler.restart("the weights changed")
-        scheduler.pages.forget()
-        scheduler.scope = str(self._weights.number)
-        return news
+        scheduler.preempt_all("the weights changed")
+        scheduler.pages.clear_prefixes()
+        scheduler.cache_salt = str(self._weights.number)
+        return updated

@@ -1,4 +1,4 @@
-"""What an engine is told when it is made, checked, with what was left open filled in."""
+"""Engine settings: validated, with defaults resolved against the model and its device."""
 
 from __future__ import annotations
 
@@ -13,88 +13,93 @@ from torch import nn
 from .execution.memory_budget import Memory, check_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
-"""What position tables are called; adapters wrap what they adapt."""
+_POSITION_TABLE = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
+"""Names of learned position tables; adapters wrap the layer that they adapt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the working parts are built for."""
+    """What an executor is built with."""
 
     memory: Memory
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_length: int
-    graphs: bool
+    max_model_len: int
+    max_waiting: int | None
+    cuda_graphs: bool
     debug: bool
 
 
-def settle(
+def resolve_settings(
     model: Any,
     *,
     memory: Memory,
     page_size: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
-    max_length: int | None,
-    graphs: bool,
+    max_model_len: int | None,
+    max_waiting: int | None,
+    cuda_graphs: bool,
     debug: bool,
 ) -> Settings:
-    """Check what was asked for; None is what suits the model and its device."""
+    """Validate settings; None becomes the default for the model and its device."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Settings(
         memory=check_memory(memory),
         page_size=_page_size(page_size, 256 if on_gpu else 16),
-        max_num_seqs=positive("max_num_seqs", max_num_seqs, 512 if on_gpu else 64),
-        max_num_batched_tokens=positive(
+        max_num_seqs=check_positive("max_num_seqs", max_num_seqs, 512 if on_gpu else 64),
+        max_num_batched_tokens=check_positive(
             "max_num_batched_tokens", max_num_batched_tokens, 16384 if on_gpu else 2048
         ),
-        max_length=_max_length(model, max_length),
-        graphs=graphs,
+        max_model_len=_max_model_len(model, max_model_len),
+        max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
+        cuda_graphs=cuda_graphs,
         debug=debug,
     )
 
 
-def positive(name: str, value: int | None, default: int | None = None) -> int:
-    """A count from 1, or the default for None."""
+def check_positive(name: str, value: int | None, default: int | None = None) -> int:
+    """Return a whole number from 1, or the default for None."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
     return int(value)
 
 
-def checked_seed(seed: int) -> int:
-    """A whole number."""
+def check_seed(seed: int) -> int:
+    """Return a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed is {seed!r}; it must be a whole number")
     return int(seed)
 
 
-def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """A dtype that models compute in, or None."""
+def check_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype that models compute in, or None."""
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; give one such as torch.bfloat16, or None")
     return dtype
 
 
 def _page_size(value: int | None, default: int) -> int:
-    size = positive("page_size", value, default)
+    size = check_positive("page_size", value, default)
     if size % 16:
         raise ValueError(f"page_size is {size}; it must be a multiple of 16")
     return size
 
 
-def _max_length(model: Any, value: int | None) -> int:
-    length = positive("max_length", value, _positions(model))
-    rows = min(_position_tables(model), default=length)
-    if length > rows + 1:  # the last token is never run
-        raise ValueError(f"max_length is {length}; the model knows {rows} positions: give no more")
+def _max_model_len(model: Any, value: int | None) -> int:
+    length = check_positive("max_model_len", value, _max_positions(model))
+    num_positions = min(_position_tables(model), default=length)
+    if length > num_positions + 1:  # the last token of a sequence is never run
+        raise ValueError(
+            f"max_model_len is {length}; the model has {num_positions} positions: give no more"
+        )
     return length
 
 
-def _positions(model: Any) -> int:
-    """Longest sequence a model's positions allow, as far as its settings tell."""
+def _max_positions(model: Any) -> int:
+    """The longest sequence that the model's config names."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
@@ -104,9 +109,9 @@ def _positions(model: Any) -> int:
 
 
 def _position_tables(model: nn.Module) -> list[int]:
-    """Positions in each table of learned ones; models that turn or slope have none."""
+    """Sizes of the learned position tables; rotary and ALiBi models have none."""
     return [
         module.num_embeddings - getattr(module, "offset", 0)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and _POSITIONS.search(name)
+        if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
     ]

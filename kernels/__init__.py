@@ -1,1 +1,114 @@
-"""Triton kernels: tensors in, tensors out; shared by training and generation."""
+"""Triton kernels, shared by training and generation: tensors in, tensors out.
+
+A name is loaded when it is first used, since Triton may be missing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adamw import adamw_update
+    from .attention_tile import padded_dim
+    from .cross_entropy import losses_and_gradient, scale_tensor
+    from .decode_attention import QKTransform, fused_decode_attention, fused_decode_tiles, write_qkv
+    from .kv_write import write_kv
+    from .launch import sm_count, supports_pdl
+    from .norm import (
+        add_rms_norm,
+        add_rms_norm_split_k,
+        rms_norm,
+        rms_norm_backward,
+        rms_norm_forward,
+    )
+    from .paged_decode import (
+        MIN_SPLIT_KEYS,
+        DecodeTiles,
+        paged_attention_decode,
+        programs_per_kv_head,
+    )
+    from .paged_prefill import PrefillTiles, paged_attention_prefill
+    from .rotary import apply_rotary, rotate_heads
+    from .skinny_gemm import GemmTiles, gated_gemm, gated_gemm_tiles, gemm_tiles, split_k_gemm
+    from .swiglu import TRAINING_BLOCK, silu_mul, silu_mul_backward
+    from .tokens import argmax, embed, fill_last_tokens
+
+__all__ = [
+    "MIN_SPLIT_KEYS",
+    "TRAINING_BLOCK",
+    "DecodeTiles",
+    "GemmTiles",
+    "PrefillTiles",
+    "QKTransform",
+    "adamw_update",
+    "add_rms_norm",
+    "add_rms_norm_split_k",
+    "apply_rotary",
+    "argmax",
+    "embed",
+    "fill_last_tokens",
+    "fused_decode_attention",
+    "fused_decode_tiles",
+    "gated_gemm",
+    "gated_gemm_tiles",
+    "gemm_tiles",
+    "losses_and_gradient",
+    "padded_dim",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "programs_per_kv_head",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rotate_heads",
+    "scale_tensor",
+    "silu_mul",
+    "silu_mul_backward",
+    "sm_count",
+    "split_k_gemm",
+    "supports_pdl",
+    "write_kv",
+    "write_qkv",
+]
+
+_MODULES = {
+    "adamw": ("adamw_update",),
+    "attention_tile": ("padded_dim",),
+    "cross_entropy": ("losses_and_gradient", "scale_tensor"),
+    "decode_attention": (
+        "QKTransform",
+        "fused_decode_attention",
+        "fused_decode_tiles",
+        "write_qkv",
+    ),
+    "kv_write": ("write_kv",),
+    "launch": ("sm_count", "supports_pdl"),
+    "norm": (
+        "add_rms_norm",
+        "add_rms_norm_split_k",
+        "rms_norm",
+        "rms_norm_backward",
+        "rms_norm_forward",
+    ),
+    "paged_decode": (
+        "MIN_SPLIT_KEYS",
+        "DecodeTiles",
+        "paged_attention_decode",
+        "programs_per_kv_head",
+    ),
+    "paged_prefill": ("PrefillTiles", "paged_attention_prefill"),
+    "rotary": ("apply_rotary", "rotate_heads"),
+    "skinny_gemm": ("GemmTiles", "gated_gemm", "gated_gemm_tiles", "gemm_tiles", "split_k_gemm"),
+    "swiglu": ("TRAINING_BLOCK", "silu_mul", "silu_mul_backward"),
+    "tokens": ("argmax", "embed", "fill_last_tokens"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value

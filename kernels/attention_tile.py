@@ -1,123 +1,132 @@
-"""What both Triton kernels share: a tile of queries takes in the keys of a sequence, in pages.
+"""Attention of a tile of queries over the paged keys of one sequence; used by decode and prefill.
 
     pages   ▒▒▒▒ of the next block are looked up while
-    block   ████ of keys and values meets the tile: so their loads can be on the way blocks ahead
+    block   ████ is computed, so that its loads can be issued blocks ahead
 
-Softmax is kept running, in base 2: `top` is the largest score a row has seen, `total` the sum of
-its weights, `acc` its weighted values, the last two relative to `top`.
+The softmax is computed online, in base 2: `m_i` is the largest score of a row so far, `l_i` the sum
+of its weights and `acc` the sum of its weighted values, both relative to `m_i`.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
 def attend_keys(
-    q, last, begin, plain, end, table_row, keys, values, slot_stride_k, slot_stride_v,
+    q, last_key, start, unmasked_end, end, page_table, keys, values, slot_stride_k, slot_stride_v,
     scale, softcap, window,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Let rows q [M, PAD_DK], each seeing keys up to last [M], take in keys [begin, end).
+    """Attend q [M, BLOCK_DK] to keys [start, end); row m sees keys up to last_key[m].
 
-    Bounds but `end` are multiples of BLOCK. Every row sees all keys before `plain`, so that nothing
-    is masked there; keys at or beyond `end` are not read.
+    Every bound except `end` is a multiple of BLOCK_N. Every row sees all keys before
+    `unmasked_end`, so no mask is computed there. Keys at or beyond `end` are not read.
     """
-    acc = tl.zeros([q.shape[0], PAD_DV], tl.float32)
-    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([q.shape[0]], tl.float32)
-    page = _pages_of(table_row, begin, plain, False, PAGE, BLOCK)
-    for key in range(begin, plain, BLOCK):
-        ahead = _pages_of(table_row, key + BLOCK, plain, False, PAGE, BLOCK)
-        acc, top, total = _block_step(
-            q, acc, top, total, last, key, end, page, keys, values,
+    acc = tl.zeros([q.shape[0], BLOCK_DV], tl.float32)
+    m_i = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    l_i = tl.zeros([q.shape[0]], tl.float32)
+    page = _load_pages(page_table, start, unmasked_end, False, PAGE_SIZE, BLOCK_N)
+    for key in range(start, unmasked_end, BLOCK_N):
+        next_page = _load_pages(page_table, key + BLOCK_N, unmasked_end, False, PAGE_SIZE, BLOCK_N)
+        acc, m_i, l_i = _attend_block(
+            q, acc, m_i, l_i, last_key, key, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, softcap, window,
-            False, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+            False, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
-        page = ahead
-    page = _pages_of(table_row, plain, end, True, PAGE, BLOCK)
-    for key in range(plain, end, BLOCK):
-        ahead = _pages_of(table_row, key + BLOCK, end, True, PAGE, BLOCK)
-        acc, top, total = _block_step(
-            q, acc, top, total, last, key, end, page, keys, values,
+        page = next_page
+    page = _load_pages(page_table, unmasked_end, end, True, PAGE_SIZE, BLOCK_N)
+    for key in range(unmasked_end, end, BLOCK_N):
+        next_page = _load_pages(page_table, key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
+        acc, m_i, l_i = _attend_block(
+            q, acc, m_i, l_i, last_key, key, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, softcap, window,
-            True, WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+            True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
-        page = ahead
-    return acc, top, total
+        page = next_page
+    return acc, m_i, l_i
 
 
 @triton.jit
-def _pages_of(
-    table_row, first_key, end, PARTLY: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+def _load_pages(
+    page_table, first_key, end, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Where keys [first_key, +BLOCK) lie: one page if it holds them all, else one for each key.
+    """Return the pages of keys [first_key, +BLOCK_N): a scalar if one holds all, else [BLOCK_N].
 
-    The table is not read for keys at or beyond `end`; only PARTLY may that be within the block.
+    The table is not read for keys at or beyond `end`, which is inside the block only if MASKED.
     """
-    nth = tl.arange(0, BLOCK)
-    read = first_key < end
-    if PAGE % BLOCK == 0:
-        at = table_row + first_key // PAGE
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = first_key < end
+    if PAGE_SIZE % BLOCK_N == 0:
+        entry = page_table + first_key // PAGE_SIZE
     else:
-        if BLOCK % PAGE == 0:
-            at = table_row + first_key // PAGE + nth // PAGE
+        if BLOCK_N % PAGE_SIZE == 0:
+            entry = page_table + first_key // PAGE_SIZE + offs_n // PAGE_SIZE
         else:
-            at = table_row + (first_key + nth) // PAGE
-        read = nth < end - first_key if PARTLY else tl.full([BLOCK], 1, tl.int1) & read
-    return tl.load(at, mask=read, other=0)
+            entry = page_table + (first_key + offs_n) // PAGE_SIZE
+        mask = offs_n < end - first_key if MASKED else tl.full([BLOCK_N], 1, tl.int1) & mask
+    return tl.load(entry, mask=mask, other=0)
 
 
 @triton.jit
-def _in_page(first_key, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Places of keys [first_key, +BLOCK) inside their pages, as (scalar, [BLOCK]) to be added.
+def _offsets_in_page(first_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the offsets of keys [first_key, +BLOCK_N) in their pages as a sum: scalar + [BLOCK_N].
 
-    The second does not change from block to block where pages and blocks fit into each other.
+    The vector is the same for every block where one of page and block size divides the other.
     """
-    nth = tl.arange(0, BLOCK)
-    if PAGE % BLOCK == 0:
-        first, rest = first_key % PAGE, nth
-    elif BLOCK % PAGE == 0:
-        first, rest = 0, nth % PAGE
+    offs_n = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE % BLOCK_N == 0:
+        first, rest = first_key % PAGE_SIZE, offs_n
+    elif BLOCK_N % PAGE_SIZE == 0:
+        first, rest = 0, offs_n % PAGE_SIZE
     else:
-        first, rest = 0, (first_key + nth) % PAGE
+        first, rest = 0, (first_key + offs_n) % PAGE_SIZE
     return first, rest
 
 
 @triton.jit
-def _block_step(
-    q, acc, top, total, last, first_key, end, page, keys, values,
+def _attend_block(
+    q, acc, m_i, l_i, last_key, first_key, end, page, keys, values,
     slot_stride_k, slot_stride_v, scale, softcap, window,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take in keys [first_key, +BLOCK), which lie in `page`."""
+    """Attend to keys [first_key, +BLOCK_N), which are in `page`."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    nth = tl.arange(0, BLOCK)
-    inside = nth < end - first_key
-    dk = tl.arange(0, PAD_DK)
-    dv = tl.arange(0, PAD_DV)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < end - first_key
+    offs_dk = tl.arange(0, BLOCK_DK)
+    offs_dv = tl.arange(0, BLOCK_DV)
     page = page.to(tl.int64)
-    first, rest = _in_page(first_key, PAGE, BLOCK)
-    from_k = keys + (page * (PAGE * slot_stride_k) + first * slot_stride_k)
-    from_v = values + (page * (PAGE * slot_stride_v) + first * slot_stride_v)
-    if PAGE % BLOCK != 0:
-        from_k, from_v = from_k[None, :], from_v[:, None]
-    at_k = from_k + (rest[None, :] * slot_stride_k + dk[:, None])
-    at_v = from_v + (rest[:, None] * slot_stride_v + dv[None, :])
-    # values past the end are masked, not only their weights: a page may hold another request's NaN
+    first, rest = _offsets_in_page(first_key, PAGE_SIZE, BLOCK_N)
+    k_base = keys + (page * (PAGE_SIZE * slot_stride_k) + first * slot_stride_k)
+    v_base = values + (page * (PAGE_SIZE * slot_stride_v) + first * slot_stride_v)
+    if PAGE_SIZE % BLOCK_N != 0:
+        k_base, v_base = k_base[None, :], v_base[:, None]
+    k_ptr = k_base + (rest[None, :] * slot_stride_k + offs_dk[:, None])
+    v_ptr = v_base + (rest[:, None] * slot_stride_v + offs_dv[None, :])
+    # Values past the end are masked, not only their weights: a page may hold a stale NaN.
     if MASKED:
-        k = tl.load(at_k, mask=inside[None, :] & (dk < DK)[:, None], other=0.0)
-        v = tl.load(at_v, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+        k = tl.load(k_ptr, mask=mask_n[None, :] & (offs_dk < DK)[:, None], other=0.0)
+        v = tl.load(v_ptr, mask=mask_n[:, None] & (offs_dv < DV)[None, :], other=0.0)
     else:
-        k = tl.load(at_k) if DK == PAD_DK else tl.load(at_k, mask=(dk < DK)[:, None], other=0.0)
-        v = tl.load(at_v) if DV == PAD_DV else tl.load(at_v, mask=(dv < DV)[None, :], other=0.0)
+        if DK == BLOCK_DK:
+            k = tl.load(k_ptr)
+        else:
+            k = tl.load(k_ptr, mask=(offs_dk < DK)[:, None], other=0.0)
+        if DV == BLOCK_DV:
+            v = tl.load(v_ptr)
+        else:
+            v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
     s = tl.dot(q, k, input_precision=PRECISION)
     if SOFTCAP:
         s = s * (scale / softcap)
@@ -125,33 +134,47 @@ def _block_step(
     else:
         s = s * (scale * LOG2E)
     if MASKED:
-        place = first_key + nth
-        seen = inside[None, :] & (place[None, :] <= last[:, None])
+        key = first_key + offs_n
+        visible = mask_n[None, :] & (key[None, :] <= last_key[:, None])
         if WINDOW:
-            seen = seen & (place[None, :] > last[:, None] - window)
-        s = tl.where(seen, s, float("-inf"))
-    return online_softmax(s, v, acc, top, total, PRECISION)
+            visible = visible & (key[None, :] > last_key[:, None] - window)
+        s = tl.where(visible, s, float("-inf"))
+    return online_softmax(s, v, acc, m_i, l_i, PRECISION)
 
 
 @triton.jit
-def online_softmax(s, v, acc, top, total, PRECISION: tl.constexpr):
-    """Add values [BLOCK, PAD_DV] to the running sums, by scores s [M, BLOCK] in powers of two."""
-    new_top = tl.maximum(top, tl.max(s, 1))
-    floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(s - floor[:, None])
-    fade = tl.exp2(top - floor)
-    total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, new_top, total
+def online_softmax(s, v, acc, m_i, l_i, PRECISION: tl.constexpr):
+    """Update the running sums by values v [N, BLOCK_DV] with base-2 scores s [M, N]."""
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    floor = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - floor[:, None])
+    alpha = tl.exp2(m_i - floor)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m_new, l_i
 
 
 @triton.jit
-def finish(acc, top, total, sink, SINKS: tl.constexpr):
-    """Turn the running sums into the output; a sink [M] takes its share of the weight."""
+def normalize(acc, m_i, l_i, sink, SINKS: tl.constexpr):
+    """Turn the running sums into the output; a sink [M] adds its weight to the denominator."""
     if SINKS:
         sink2 = sink * 1.4426950408889634
-        new_top = tl.maximum(top, sink2)
-        acc = acc * tl.exp2(top - new_top)[:, None]
-        total = total * tl.exp2(top - new_top) + tl.exp2(sink2 - new_top)
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        m_new = tl.maximum(m_i, sink2)
+        acc = acc * tl.exp2(m_i - m_new)[:, None]
+        l_i = l_i * tl.exp2(m_i - m_new) + tl.exp2(sink2 - m_new)
+    return acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+
+
+def padded_dim(dim: int) -> int:
+    """Return the tile size that holds a head dim.
+
+    >>> padded_dim(80)
+    128
+    """
+    return max(16, triton.next_power_of_2(dim))
+
+
+def dot_precision(q: Tensor) -> str:
+    """Return `tl.dot`'s input precision: no TF32 for fp32 inputs; ignored for narrower ones."""
+    return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -1,12 +1,11 @@
-"""The two Triton kernels of the loss: a row of logits becomes its own gradient; a tensor is scaled.
+"""Cross-entropy over rows of logits: the loss, and the gradient written over the logits.
 
-    logits[row] ─▶ running maximum and sum ─▶ loss[row]
-         └──────── read again, still in the cache ─▶ gradient, written over the logits
+    logits[row] ─▶ online softmax: maximum and sum ─▶ loss[row]
+         └──────── read again, still in the cache ──▶ gradient, over the logits
 
-A row is one program's work, so that its second reading finds it in the cache.
+One program takes one row, so that the second read hits the cache.
 """
 
-# Triton launches with what its kernels declare, plus settings of its own.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
@@ -16,72 +15,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..packing import IGNORE_INDEX
-
 
 @triton.jit
-def _row_loss(
-    logits, targets, weights, losses, width, row_stride, smoothing, z_loss,
-    IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+def _loss_kernel(
+    logits, targets, weights, losses, vocab_size, stride_row, smoothing, z_loss,
+    IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = logits + row * row_stride
-    place = tl.arange(0, BLOCK)
+    row_ptr = logits + row * stride_row
+    offs = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
-    if target == IGNORED:
+    if target == IGNORE_INDEX:
         tl.store(losses + row, 0.0)
-        for start in range(0, width, BLOCK):
-            tl.store(at + start + place, tl.zeros([BLOCK], tl.float32), mask=start + place < width)
+        for start in range(0, vocab_size, BLOCK):
+            zeros = tl.zeros([BLOCK], tl.float32)
+            tl.store(row_ptr + start + offs, zeros, mask=start + offs < vocab_size)
         return
-    top, total, plain = -float("inf"), 0.0, 0.0
-    for start in range(0, width, BLOCK):
-        inside = start + place < width
-        x = tl.load(at + start + place, mask=inside, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher))
-        plain += tl.sum(tl.where(inside, x, 0.0))
-        top = higher
-    normalizer = top + tl.log(total)
-    picked = tl.load(at + target).to(tl.float32)
-    loss = normalizer - (1 - smoothing) * picked - smoothing * plain / width
-    tl.store(losses + row, loss + z_loss * normalizer * normalizer)
-    tl.debug_barrier()  # the target's logit is read before anyone overwrites it
+    m_i, l_i, logit_sum = -float("inf"), 0.0, 0.0
+    for start in range(0, vocab_size, BLOCK):
+        mask = start + offs < vocab_size
+        x = tl.load(row_ptr + start + offs, mask=mask, other=-float("inf")).to(tl.float32)
+        m_new = tl.maximum(m_i, tl.max(x))
+        l_i = l_i * tl.exp(m_i - m_new) + tl.sum(tl.exp(x - m_new))
+        logit_sum += tl.sum(tl.where(mask, x, 0.0))
+        m_i = m_new
+    lse = m_i + tl.log(l_i)
+    target_logit = tl.load(row_ptr + target).to(tl.float32)
+    loss = lse - (1 - smoothing) * target_logit - smoothing * logit_sum / vocab_size
+    tl.store(losses + row, loss + z_loss * lse * lse)
+    tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
     weight = tl.load(weights + row)
-    rise = weight * (1 + 2 * z_loss * normalizer)
-    everywhere, there = weight * smoothing / width, weight * (1 - smoothing)
-    for start in range(0, width, BLOCK):
-        inside = start + place < width
-        x = tl.load(at + start + place, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = rise * tl.exp(x - normalizer) - everywhere
-        gradient -= tl.where(start + place == target, there, 0.0)
-        tl.store(at + start + place, gradient, mask=inside)
+    softmax_weight = weight * (1 + 2 * z_loss * lse)
+    uniform, on_target = weight * smoothing / vocab_size, weight * (1 - smoothing)
+    for start in range(0, vocab_size, BLOCK):
+        mask = start + offs < vocab_size
+        x = tl.load(row_ptr + start + offs, mask=mask, other=-float("inf")).to(tl.float32)
+        grad = softmax_weight * tl.exp(x - lse) - uniform
+        grad -= tl.where(start + offs == target, on_target, 0.0)
+        tl.store(row_ptr + start + offs, grad, mask=mask)
 
 
 def losses_and_gradient(
-    logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    smoothing: float,
+    z_loss: float,
+    ignore_index: int,
 ) -> Tensor:
-    """Return the losses of a chunk, and overwrite its logits by the gradient of their sum."""
+    """Return the losses [R] of logits [R, V], and overwrite the logits by their gradient.
+
+    The gradient is that of the sum of losses weighted by `weights` [R]; rows whose target is
+    `ignore_index` have neither.
+    """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    width = logits.shape[1]
-    block = min(4096, triton.next_power_of_2(width))
-    _row_loss[(len(logits),)](
-        logits, targets, weights, losses, width, logits.stride(0), smoothing, z_loss,
-        IGNORE_INDEX, block, num_warps=4,
+    vocab_size = logits.shape[1]
+    block = min(4096, triton.next_power_of_2(vocab_size))
+    _loss_kernel[(len(logits),)](
+        logits, targets, weights, losses, vocab_size, logits.stride(0), smoothing, z_loss,
+        ignore_index, block, num_warps=4,
     )  # fmt: skip
     return losses
 
 
 @triton.jit
-def _scale(x, by, out, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * tl.load(by)
-    tl.store(out + place, value, mask=inside)
+def _scale_kernel(x, factor, out, numel, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < numel
+    value = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(out + offs, value, mask=mask)
 
 
-def scaled(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply by a number on the device: in fp32, rounded once, in one pass."""
+def scale_tensor(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply x by a scalar on the device: in fp32, rounded once, in one pass."""
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
-        _scale[(triton.cdiv(x.numel(), 4096),)](x, by, out, x.numel(), 4096)
+        _scale_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, out, x.numel(), 4096)
     return out

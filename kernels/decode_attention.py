@@ -1,12 +1,12 @@
-"""Attention of a decode step, from the parts of the projections to its output.
+"""Attention of a decode step in one kernel: from the QKV projection's partials to the output.
 
-    parts [S, M, (H + 2 Hkv) D] ─▶ norms, rotary ─┬─▶ the new key and value, into their slot
-                                                  └─▶ queries ─▶ meet the pages ─▶ out [M, H, D]
+    partials [S, M, (H + 2 Hkv) D] ─▶ QK norm, rotary ─┬─▶ new key and value, into their KV slot
+                                                       └─▶ queries ─▶ paged keys ─▶ out [M, H, D]
 
-`fused_decode_attention` is all of it in one kernel, for few sequences; `place` is the first half, for many.
-Program (kv head, split, sequence): the group's queries and their key are the rows of one tile. The
-first split takes the new token, straight from the parts; the keys before it are shared out over all
-splits, and whoever ends last joins their results.
+`fused_decode_attention` computes all of it, for few sequences; `write_qkv` is the first half, for
+many. A program takes (kv head, split, sequence): the queries of the group and their new key are the
+rows of one tile. The first split takes the new token from the partials; the keys before it are
+divided over all splits, and the program that ends last combines them.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -22,14 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention import Pages
-from .attention_tile import online_softmax
-from .paged_decode import DecodeTiles, padded, precision, sm_count
+from .attention_tile import dot_precision, online_softmax, padded_dim
+from .launch import sm_count
+from .paged_decode import DecodeTiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKTransform:
-    """How queries and keys are made ready: bias and norms, if any, and the angles of positions."""
+    """What turns projections into queries and keys: optional bias and QK norms, and rotary."""
 
     cos: Tensor
     """[positions, D]."""
@@ -41,317 +41,360 @@ class QKTransform:
 
 
 @triton.jit
-def _summed(
-    parts, bias, rows, row, at, inside,
-    wide: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr, BIAS: tl.constexpr,
+def _sum_split_k(
+    partials, bias, num_rows, row, column, mask,
+    width: tl.constexpr, NUM_PARTIALS: tl.constexpr, dtype: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the parts at columns `at`, rounded as a product's result is."""
-    value = tl.zeros(at.shape, tl.float32)
-    for split in tl.static_range(PARTS):
-        where = parts + (split * rows + row) * wide + at
-        value += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    """Return the sum of the partials at `column`, rounded to dtype like a product's result."""
+    value = tl.zeros(column.shape, tl.float32)
+    for split in tl.static_range(NUM_PARTIALS):
+        ptr = partials + (split * num_rows + row) * width + column
+        value += tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
-        value += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    return value.to(kind).to(tl.float32)
+        value += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    return value.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _turned(
-    parts, bias, cos_d, sin_d, q_gain, k_gain, eps, rows, row, kv, line, d,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, kind: tl.constexpr,
+def _norm_and_rotate(
+    partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
+    WIDTH: tl.constexpr, NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a group, normed and turned: line GROUP is the key, those before are queries."""
-    near = (d < D)[None, :]
-    is_q = (line < GROUP)[:, None]
-    inside = (line <= GROUP)[:, None] & near
-    at = tl.where(is_q, kv * GROUP + line[:, None], HEADS + kv) * D
-    partner = tl.where(d < D // 2, d + D // 2, d - D // 2)[None, :]
-    own = _summed(parts, bias, rows, row, at + d[None, :], inside, WIDE, PARTS, kind, BIAS)
-    other = _summed(parts, bias, rows, row, at + partner, inside, WIDE, PARTS, kind, BIAS)
+    """Return the rows of a group after norm and rotary: its queries, then its key (GROUP_SIZE)."""
+    mask_d = (offs_d < D)[None, :]
+    is_query = (offs_m < GROUP_SIZE)[:, None]
+    mask = (offs_m <= GROUP_SIZE)[:, None] & mask_d
+    first = tl.where(is_query, kv_head * GROUP_SIZE + offs_m[:, None], HEADS + kv_head) * D
+    partner = tl.where(offs_d < D // 2, offs_d + D // 2, offs_d - D // 2)[None, :]
+    x = _sum_split_k(
+        partials, bias, num_rows, row, first + offs_d[None, :], mask,
+        WIDTH, NUM_PARTIALS, dtype, BIAS,
+    )  # fmt: skip
+    x_partner = _sum_split_k(
+        partials, bias, num_rows, row, first + partner, mask, WIDTH, NUM_PARTIALS, dtype, BIAS
+    )
     if NORM:
-        size = tl.rsqrt(tl.sum(own * own, 1) / D + eps)[:, None]
-        q_own = tl.load(q_gain + d[None, :], mask=near, other=0.0).to(tl.float32)
-        k_own = tl.load(k_gain + d[None, :], mask=near, other=0.0).to(tl.float32)
-        q_other = tl.load(q_gain + partner, mask=near, other=0.0).to(tl.float32)
-        k_other = tl.load(k_gain + partner, mask=near, other=0.0).to(tl.float32)
-        own = (own * size).to(kind).to(tl.float32) * tl.where(is_q, q_own, k_own)
-        other = (other * size).to(kind).to(tl.float32) * tl.where(is_q, q_other, k_other)
-        own, other = own.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
-    sign = tl.where(d < D // 2, -1.0, 1.0)[None, :]
-    return (own * cos_d[None, :] + other * sin_d[None, :] * sign).to(kind)
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        q_x = tl.load(q_gain + offs_d[None, :], mask=mask_d, other=0.0).to(tl.float32)
+        k_x = tl.load(k_gain + offs_d[None, :], mask=mask_d, other=0.0).to(tl.float32)
+        q_partner = tl.load(q_gain + partner, mask=mask_d, other=0.0).to(tl.float32)
+        k_partner = tl.load(k_gain + partner, mask=mask_d, other=0.0).to(tl.float32)
+        x = (x * rstd).to(dtype).to(tl.float32) * tl.where(is_query, q_x, k_x)
+        x_partner = (x_partner * rstd).to(dtype).to(tl.float32)
+        x_partner = x_partner * tl.where(is_query, q_partner, k_partner)
+        x, x_partner = x.to(dtype).to(tl.float32), x_partner.to(dtype).to(tl.float32)
+    sign = tl.where(offs_d < D // 2, -1.0, 1.0)[None, :]
+    return (x * cos_d[None, :] + x_partner * sin_d[None, :] * sign).to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _place(
-    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
+@triton.jit(do_not_specialize=["num_rows"])
+def _write_kernel(
+    partials, bias, cos, sin, q_gain, k_gain, keys, values, kv_slots, lengths, out, eps, num_rows,
     cos_stride, slot_stride_k, slot_stride_v,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    PAD: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    LATE: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    GROUP: tl.constexpr = HEADS // KV
-    WIDE: tl.constexpr = (HEADS + 2 * KV) * D
-    kv = tl.program_id(0)
+    GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = out.dtype.element_ty
-    line = tl.arange(0, ROWS)
-    d = tl.arange(0, PAD)
-    near = d < D
+    dtype: tl.constexpr = out.dtype.element_ty
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
     position = tl.load(lengths + row) - 1
-    slot = tl.load(slots + row)
-    cos_d = tl.load(cos + position * cos_stride + d, mask=near, other=0.0).to(tl.float32)
-    sin_d = tl.load(sin + position * cos_stride + d, mask=near, other=0.0).to(tl.float32)
-    if LATE:
+    slot = tl.load(kv_slots + row)
+    cos_d = tl.load(cos + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    sin_d = tl.load(sin + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    turned = _turned(
-        parts, bias, cos_d, sin_d, q_gain, k_gain, eps, rows, row, kv, line, d,
-        WIDE, PARTS, HEADS, GROUP, D, NORM, BIAS, kind,
+    qk = _norm_and_rotate(
+        partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
+        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
     )  # fmt: skip
-    query = row * HEADS + kv * GROUP + line
-    queries = (line < GROUP)[:, None] & near[None, :]
-    tl.store(out + query[:, None] * D + d[None, :], turned, mask=queries)
+    query = row * HEADS + kv_head * GROUP_SIZE + offs_m
+    mask_q = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
+    tl.store(out + query[:, None] * D + offs_d[None, :], qk, mask=mask_q)
     if slot >= 0:
-        to_k = keys + slot * slot_stride_k + kv * D + d[None, :] + tl.zeros_like(line)[:, None]
-        tl.store(to_k, turned, mask=(line == GROUP)[:, None] & near[None, :])
-        from_v = (HEADS + KV + kv) * D + d
-        value = _summed(parts, bias, rows, row, from_v, near, WIDE, PARTS, kind, BIAS)
-        tl.store(values + slot * slot_stride_v + kv * D + d, value.to(kind), mask=near)
+        k_ptr = keys + slot * slot_stride_k + kv_head * D + offs_d[None, :]
+        k_ptr = k_ptr + tl.zeros_like(offs_m)[:, None]
+        tl.store(k_ptr, qk, mask=(offs_m == GROUP_SIZE)[:, None] & mask_d[None, :])
+        v_column = (HEADS + KV_HEADS + kv_head) * D + offs_d
+        value = _sum_split_k(
+            partials, bias, num_rows, row, v_column, mask_d, WIDTH, NUM_PARTIALS, dtype, BIAS
+        )
+        v_ptr = values + slot * slot_stride_v + kv_head * D + offs_d
+        tl.store(v_ptr, value.to(dtype), mask=mask_d)
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride"])
-def _attend(
-    parts, bias, cos, sin, q_gain, k_gain, keys, values, slots, lengths, out, eps, rows,
+@triton.jit(do_not_specialize=["num_rows", "page_table_stride"])
+def _attention_kernel(
+    partials, bias, cos, sin, q_gain, k_gain, keys, values, kv_slots, lengths, out, eps, num_rows,
     cos_stride, slot_stride_k, slot_stride_v,
-    table, shares, share_lse, ended, scale, table_stride,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    PAD: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    LATE: tl.constexpr,
-    SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    page_table, split_out, split_lse, split_counters, scale, page_table_stride,
+    NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    GROUP: tl.constexpr = HEADS // KV
-    WIDE: tl.constexpr = (HEADS + 2 * KV) * D
-    kv = tl.program_id(0)
+    GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    kind: tl.constexpr = out.dtype.element_ty
-    line = tl.arange(0, ROWS)
-    d = tl.arange(0, PAD)
-    near = d < D
-    # What the host sent or the step began with is there; the parts are still on their way.
-    before = tl.load(lengths + row) - 1
-    slot = tl.load(slots + row)
-    cos_d = tl.load(cos + before * cos_stride + d, mask=near, other=0.0).to(tl.float32)
-    sin_d = tl.load(sin + before * cos_stride + d, mask=near, other=0.0).to(tl.float32)
-    if LATE:
+    dtype: tl.constexpr = out.dtype.element_ty
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    # Everything the step started with can be read here; the partials may still be computed.
+    num_cached = tl.load(lengths + row) - 1
+    slot = tl.load(kv_slots + row)
+    cos_d = tl.load(cos + num_cached * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    sin_d = tl.load(sin + num_cached * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    turned = _turned(
-        parts, bias, cos_d, sin_d, q_gain, k_gain, eps, rows, row, kv, line, d,
-        WIDE, PARTS, HEADS, GROUP, D, NORM, BIAS, kind,
+    qk = _norm_and_rotate(
+        partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
+        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
     )  # fmt: skip
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PAD], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if split == 0:
-        exact = turned.to(tl.float32)
-        key = tl.sum(tl.where((line == GROUP)[:, None], exact, 0.0), 0)
-        from_v = (HEADS + KV + kv) * D + d
-        value = _summed(parts, bias, rows, row, from_v, near, WIDE, PARTS, kind, BIAS)
-        top = tl.sum(exact * key[None, :], 1) * (scale * 1.4426950408889634)
-        total = tl.full([ROWS], 1.0, tl.float32)
+        qk_fp32 = qk.to(tl.float32)
+        key = tl.sum(tl.where((offs_m == GROUP_SIZE)[:, None], qk_fp32, 0.0), 0)
+        v_column = (HEADS + KV_HEADS + kv_head) * D + offs_d
+        value = _sum_split_k(
+            partials, bias, num_rows, row, v_column, mask_d, WIDTH, NUM_PARTIALS, dtype, BIAS
+        )
+        m_i = tl.sum(qk_fp32 * key[None, :], 1) * (scale * 1.4426950408889634)
+        l_i = tl.full([BLOCK_M], 1.0, tl.float32)
         acc += value[None, :]
         if slot >= 0:
-            tl.store(keys + slot * slot_stride_k + kv * D + d, key.to(kind), mask=near)
-            tl.store(values + slot * slot_stride_v + kv * D + d, value.to(kind), mask=near)
+            k_ptr = keys + slot * slot_stride_k + kv_head * D + offs_d
+            v_ptr = values + slot * slot_stride_v + kv_head * D + offs_d
+            tl.store(k_ptr, key.to(dtype), mask=mask_d)
+            tl.store(v_ptr, value.to(dtype), mask=mask_d)
 
-    acc, top, total = _meet_pages(
-        turned, acc, top, total, before, split, table + row * table_stride, keys + kv * D,
-        values + kv * D, slot_stride_k, slot_stride_v, scale,
-        D, PAD, SPLITS, PAGE, BLOCK, PRECISION,
+    acc, m_i, l_i = _attend_pages(
+        qk, acc, m_i, l_i, num_cached, split, page_table + row * page_table_stride,
+        keys + kv_head * D, values + kv_head * D, slot_stride_k, slot_stride_v, scale,
+        D, BLOCK_D, NUM_SPLITS, PAGE_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    stored = (line < GROUP)[:, None] & near[None, :]
-    query = row * HEADS + kv * GROUP + line
-    to = out + query[:, None] * D + d[None, :]
-    if SPLITS == 1:
-        tl.store(to, result.to(kind), mask=stored)
+    result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    mask_out = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
+    query = row * HEADS + kv_head * GROUP_SIZE + offs_m
+    out_ptr = out + query[:, None] * D + offs_d[None, :]
+    if NUM_SPLITS == 1:
+        tl.store(out_ptr, result.to(dtype), mask=mask_out)
     else:
-        tl.store(shares + (query * SPLITS + split)[:, None] * D + d[None, :], result, mask=stored)
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-        tl.store(share_lse + query * SPLITS + split, lse, mask=line < GROUP)
+        split_row = query * NUM_SPLITS + split
+        tl.store(split_out + split_row[:, None] * D + offs_d[None, :], result, mask=mask_out)
+        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i))
+        tl.store(split_lse + split_row, lse, mask=offs_m < GROUP_SIZE)
         tl.debug_barrier()
-        counter = ended + row * KV + kv
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-            _join(shares, share_lse, query, line, d, to, stored, SPLITS, GROUP, D, PAD, ROWS)
+        counter = split_counters + row * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
+            _combine_splits(
+                split_out, split_lse, query, offs_m, offs_d, out_ptr, mask_out,
+                NUM_SPLITS, GROUP_SIZE, D, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
             tl.store(counter, 0)
 
 
 @triton.jit
-def _meet_pages(
-    turned, acc, top, total, before, split, pages, keys, values, slot_stride_k, slot_stride_v,
+def _attend_pages(
+    qk, acc, m_i, l_i, num_cached, split, page_table, keys, values, slot_stride_k, slot_stride_v,
     scale,
-    D: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Let the rows take in this split's share of the keys before the new one."""
-    share = tl.cdiv(tl.cdiv(before, BLOCK), SPLITS) * BLOCK
-    begin = split * share
-    end = tl.minimum(begin + share, before)
-    plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    for first in range(begin, plain, BLOCK):
-        acc, top, total = _take_in(
-            turned, acc, top, total, first, end, pages, keys, values, slot_stride_k,
-            slot_stride_v, scale, False, D, PAD, PAGE, BLOCK, PRECISION,
+    """Attend to this split of the cached keys, those before the new one."""
+    split_keys = tl.cdiv(tl.cdiv(num_cached, BLOCK_N), NUM_SPLITS) * BLOCK_N
+    start = split * split_keys
+    end = tl.minimum(start + split_keys, num_cached)
+    unmasked_end = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
+    for first_key in range(start, unmasked_end, BLOCK_N):
+        acc, m_i, l_i = _attend_block(
+            qk, acc, m_i, l_i, first_key, end, page_table, keys, values, slot_stride_k,
+            slot_stride_v, scale, False, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
-    for first in range(plain, end, BLOCK):
-        acc, top, total = _take_in(
-            turned, acc, top, total, first, end, pages, keys, values, slot_stride_k,
-            slot_stride_v, scale, True, D, PAD, PAGE, BLOCK, PRECISION,
+    for first_key in range(unmasked_end, end, BLOCK_N):
+        acc, m_i, l_i = _attend_block(
+            qk, acc, m_i, l_i, first_key, end, page_table, keys, values, slot_stride_k,
+            slot_stride_v, scale, True, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
-    return acc, top, total
+    return acc, m_i, l_i
 
 
 @triton.jit
-def _take_in(
-    turned, acc, top, total, first, end, pages, keys, values, slot_stride_k, slot_stride_v, scale,
-    MASKED: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+def _attend_block(
+    qk, acc, m_i, l_i, first_key, end, page_table, keys, values, slot_stride_k, slot_stride_v,
+    scale,
+    MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Let the rows take in keys [first, +BLOCK); MASKED: but none at or beyond `end`.
+    """Attend to keys [first_key, +BLOCK_N); if MASKED, to none at or beyond `end`.
 
-    Attention's kernels look up their pages a block ahead, which pays in long loops; a split here
-    has a block or two.
+    Pages are not looked up a block ahead, as in `attention_tile`: a split has one or two blocks.
     """
-    place = first + tl.arange(0, BLOCK)
-    inside = place < end
-    if PAGE % BLOCK == 0:  # the whole block lies in one page
-        page = tl.load(pages + first // PAGE).to(tl.int64)
-        slot = page * PAGE + first % PAGE + tl.arange(0, BLOCK)
+    offs_n = first_key + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < end
+    if PAGE_SIZE % BLOCK_N == 0:  # one page holds the block
+        page = tl.load(page_table + first_key // PAGE_SIZE).to(tl.int64)
+        slot = page * PAGE_SIZE + first_key % PAGE_SIZE + tl.arange(0, BLOCK_N)
     else:
-        page = tl.load(pages + place // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = page * PAGE + place % PAGE
-    d = tl.arange(0, PAD)
-    at_k = keys + slot[None, :] * slot_stride_k + d[:, None]
-    at_v = values + slot[:, None] * slot_stride_v + d[None, :]
-    # values past the end are masked, not only their weights: a page may hold another request's NaN
+        page = tl.load(page_table + offs_n // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
+        slot = page * PAGE_SIZE + offs_n % PAGE_SIZE
+    offs_d = tl.arange(0, BLOCK_D)
+    k_ptr = keys + slot[None, :] * slot_stride_k + offs_d[:, None]
+    v_ptr = values + slot[:, None] * slot_stride_v + offs_d[None, :]
+    # Values past the end are masked, not only their weights: a page may hold a stale NaN.
     if MASKED:
-        k = tl.load(at_k, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(at_v, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        k = tl.load(k_ptr, mask=mask_n[None, :] & (offs_d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr, mask=mask_n[:, None] & (offs_d < D)[None, :], other=0.0)
+    elif D == BLOCK_D:
+        k, v = tl.load(k_ptr), tl.load(v_ptr)
     else:
-        k = tl.load(at_k) if D == PAD else tl.load(at_k, mask=(d < D)[:, None], other=0.0)
-        v = tl.load(at_v) if D == PAD else tl.load(at_v, mask=(d < D)[None, :], other=0.0)
-    s = tl.dot(turned, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
+        k = tl.load(k_ptr, mask=(offs_d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr, mask=(offs_d < D)[None, :], other=0.0)
+    s = tl.dot(qk, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
     if MASKED:
-        s = tl.where(inside[None, :], s, float("-inf"))
-    return online_softmax(s, v, acc, top, total, PRECISION)
+        s = tl.where(mask_n[None, :], s, float("-inf"))
+    return online_softmax(s, v, acc, m_i, l_i, PRECISION)
 
 
 @triton.jit
-def _join(
-    shares, share_lse, query, line, d, to, stored,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+def _combine_splits(
+    split_out, split_lse, query, offs_m, offs_d, out_ptr, mask_out,
+    NUM_SPLITS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits' results by what each saw; past the first-level cache, which may be old."""
-    every = tl.arange(0, SPLITS)
-    at = query[:, None] * SPLITS + every[None, :]
-    mine = (line < GROUP)[:, None]
-    lse = tl.load(share_lse + at, mask=mine, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(lse, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top[:, None]), 1)
-    acc = tl.zeros([ROWS, PAD], tl.float32)
-    for split in tl.static_range(SPLITS):
-        one = tl.load(
-            share_lse + query * SPLITS + split, mask=line < GROUP, other=float("-inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        from_share = shares + (query * SPLITS + split)[:, None] * D + d[None, :]
-        part = tl.load(from_share, mask=stored, other=0.0, cache_modifier=".cg")
-        acc += part * tl.exp2(one - top)[:, None]
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(to, result.to(to.dtype.element_ty), mask=stored)
+    """Combine the splits by their log-sum-exp, read past the L1 cache, which may be stale."""
+    splits = tl.arange(0, NUM_SPLITS)
+    mask_m = (offs_m < GROUP_SIZE)[:, None]
+    lse_ptr = split_lse + query[:, None] * NUM_SPLITS + splits[None, :]
+    lse = tl.load(lse_ptr, mask=mask_m, other=float("-inf"), cache_modifier=".cg")
+    m_i = tl.max(lse, 1)
+    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
+    l_i = tl.sum(tl.exp2(lse - m_i[:, None]), 1)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        row = query * NUM_SPLITS + split
+        weight = tl.load(
+            split_lse + row, mask=offs_m < GROUP_SIZE, other=float("-inf"), cache_modifier=".cg"
+        )
+        ptr = split_out + row[:, None] * D + offs_d[None, :]
+        result = tl.load(ptr, mask=mask_out, other=0.0, cache_modifier=".cg")
+        acc += result * tl.exp2(weight - m_i)[:, None]
+    result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(out_ptr, result.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
 def fused_decode_attention(
-    parts: Tensor,
-    turn: QKTransform,
-    pages: Pages,
-    layer: int,
+    partials: Tensor,
+    transform: QKTransform,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    kv_slots: Tensor,
     heads: int,
     scale: float,
     tiles: DecodeTiles,
-    ended: Tensor,
-    late: bool,
+    split_counters: Tensor,
+    use_pdl: bool,
 ) -> Tensor:
-    """Attend the tokens whose projections are `parts`; their keys and values go to their slots.
+    """Attend the tokens of `partials` and write their keys and values into their KV slots.
 
     Args:
-        ended: zeros [M, Hkv], and zeros again afterwards.
+        keys, values: pages of a layer, [pages, page_size, Hkv, D].
+        page_table: int32 [M, P]; lengths: int32 [M], this token included; kv_slots: int64 [M].
+        split_counters: int32 zeros [M, Hkv]; zeros again afterwards.
     """
-    rows = parts.shape[1]
-    page, kv, dim = pages.cache.layer(layer)[0].shape[1:]
-    out = torch.empty(rows, heads, dim, dtype=turn.cos.dtype, device=parts.device)
-    shape = (rows * heads * tiles.splits, dim) if tiles.splits > 1 else (0, 0)
-    shares = torch.empty(shape, dtype=torch.float32, device=parts.device)
-    lse = torch.empty(shape[0], dtype=torch.float32, device=parts.device)
-    given, sizes = _given(parts, turn, pages, layer, out, late)
-    _attend[(kv, tiles.splits, rows)](
-        *given, pages.table, shares, lse, ended, scale, pages.table.stride(0), **sizes,
-        SPLITS=tiles.splits, PAGE=page, BLOCK=tiles.block, PRECISION=precision(out),
-        launch_pdl=late, num_warps=tiles.warps, num_stages=tiles.stages,
+    num_rows, num_splits = partials.shape[1], tiles.max_splits
+    page_size, kv_heads, dim = keys.shape[1:]
+    out = torch.empty(num_rows, heads, dim, dtype=transform.cos.dtype, device=partials.device)
+    shape = (num_rows * heads * num_splits, dim) if num_splits > 1 else (0, 0)
+    split_out = torch.empty(shape, dtype=torch.float32, device=partials.device)
+    split_lse = torch.empty(shape[0], dtype=torch.float32, device=partials.device)
+    args, constants = _launch_args(
+        partials, transform, keys, values, lengths, kv_slots, out, use_pdl
+    )
+    _attention_kernel[(kv_heads, num_splits, num_rows)](
+        *args, page_table, split_out, split_lse, split_counters, scale, page_table.stride(0),
+        **constants, NUM_SPLITS=num_splits, PAGE_SIZE=page_size, BLOCK_N=tiles.block_n,
+        PRECISION=dot_precision(out), launch_pdl=use_pdl, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
 
-def place(
-    parts: Tensor, turn: QKTransform, pages: Pages, layer: int, heads: int, late: bool
+def write_qkv(
+    partials: Tensor,
+    transform: QKTransform,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    kv_slots: Tensor,
+    heads: int,
+    use_pdl: bool,
 ) -> Tensor:
-    """Put the keys and values of `parts` into their slots, and return the queries [M, H, D]."""
-    rows = parts.shape[1]
-    kv, dim = pages.cache.layer(layer)[0].shape[2:]
-    out = torch.empty(rows, heads, dim, dtype=turn.cos.dtype, device=parts.device)
-    given, sizes = _given(parts, turn, pages, layer, out, late)
-    _place[(kv, rows)](*given, **sizes, launch_pdl=late, num_warps=1)
+    """Write the keys and values of `partials` into their KV slots; return the queries [M, H, D]."""
+    num_rows = partials.shape[1]
+    kv_heads, dim = keys.shape[2:]
+    out = torch.empty(num_rows, heads, dim, dtype=transform.cos.dtype, device=partials.device)
+    args, constants = _launch_args(
+        partials, transform, keys, values, lengths, kv_slots, out, use_pdl
+    )
+    _write_kernel[(kv_heads, num_rows)](*args, **constants, launch_pdl=use_pdl, num_warps=1)
     return out
 
 
-def _given(
-    parts: Tensor, turn: QKTransform, pages: Pages, layer: int, out: Tensor, late: bool
+def _launch_args(
+    partials: Tensor,
+    transform: QKTransform,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    kv_slots: Tensor,
+    out: Tensor,
+    use_pdl: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels take: tensors and strides in order, constants by name."""
-    keys, values = pages.cache.layer(layer)
-    kv, dim = keys.shape[2:]
-    heads = out.shape[1]
-    extras = (turn.bias, turn.q_gain, turn.k_gain)
-    bias, q_gain, k_gain = (turn.cos if t is None else t for t in extras)
-    given = (
-        parts, bias, turn.cos, turn.sin, q_gain, k_gain, keys, values, pages.slots, pages.lengths,
-        out, turn.eps, parts.shape[1], turn.cos.stride(0), keys.stride(1), values.stride(1),
+    """Return what both kernels take: tensors and strides in order, constants by name."""
+    kv_heads, dim = keys.shape[2:]
+    heads, cos = out.shape[1], transform.cos
+    optional = transform.bias, transform.q_gain, transform.k_gain
+    bias, q_gain, k_gain = (cos if x is None else x for x in optional)
+    args = (
+        partials, bias, cos, transform.sin, q_gain, k_gain, keys, values, kv_slots, lengths, out,
+        transform.eps, partials.shape[1], cos.stride(0), keys.stride(1), values.stride(1),
     )  # fmt: skip
-    sizes = {
-        "PARTS": len(parts),
-        "HEADS": heads,
-        "KV": kv,
-        "D": dim,
-        "PAD": padded(dim),
-        "ROWS": max(16, triton.next_power_of_2(heads // kv + 1)),
-        "NORM": turn.q_gain is not None,
-        "BIAS": turn.bias is not None,
-        "LATE": late,
-    }
-    return given, sizes
+    constants = {
+        "NUM_PARTIALS": len(partials), "HEADS": heads, "KV_HEADS": kv_heads,
+        "D": dim, "BLOCK_D": padded_dim(dim),
+        "BLOCK_M": max(16, triton.next_power_of_2(heads // kv_heads + 1)),
+        "NORM": transform.q_gain is not None, "BIAS": transform.bias is not None,
+        "USE_PDL": use_pdl,
+    }  # fmt: skip
+    return args, constants
 
 
-def attention_tiles(keys: Tensor, rows: int, reach: int) -> DecodeTiles:
-    """Four programs per processor where the keys allow it: what an H200 did fastest."""
-    wide = padded(keys.shape[3]) * keys.element_size()
-    block = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    wanted = min(4 * sm_count(keys.device) // (rows * keys.shape[2]), 16, reach // block)
-    splits = 1
-    while splits * 2 <= wanted:
-        splits *= 2
-    return DecodeTiles(block, splits, warps=4, stages=4 if wide <= 128 else 3 if wide <= 256 else 2)
+def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTiles:
+    """Return four programs per SM where there are enough keys; fastest on an H200."""
+    row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
+    block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
+    programs = 4 * sm_count(keys.device) // (num_rows * keys.shape[2])
+    limit = min(programs, 16, max_length // block_n)
+    num_splits = 1
+    while num_splits * 2 <= limit:
+        num_splits *= 2
+    num_stages = 4 if row_bytes <= 128 else 3 if row_bytes <= 256 else 2
+    return DecodeTiles(block_n, num_splits, num_warps=4, num_stages=num_stages)

@@ -1,149 +1,202 @@
-"""Root-mean-square norm with its backward: Triton kernels that keep one number per token.
+"""RMSNorm, with the residual add before it and its backward.
 
-    x ──────┬─▶ total ─────────────▶     what goes past the norm, and what is added to it before,
-    delta ──+     └─▶ norm ─▶ out        take no pass over memory of their own, either way
+    x [rows, width] ────+──▶ residual ─▶ RMSNorm ─▶ out
+    deltas [S, rows, width] ┘               └─▶ rstd [rows], for the backward
 
-Arithmetic as the modules have it: fp32 inside, rounded before the gain. The gain's gradient is
-summed in registers while rows go by, one partial sum per program, and those sums are added last.
+One forward kernel serves training and generation. Its flags say what a call adds to x (nothing, one
+tensor, or the S partial sums of a split-K product), whether the inverse RMS is stored, and whether
+x holds strided heads. The arithmetic is that of the Transformers modules: fp32 inside, rounded to
+the dtype of x before the gain.
+
+In the backward each program sums the gain's gradient in registers over its rows; a second kernel
+adds up the programs' sums.
 """
 
-# Triton launches with what its kernels declare, plus settings of its own.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..trainer.fused.autograd import alone
+from .launch import row_block
 
-PROGRAMS = 264
-ROWS, COLUMNS = 128, 32
-"""What is added up at once of the programs' sums."""
+BACKWARD_PROGRAMS = 264
+SUM_ROWS, SUM_COLUMNS = 128, 32
+"""Block of partial gain gradients that is summed at once."""
 
 
-@triton.jit
-def _forward(
-    x, delta, weight, total, out, scales, width, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "token_stride"])
+def _forward_kernel(
+    x, deltas, weight, residual, out, rstd, eps, num_rows, width, num_heads, token_stride,
+    NUM_DELTAS: tl.constexpr, STRIDED: tl.constexpr, STORE_RSTD: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Normalize one row; the dtype of `residual` is the one that is rounded to."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, WIDTH)
-    inside = place < width
-    at = row * width + place
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(x.dtype.element_ty).to(tl.float32)
-        tl.store(total + at, value, mask=inside)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < width
+    gain = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    start = row * width
+    if STRIDED:
+        start = row // num_heads * token_stride + row % num_heads * width
+    value = tl.load(x + start + offs, mask=mask, other=0.0).to(tl.float32)
+    dtype = residual.dtype.element_ty
+    if NUM_DELTAS > 0:
+        delta = tl.load(deltas + row * width + offs, mask=mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_DELTAS):
+            partial = deltas + (split * num_rows + row) * width + offs
+            delta += tl.load(partial, mask=mask, other=0.0).to(tl.float32)
+        value = (value + delta.to(dtype).to(tl.float32)).to(dtype)
+        tl.store(residual + row * width + offs, value, mask=mask)
+        value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
-    tl.store(scales + row, scale)
-    rounded = (value * scale).to(x.dtype.element_ty).to(tl.float32)
-    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, rounded * gain, mask=inside)
-
-
-@triton.jit
-def _backward(
-    d_out, d_total, x, weight, scales, d_x, d_weights, rows, width,
-    PASSES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    place = tl.arange(0, WIDTH)
-    inside = place < width
-    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    d_gain = tl.zeros([WIDTH], tl.float32)
-    for number in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=3):
-        at = tl.cast(number, tl.int64) * width + place
-        scale = tl.load(scales + number)
-        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
-        rise = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
-        d_gain += rise * normed.to(x.dtype.element_ty).to(tl.float32)
-        rise *= gain
-        along = tl.sum(rise * normed) / width
-        rise = scale * (rise - normed * along)
-        if PASSES:
-            rise += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(d_x + at, rise, mask=inside)
-    tl.store(d_weights + tl.program_id(0) * width + place, d_gain, mask=inside)
-
-
-@triton.jit
-def _add_up(sums, out, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        inside = (row < count) & (place < width)
-        total += tl.sum(tl.load(sums + row * width + place, mask=inside, other=0.0), 0)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(out + column, total, mask=column < width)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """The norm of x, or of x + delta; with what was normed, so that its gradient comes here too."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        total = x.view_as(x) if delta is None else torch.empty_like(x)
-        out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        block, warps = _shape(width)
-        if rows:
-            _forward[(rows,)](
-                x, x if delta is None else delta.contiguous(), weight, total, out, scales, width,
-                eps, delta is not None, block, num_warps=warps,
-            )  # fmt: skip
-        ctx.save_for_backward(x if delta is None else total, weight, scales)
-        ctx.set_materialize_grads(False)
-        return total, out
-
-    @staticmethod
-    @alone
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, d_total: Tensor | None, d_out: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        wants_delta = ctx.needs_input_grad[1]
-        if d_out is None:
-            return d_total, d_total if wants_delta else None, None, None
-        x, weight, scales = ctx.saved_tensors
-        d_out, width, rows = d_out.contiguous(), x.shape[-1], scales.numel()
-        programs = max(1, min(PROGRAMS, rows))
-        d_x, d_weight = torch.empty_like(x), None
-        sums = x.new_empty(programs, width, dtype=torch.float32)
-        block, warps = _shape(width)
-        _backward[(programs,)](
-            d_out, d_out if d_total is None else d_total.contiguous(), x, weight, scales, d_x,
-            sums, rows, width, d_total is not None, block, num_warps=warps,
-        )  # fmt: skip
-        if ctx.needs_input_grad[2]:
-            d_weight = torch.empty_like(weight)
-            _add_up[(triton.cdiv(width, COLUMNS),)](
-                sums, d_weight, programs, width, ROWS, COLUMNS, num_warps=8
-            )
-        return d_x, d_x if wants_delta else None, d_weight, None
+    if STORE_RSTD:
+        tl.store(rstd + row, scale)
+    normed = (value * scale).to(dtype).to(tl.float32)
+    tl.store(out + row * width + offs, normed * gain, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm over the last dimension, then the gain; x and weight of one dtype."""
-    return passed_norm(x, None, weight, eps)[1]
+    """Normalize the last dimension of x and multiply by the gain."""
+    width = x.shape[-1]
+    # Heads [1, T, H, D] may be a slice of a wider projection: tokens are then strided.
+    strided = x.ndim == 4 and len(x) == 1 and x.stride()[2:] == (width, 1)
+    if not strided:
+        x = x.contiguous()
+    num_heads, token_stride = (x.shape[2], x.stride(1)) if strided else (1, 0)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    block, num_warps = row_block(width)
+    if x.numel():
+        num_rows = x.numel() // width
+        _forward_kernel[(num_rows,)](
+            x, x, weight, x, out, x, eps, num_rows, width, num_heads, token_stride,
+            0, strided, False, block, False, num_warps=num_warps,
+        )  # fmt: skip
+    return out
 
 
-def passed_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the residual x + delta and its RMSNorm."""
+    x, delta = x.contiguous(), delta.contiguous()
+    residual = torch.empty_like(x, dtype=torch.promote_types(x.dtype, delta.dtype))
+    out = torch.empty_like(x, dtype=torch.promote_types(residual.dtype, weight.dtype))
+    width = x.shape[-1]
+    block, num_warps = row_block(width)
+    if x.numel():
+        num_rows = x.numel() // width
+        _forward_kernel[(num_rows,)](
+            x, delta, weight, residual, out, x, eps, num_rows, width, 1, 0,
+            1, False, False, block, False, num_warps=num_warps,
+        )  # fmt: skip
+    return residual, out
+
+
+def add_rms_norm_split_k(
+    x: Tensor, partials: Tensor, weight: Tensor, eps: float, use_pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta, and its norm: gradients of both are added in the norm's own backward."""
-    if delta is not None and torch.promote_types(x.dtype, delta.dtype) != x.dtype:
-        x, delta = x + delta, None  # the sum is wider than x
-    both: Any = _RMSNorm.apply(x, delta, weight, eps)
-    return both
+    """Return the residual x [M, N] + the sum of partials [S, M, N], and its RMSNorm.
 
-
-def _shape(width: int) -> tuple[int, int]:
+    Without partials (S = 0) the residual is x itself.
+    """
+    num_rows, width = x.shape
+    residual, out = torch.empty_like(x) if len(partials) else x, torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    return block, 1 if block <= 256 else 4 if block <= 2048 else 8
+    _forward_kernel[(num_rows,)](
+        x, partials, weight, residual, out, x, eps, num_rows, width, 1, 0,
+        len(partials), False, False, block, use_pdl,
+        num_warps=max(1, min(8, block // 256)), launch_pdl=use_pdl,
+    )  # fmt: skip
+    return residual, out
+
+
+def rms_norm_forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the residual (x, or x + delta in x's dtype), its RMSNorm, and 1 / RMS of each row.
+
+    x is contiguous and no narrower than `delta` and `weight`.
+    """
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    residual = x if delta is None else torch.empty_like(x)
+    out, rstd = torch.empty_like(x), x.new_empty(num_rows, dtype=torch.float32)
+    block, num_warps = row_block(width)
+    if num_rows:
+        _forward_kernel[(num_rows,)](
+            x, x if delta is None else delta.contiguous(), weight, residual, out, rstd, eps,
+            num_rows, width, 1, 0,
+            0 if delta is None else 1, False, True, block, False, num_warps=num_warps,
+        )  # fmt: skip
+    return residual, out, rstd
+
+
+@triton.jit
+def _backward_kernel(
+    d_out, d_residual, x, weight, rstd, d_x, d_weight_sums, num_rows, width,
+    ADD_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.arange(0, BLOCK)
+    mask = offs < width
+    gain = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    d_gain = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=3):
+        offs_x = tl.cast(row, tl.int64) * width + offs
+        scale = tl.load(rstd + row)
+        normed = tl.load(x + offs_x, mask=mask, other=0.0).to(tl.float32) * scale
+        grad = tl.load(d_out + offs_x, mask=mask, other=0.0).to(tl.float32)
+        d_gain += grad * normed.to(x.dtype.element_ty).to(tl.float32)
+        grad *= gain
+        projection = tl.sum(grad * normed) / width
+        grad = scale * (grad - normed * projection)
+        if ADD_RESIDUAL:
+            grad += tl.load(d_residual + offs_x, mask=mask, other=0.0).to(tl.float32)
+        tl.store(d_x + offs_x, grad, mask=mask)
+    tl.store(d_weight_sums + tl.program_id(0) * width + offs, d_gain, mask=mask)
+
+
+@triton.jit
+def _sum_kernel(sums, out, num_sums, width, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    acc = tl.zeros([BLOCK_COLUMNS], tl.float32)
+    for start in range(0, num_sums, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        mask = (row < num_sums) & (column < width)
+        acc += tl.sum(tl.load(sums + row * width + column, mask=mask, other=0.0), 0)
+    offs = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    tl.store(out + offs, acc, mask=offs < width)
+
+
+def rms_norm_backward(
+    d_out: Tensor,
+    d_residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and, if asked for, of the gain; x is what was normalized.
+
+    `d_residual`, the gradient that bypasses the norm, is added in the same pass.
+    """
+    d_out, width, num_rows = d_out.contiguous(), x.shape[-1], rstd.numel()
+    programs = max(1, min(BACKWARD_PROGRAMS, num_rows))
+    d_x, d_weight = torch.empty_like(x), None
+    sums = x.new_empty(programs, width, dtype=torch.float32)
+    block, num_warps = row_block(width)
+    _backward_kernel[(programs,)](
+        d_out, d_out if d_residual is None else d_residual.contiguous(), x, weight, rstd, d_x,
+        sums, num_rows, width, d_residual is not None, block, num_warps=num_warps,
+    )  # fmt: skip
+    if wants_weight:
+        d_weight = torch.empty_like(weight)
+        _sum_kernel[(triton.cdiv(width, SUM_COLUMNS),)](
+            sums, d_weight, programs, width, SUM_ROWS, SUM_COLUMNS, num_warps=8
+        )
+    return d_x, d_weight

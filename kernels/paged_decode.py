@@ -1,264 +1,265 @@
-"""Decode: one query per sequence against its pages, memory-bound, keys shared out evenly.
+"""Paged attention of decode: one query per sequence, memory-bound, split-KV (flash decoding).
 
     lengths            ▇▇▇▇▇▇▇▇▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇      known on the device only
-    shares of keys     ▇▇▇▇|▇▇▇▇|▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇    a program each, for every kv head
+    splits             ▇▇▇▇|▇▇▇▇|▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇    one program each, for every kv head
 
-A program takes one share; the group's query heads are the rows of a small product. Only sequences
-longer than twice an even share are split, so that programs of a batch of like lengths run all at
-once, and one long sequence is no tail. What was split is joined by a second kernel. Sequences with
-another number of queries than one are left to the prefill kernel.
+A program takes one split; the query heads of the group are the rows of its tile. Only sequences
+longer than twice an even split are split, so that a batch of similar lengths runs in one wave and
+one long sequence does not run on alone. A second kernel combines the splits. Sequences with more or
+fewer than one query are skipped: the prefill kernel takes them.
 
-Where the device can (LATE), a kernel is launched while the one before it ends: it finds out where
-its share lies, from what the host sent long before, and then waits for queries and keys.
+With PDL (programmatic dependent launch) a kernel starts while the previous one ends: it finds its
+split from the lengths, which the host sent before the step, and then waits for queries and keys.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.backends import ScoreParams
-from .attention_tile import attend_keys, finish
+from .attention_tile import attend_keys, dot_precision, normalize, padded_dim
+from .launch import sm_count, supports_pdl
 
-LEAST_SHARE = 128
-"""Keys that are worth a program of their own."""
+MIN_SPLIT_KEYS = 128
+"""Fewest keys that are worth a program."""
 
 
 @triton.jit
-def _shares(
-    cu_seqlens, lengths, count, room, most, window,
-    WINDOW: tl.constexpr, COUNT: tl.constexpr, LEAST: tl.constexpr,
+def _num_splits(
+    cu_seqlens, lengths, num_seqs, num_programs, max_splits, window,
+    WINDOW: tl.constexpr, BLOCK_SEQS: tl.constexpr, MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT]: programs that share the keys of each sequence; none without a single query.
+    """Return the splits of each sequence [BLOCK_SEQS]; 0 unless it has exactly one query.
 
-    At most room + count in all, since only whole even shares of a `room`-th make a program.
+    They sum to at most num_programs + num_seqs, since a split holds at least 1 / num_programs of
+    all keys.
     """
-    n = tl.arange(0, COUNT)
-    start = tl.load(cu_seqlens + n, mask=n < count, other=0)
-    stop = tl.load(cu_seqlens + n + 1, mask=n < count, other=0)
-    keys = tl.load(lengths + n, mask=n < count, other=0)
+    offs = tl.arange(0, BLOCK_SEQS)
+    start = tl.load(cu_seqlens + offs, mask=offs < num_seqs, other=0)
+    stop = tl.load(cu_seqlens + offs + 1, mask=offs < num_seqs, other=0)
+    num_keys = tl.load(lengths + offs, mask=offs < num_seqs, other=0)
     if WINDOW:
-        keys = tl.minimum(keys, window)
-    decodes = stop - start == 1
-    total = tl.sum(tl.where(decodes, keys, 0), 0)
-    even = tl.maximum(tl.cdiv(total, room), LEAST)
-    return tl.where(decodes, tl.minimum(tl.maximum(keys // even, 1), most), 0)
+        num_keys = tl.minimum(num_keys, window)
+    is_decode = stop - start == 1
+    total_keys = tl.sum(tl.where(is_decode, num_keys, 0), 0)
+    even_split = tl.maximum(tl.cdiv(total_keys, num_programs), MIN_KEYS)
+    splits = tl.minimum(tl.maximum(num_keys // even_split, 1), max_splits)
+    return tl.where(is_decode, splits, 0)
 
 
 @triton.jit(
-    do_not_specialize=["window", "scale", "softcap", "table_stride", "count", "room", "most"]
-)
+    do_not_specialize=[
+        "window", "scale", "softcap", "page_table_stride", "num_seqs", "num_programs", "max_splits",
+    ]
+)  # fmt: skip
 def _decode_kernel(
-    q, keys, values, table, lengths, cu_seqlens, sinks, out, parts, part_lse,
-    scale, softcap, window, count, room, most,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
+    q, keys, values, page_table, lengths, cu_seqlens, sinks, out, partial_out, partial_lse,
+    scale, softcap, window, num_seqs, num_programs, max_splits,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, page_table_stride,
     slot_stride_k, head_stride_k, slot_stride_v, head_stride_v,
-    GROUP: tl.constexpr, SINGLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, LATE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, SINGLE_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SEQS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    sequence, nth, shares = item, 0, 1
-    if not SINGLE:
-        all_shares = _shares(cu_seqlens, lengths, count, room, most, window, WINDOW, COUNT, LEAST)
-        before = tl.cumsum(all_shares, 0) <= item
-        sequence = tl.sum(before.to(tl.int32), 0)
-        nth = item - tl.sum(tl.where(before, all_shares, 0), 0)
-        this = tl.arange(0, COUNT) == sequence
-        shares = tl.sum(tl.where(this, all_shares, 0), 0)
-    there = sequence < count
-    token = tl.load(cu_seqlens + sequence, mask=there, other=0)
-    stop = tl.load(cu_seqlens + sequence + 1, mask=there, other=0)
-    length = tl.load(lengths + sequence, mask=there, other=0)
-    if LATE:
+    seq, split, num_splits = item, 0, 1
+    if not SINGLE_SPLIT:
+        all_splits = _num_splits(
+            cu_seqlens, lengths, num_seqs, num_programs, max_splits, window,
+            WINDOW, BLOCK_SEQS, MIN_KEYS,
+        )  # fmt: skip
+        before = tl.cumsum(all_splits, 0) <= item
+        seq = tl.sum(before.to(tl.int32), 0)
+        split = item - tl.sum(tl.where(before, all_splits, 0), 0)
+        is_seq = tl.arange(0, BLOCK_SEQS) == seq
+        num_splits = tl.sum(tl.where(is_seq, all_splits, 0), 0)
+    exists = seq < num_seqs
+    token = tl.load(cu_seqlens + seq, mask=exists, other=0)
+    next_token = tl.load(cu_seqlens + seq + 1, mask=exists, other=0)
+    length = tl.load(lengths + seq, mask=exists, other=0)
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if stop - token != 1:
+    if next_token - token != 1:
         return
-    first = 0
+    first_key = 0
     if WINDOW:
-        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(length - first, BLOCK), shares) * BLOCK
-    begin = first + nth * share
-    end = tl.minimum(begin + share, length)
+        first_key = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+    split_keys = tl.cdiv(tl.cdiv(length - first_key, BLOCK_N), num_splits) * BLOCK_N
+    start = first_key + split * split_keys
+    end = tl.minimum(start + split_keys, length)
 
-    row = tl.arange(0, ROWS)
-    head = kv_head * GROUP + row
-    dk = tl.arange(0, PAD_DK)
-    dv = tl.arange(0, PAD_DV)
-    mine = row < GROUP
+    offs_m = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP_SIZE + offs_m
+    offs_dk = tl.arange(0, BLOCK_DK)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    mask_m = offs_m < GROUP_SIZE
     q_tile = tl.load(
-        q + token.to(tl.int64) * q_stride_t + head[:, None] * q_stride_h + dk[None, :],
-        mask=mine[:, None] & (dk < DK)[None, :], other=0.0,
+        q + token.to(tl.int64) * q_stride_t + head[:, None] * q_stride_h + offs_dk[None, :],
+        mask=mask_m[:, None] & (offs_dk < DK)[None, :], other=0.0,
     )  # fmt: skip
-    last = tl.full([ROWS], 0, tl.int32) + length - 1
-    plain = begin
+    last_key = tl.full([BLOCK_M], 0, tl.int32) + length - 1
+    unmasked_end = start
     if not WINDOW:
-        plain = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    acc, top, total = attend_keys(
-        q_tile, last, begin, plain, end, table + sequence.to(tl.int64) * table_stride,
+        unmasked_end = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
+    acc, m_i, l_i = attend_keys(
+        q_tile, last_key, start, unmasked_end, end,
+        page_table + seq.to(tl.int64) * page_table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
         slot_stride_k, slot_stride_v, scale, softcap, window,
-        WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+        WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip
 
-    stored = mine[:, None] & (dv < DV)[None, :]
-    if shares == 1:
-        sink = tl.zeros([ROWS], tl.float32)
+    mask_out = mask_m[:, None] & (offs_dv < DV)[None, :]
+    if num_splits == 1:
+        sink = tl.zeros([BLOCK_M], tl.float32)
         if SINKS:
-            sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
-        result = finish(acc, top, total, sink, SINKS)
-        row_out = out + token.to(tl.int64) * out_stride_t
-        target = row_out + head[:, None] * out_stride_h + dv[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=stored)
-    elif not SINGLE:
-        at = item * (tl.num_programs(0) * GROUP) + head
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(parts + at[:, None].to(tl.int64) * DV + dv[None, :], result, mask=stored)
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-        tl.store(part_lse + at, lse, mask=mine)
+            sink = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32)
+        result = normalize(acc, m_i, l_i, sink, SINKS)
+        out_row = out + token.to(tl.int64) * out_stride_t
+        out_ptr = out_row + head[:, None] * out_stride_h + offs_dv[None, :]
+        tl.store(out_ptr, result.to(out.dtype.element_ty), mask=mask_out)
+    elif not SINGLE_SPLIT:
+        row = item * (tl.num_programs(0) * GROUP_SIZE) + head
+        result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+        partial_ptr = partial_out + row[:, None].to(tl.int64) * DV + offs_dv[None, :]
+        tl.store(partial_ptr, result, mask=mask_out)
+        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(l_i))
+        tl.store(partial_lse + row, lse, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["window", "count", "room", "most"])
-def _join_kernel(
-    parts, part_lse, lengths, cu_seqlens, sinks, out, window, count, room, most,
-    out_stride_t, out_stride_h,
-    MOST: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr,
-    PAD_DV: tl.constexpr, COUNT: tl.constexpr, LEAST: tl.constexpr, LATE: tl.constexpr,
+@triton.jit(do_not_specialize=["window", "num_seqs", "num_programs", "max_splits"])
+def _combine_kernel(
+    partial_out, partial_lse, lengths, cu_seqlens, sinks, out, window, num_seqs, num_programs,
+    max_splits, out_stride_t, out_stride_h,
+    BLOCK_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_SEQS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Combine the splits of one head of one sequence, weighted by their log-sum-exp."""
     head = tl.program_id(0)
-    sequence = tl.program_id(1)
-    token = tl.load(cu_seqlens + sequence)
-    all_shares = _shares(cu_seqlens, lengths, count, room, most, window, WINDOW, COUNT, LEAST)
-    n = tl.arange(0, COUNT)
-    first = tl.sum(tl.where(n < sequence, all_shares, 0), 0)
-    shares = tl.sum(tl.where(n == sequence, all_shares, 0), 0)
-    if LATE:
+    seq = tl.program_id(1)
+    token = tl.load(cu_seqlens + seq)
+    all_splits = _num_splits(
+        cu_seqlens, lengths, num_seqs, num_programs, max_splits, window,
+        WINDOW, BLOCK_SEQS, MIN_KEYS,
+    )  # fmt: skip
+    offs_seq = tl.arange(0, BLOCK_SEQS)
+    first = tl.sum(tl.where(offs_seq < seq, all_splits, 0), 0)
+    num_splits = tl.sum(tl.where(offs_seq == seq, all_splits, 0), 0)
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if shares <= 1:
+    if num_splits <= 1:
         return
-    nth = tl.arange(0, MOST)
-    dv = tl.arange(0, PAD_DV)
-    at = (first + nth) * tl.num_programs(0) + head
-    lse = tl.load(part_lse + at, mask=nth < shares, other=float("-inf"))
-    top = tl.max(lse, 0)
+    split = tl.arange(0, BLOCK_SPLITS)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    row = (first + split) * tl.num_programs(0) + head
+    lse = tl.load(partial_lse + row, mask=split < num_splits, other=float("-inf"))
+    m_i = tl.max(lse, 0)
     sink = 0.0
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    floor = tl.where(top == float("-inf"), 0.0, top)
+        m_i = tl.maximum(m_i, sink)
+    floor = tl.where(m_i == float("-inf"), 0.0, m_i)
     weights = tl.exp2(lse - floor)
-    part = tl.load(
-        parts + at[:, None].to(tl.int64) * DV + dv[None, :],
-        mask=(weights > 0)[:, None] & (dv < DV)[None, :], other=0.0,
+    partial = tl.load(
+        partial_out + row[:, None].to(tl.int64) * DV + offs_dv[None, :],
+        mask=(weights > 0)[:, None] & (offs_dv < DV)[None, :], other=0.0,
     )  # fmt: skip
-    total = tl.sum(weights, 0)
+    l_i = tl.sum(weights, 0)
     if SINKS:
-        total += tl.exp2(sink - floor)
-    result = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    target = out + token.to(tl.int64) * out_stride_t + head * out_stride_h + dv
-    tl.store(target, result.to(out.dtype.element_ty), mask=dv < DV)
+        l_i += tl.exp2(sink - floor)
+    result = tl.sum(partial * weights[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)
+    out_ptr = out + token.to(tl.int64) * out_stride_t + head * out_stride_h + offs_dv
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=offs_dv < DV)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How a launch is cut; found by measuring."""
+    """Tile sizes of a decode launch."""
 
-    block: int
-    splits: int
-    """The most programs that may share the keys of one sequence; a power of two."""
-    warps: int
-    stages: int
-    registers: int | None = None
-    """The most a thread may take, so that as many programs as are wanted fit a processor."""
+    block_n: int
+    max_splits: int
+    """Most splits of one sequence; a power of two."""
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    """Most registers of a thread, which decides how many programs fit on an SM."""
 
 
-def decode(
+def paged_attention_decode(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     cu_seqlens: Tensor,
-    table: Tensor,
+    page_table: Tensor,
     lengths: Tensor,
-    scores: ScoreParams,
     out: Tensor,
     tiles: DecodeTiles,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Fill the rows of `out` that belong to sequences with a single query."""
+    """Fill the rows of `out` [T, H, Dv] that belong to sequences with exactly one query.
+
+    q [T, H, Dk]; keys [pages, page_size, Hkv, Dk] and values likewise; cu_seqlens [N+1],
+    page_table [N, P] and lengths [N], all int32.
+    """
     heads, dk = q.shape[1:]
-    page, kv_heads, dv = values.shape[1:]
-    count = table.shape[0]
-    group = heads // kv_heads
-    single = tiles.splits == 1
-    room = programs_at_once(kv_heads, q.device)
-    items = count if single else count + room
-    parts = out if single else out.new_empty(items * heads, dv, dtype=torch.float32)
-    lse = out if single else out.new_empty(items * heads, dtype=torch.float32)
-    sinks = out if scores.sinks is None else scores.sinks
-    window, windowed = scores.window or 0, scores.window is not None
-    late = supports_pdl(q.device)
+    page_size, kv_heads, dv = values.shape[1:]
+    num_seqs = page_table.shape[0]
+    group_size = heads // kv_heads
+    single_split = tiles.max_splits == 1
+    num_programs = programs_per_kv_head(kv_heads, q.device)
+    items = num_seqs if single_split else num_seqs + num_programs
+    partials = out if single_split else out.new_empty(items * heads, dv, dtype=torch.float32)
+    lse = out if single_split else out.new_empty(items * heads, dtype=torch.float32)
+    sinks_or_dummy = out if sinks is None else sinks
+    use_pdl = supports_pdl(q.device)
+    block_seqs = 64 if num_seqs <= 64 else max(256, triton.next_power_of_2(num_seqs))
     shared = {
-        "WINDOW": windowed,
-        "SINKS": scores.sinks is not None,
+        "WINDOW": window is not None,
+        "SINKS": sinks is not None,
         "DV": dv,
-        "PAD_DV": padded(dv),
-        "COUNT": 1 if single else 64 if count <= 64 else max(256, triton.next_power_of_2(count)),
-        "LEAST": LEAST_SHARE,
-        "LATE": late,
-        "launch_pdl": late,
+        "BLOCK_DV": padded_dim(dv),
+        "BLOCK_SEQS": 1 if single_split else block_seqs,
+        "MIN_KEYS": MIN_SPLIT_KEYS,
+        "USE_PDL": use_pdl,
+        "launch_pdl": use_pdl,
     }
     _decode_kernel[(kv_heads, items)](
-        q, keys, values, table, lengths, cu_seqlens, sinks, out, parts, lse,
-        scores.scale, scores.softcap or 1.0, window, count, room, tiles.splits,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), table.stride(0),
+        q, keys, values, page_table, lengths, cu_seqlens, sinks_or_dummy, out, partials, lse,
+        scale, softcap or 1.0, window or 0, num_seqs, num_programs, tiles.max_splits,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        GROUP=group, SINGLE=single, SOFTCAP=scores.softcap is not None, PAGE=page,
-        DK=dk, PAD_DK=padded(dk), ROWS=max(16, triton.next_power_of_2(group)), BLOCK=tiles.block,
-        PRECISION=precision(q), num_warps=tiles.warps, num_stages=tiles.stages,
-        maxnreg=tiles.registers, **shared,
+        GROUP_SIZE=group_size, SINGLE_SPLIT=single_split, SOFTCAP=softcap is not None,
+        PAGE_SIZE=page_size, DK=dk, BLOCK_DK=padded_dim(dk),
+        BLOCK_M=max(16, triton.next_power_of_2(group_size)), BLOCK_N=tiles.block_n,
+        PRECISION=dot_precision(q), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers, **shared,
     )  # fmt: skip
-    if not single:
-        _join_kernel[(heads, count)](
-            parts, lse, lengths, cu_seqlens, sinks, out, window, count, room, tiles.splits,
-            out.stride(0), out.stride(1), MOST=tiles.splits,
-            num_warps=1 if tiles.splits * padded(dv) <= 1024 else 4, **shared,
+    if not single_split:
+        _combine_kernel[(heads, num_seqs)](
+            partials, lse, lengths, cu_seqlens, sinks_or_dummy, out, window or 0, num_seqs,
+            num_programs, tiles.max_splits, out.stride(0), out.stride(1),
+            BLOCK_SPLITS=tiles.max_splits,
+            num_warps=1 if tiles.max_splits * padded_dim(dv) <= 1024 else 4, **shared,
         )  # fmt: skip
 
 
-def programs_at_once(kv_heads: int, device: torch.device) -> int:
-    """How many programs of one kv head run at once: with those of all, four on every processor."""
+def programs_per_kv_head(kv_heads: int, device: torch.device) -> int:
+    """Return how many programs of one kv head run at once, with four programs on every SM."""
     return max(4 * sm_count(device) // kv_heads, 1)
-
-
-@cache
-def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels may be launched before the one they wait for is done."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors to keep busy; on a CPU, where kernels are interpreted, a few."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def padded(dim: int) -> int:
-    """The size of a tile that holds a head dim."""
-    return max(16, triton.next_power_of_2(dim))
-
-
-def precision(q: Tensor) -> str:
-    """Full products for fp32 inputs; it has no meaning for narrower ones."""
-    return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -1,11 +1,13 @@
-"""Prefill, whole, chunked or mixed with decodes: several queries per sequence against its pages.
+"""Paged attention of prefill, chunked or not, mixed with decodes: several queries per sequence.
 
-program (kv head, tile of queries): rows are queries x the group's heads, so keys are read once
-per group. Sequences take cu_seqlens[n] // TILE + n as their first tile: a bound that needs no
-look at the lengths on the host; surplus tiles return at once.
+A program takes a kv head and a tile of queries. The rows of the tile are queries x query heads of
+the group, so that keys are read once per group. The first tile of sequence n is
+cu_seqlens[n] // TILE_QUERIES + n: an upper bound that needs no lengths on the host. Surplus tiles
+return at once.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -15,118 +17,126 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.backends import ScoreParams
-from .attention_tile import attend_keys, finish
-from .paged_decode import padded, precision
+from .attention_tile import attend_keys, dot_precision, normalize, padded_dim
 
 
 @triton.jit
-def _find_sequence(cu_seqlens, tile, count, TILE: tl.constexpr):
-    """The last sequence whose first tile is not past this one."""
+def _find_sequence(cu_seqlens, tile, num_seqs, TILE_QUERIES: tl.constexpr):
+    """Return the last sequence whose first tile is not after this one (binary search)."""
     low = 0
-    high = count
+    high = num_seqs
     while low < high:
         middle = (low + high) // 2
-        if tl.load(cu_seqlens + middle) // TILE + middle <= tile:
+        if tl.load(cu_seqlens + middle) // TILE_QUERIES + middle <= tile:
             low = middle + 1
         else:
             high = middle
     return low - 1
 
 
-@triton.jit(do_not_specialize=["window", "scale", "softcap", "table_stride", "count"])
+@triton.jit(do_not_specialize=["window", "scale", "softcap", "page_table_stride", "num_seqs"])
 def _prefill_kernel(
-    q, keys, values, table, lengths, cu_seqlens, sinks, out,
-    scale, softcap, window, count,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
+    q, keys, values, page_table, lengths, cu_seqlens, sinks, out,
+    scale, softcap, window, num_seqs,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, page_table_stride,
     slot_stride_k, head_stride_k, slot_stride_v, head_stride_v,
-    GROUP: tl.constexpr, PAD_GROUP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, BLOCK_GROUP: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    # late tiles see the most keys: start them first
+    # Late tiles see the most keys: start them first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence = _find_sequence(cu_seqlens, tile, count, TILE)
-    start = tl.load(cu_seqlens + sequence)
-    queries = tl.load(cu_seqlens + sequence + 1) - start
-    first_query = (tile - start // TILE - sequence) * TILE
-    if (first_query >= queries) | (queries == 1):
+    seq = _find_sequence(cu_seqlens, tile, num_seqs, TILE_QUERIES)
+    start = tl.load(cu_seqlens + seq)
+    num_queries = tl.load(cu_seqlens + seq + 1) - start
+    first_query = (tile - start // TILE_QUERIES - seq) * TILE_QUERIES
+    if (first_query >= num_queries) | (num_queries == 1):
         return
-    length = tl.load(lengths + sequence)
+    length = tl.load(lengths + seq)
 
-    ROWS: tl.constexpr = TILE * PAD_GROUP
-    row = tl.arange(0, ROWS)
-    query = first_query + row // PAD_GROUP
-    head = kv_head * GROUP + row % PAD_GROUP
-    mine = (query < queries) & (row % PAD_GROUP < GROUP)
-    dk = tl.arange(0, PAD_DK)
-    dv = tl.arange(0, PAD_DV)
+    BLOCK_M: tl.constexpr = TILE_QUERIES * BLOCK_GROUP
+    offs_m = tl.arange(0, BLOCK_M)
+    query = first_query + offs_m // BLOCK_GROUP
+    head = kv_head * GROUP_SIZE + offs_m % BLOCK_GROUP
+    mask_m = (query < num_queries) & (offs_m % BLOCK_GROUP < GROUP_SIZE)
+    offs_dk = tl.arange(0, BLOCK_DK)
+    offs_dv = tl.arange(0, BLOCK_DV)
     token = (start + query).to(tl.int64)
     q_tile = tl.load(
-        q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + dk[None, :],
-        mask=mine[:, None] & (dk < DK)[None, :], other=0.0,
+        q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + offs_dk[None, :],
+        mask=mask_m[:, None] & (offs_dk < DK)[None, :], other=0.0,
     )  # fmt: skip
-    last = length - queries + query
-    first_last = length - queries + first_query
-    end = tl.minimum(first_last + TILE, length)
-    begin = 0
-    plain = (first_last + 1) // BLOCK * BLOCK
+    last_key = length - num_queries + query
+    first_last_key = length - num_queries + first_query
+    key_end = tl.minimum(first_last_key + TILE_QUERIES, length)
+    key_start = 0
+    unmasked_end = (first_last_key + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
-        begin = tl.maximum(first_last - window + 1, 0) // BLOCK * BLOCK
-        plain = begin
-    acc, top, total = attend_keys(
-        q_tile, last, begin, plain, end, table + sequence.to(tl.int64) * table_stride,
+        key_start = tl.maximum(first_last_key - window + 1, 0) // BLOCK_N * BLOCK_N
+        unmasked_end = key_start
+    acc, m_i, l_i = attend_keys(
+        q_tile, last_key, key_start, unmasked_end, key_end,
+        page_table + seq.to(tl.int64) * page_table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
         slot_stride_k, slot_stride_v, scale, softcap, window,
-        WINDOW, SOFTCAP, PAGE, DK, DV, PAD_DK, PAD_DV, BLOCK, PRECISION,
+        WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip
 
-    sink = tl.zeros([ROWS], tl.float32)
+    sink = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
-    result = finish(acc, top, total, sink, SINKS)
-    at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=mine[:, None] & (dv < DV)[None, :])
+        sink = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32)
+    result = normalize(acc, m_i, l_i, sink, SINKS)
+    out_ptr = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + offs_dv[None, :]
+    mask_out = mask_m[:, None] & (offs_dv < DV)[None, :]
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=mask_out)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """How a launch is cut; found by measuring."""
+    """Tile sizes of a prefill launch."""
 
-    rows: int
-    block: int
-    warps: int
-    stages: int
+    block_m: int
+    """Rows of a tile: queries x query heads of the group."""
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
-def prefill(
+def paged_attention_prefill(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     cu_seqlens: Tensor,
-    table: Tensor,
+    page_table: Tensor,
     lengths: Tensor,
-    scores: ScoreParams,
     out: Tensor,
     tiles: PrefillTiles,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Fill the rows of `out` that belong to sequences with several queries."""
+    """Fill the rows of `out` that belong to sequences with several queries.
+
+    Shapes as in `paged_attention_decode`.
+    """
     tokens, heads, dk = q.shape
-    page, kv_heads, dv = values.shape[1:]
-    group = heads // kv_heads
-    pad_group = triton.next_power_of_2(group)
-    tile = max(1, tiles.rows // pad_group)
-    count = table.shape[0]
-    sinks = out if scores.sinks is None else scores.sinks
-    _prefill_kernel[(kv_heads, tokens // tile + count)](
-        q, keys, values, table, lengths, cu_seqlens, sinks, out,
-        scores.scale, scores.softcap or 1.0, scores.window or 0, count,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), table.stride(0),
+    page_size, kv_heads, dv = values.shape[1:]
+    group_size = heads // kv_heads
+    block_group = triton.next_power_of_2(group_size)
+    tile_queries = max(1, tiles.block_m // block_group)
+    num_seqs = page_table.shape[0]
+    _prefill_kernel[(kv_heads, tokens // tile_queries + num_seqs)](
+        q, keys, values, page_table, lengths, cu_seqlens, out if sinks is None else sinks, out,
+        scale, softcap or 1.0, window or 0, num_seqs,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        GROUP=group, PAD_GROUP=pad_group, TILE=tile, WINDOW=scores.window is not None,
-        SOFTCAP=scores.softcap is not None, SINKS=scores.sinks is not None,
-        PAGE=page, DK=dk, DV=dv, PAD_DK=padded(dk), PAD_DV=padded(dv), BLOCK=tiles.block,
-        PRECISION=precision(q), num_warps=tiles.warps, num_stages=tiles.stages,
+        GROUP_SIZE=group_size, BLOCK_GROUP=block_group, TILE_QUERIES=tile_queries,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        PAGE_SIZE=page_size, DK=dk, DV=dv, BLOCK_DK=padded_dim(dk), BLOCK_DV=padded_dim(dv),
+        BLOCK_N=tiles.block_n, PRECISION=dot_precision(q), num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip

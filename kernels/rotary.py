@@ -1,96 +1,86 @@
-"""Rotary embeddings of queries and keys with their backward: one kernel that turns either way."""
+"""Rotary position embedding of queries and keys (the rotate-half form), forward and backward.
 
-# Triton launches with what its kernels declare, plus settings of its own.
+One program takes a token and loads its angles once for all heads of q and k. The backward is the
+same kernel with the rotation inverted.
+"""
+
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..trainer.fused.autograd import alone
-
 
 @triton.jit
-def _turn(
-    q, k, q_out, k_out, cos, sin, q_token, q_head, k_token, k_head, q_out_token, k_out_token,
-    angle_token, q_heads, k_heads,
-    BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
+def _rotary_kernel(
+    q, k, q_out, k_out, cos, sin, q_stride_t, q_stride_h, k_stride_t, k_stride_h,
+    q_out_stride_t, k_out_stride_t, cos_stride_t, q_heads, k_heads,
+    INVERSE: tl.constexpr, BLOCK_Q_HEADS: tl.constexpr, BLOCK_K_HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, WIDTH)[None, :]
-    side = place < HALF
-    turn = token * angle_token + place
-    cos1 = tl.load(cos + turn, mask=side, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + turn + HALF, mask=side, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + turn, mask=side, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + turn + HALF, mask=side, other=0.0).to(tl.float32)
-    if BACK:
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = offs_d < HALF
+    offs_cos = token * cos_stride_t + offs_d
+    cos1 = tl.load(cos + offs_cos, mask=mask, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + offs_cos + HALF, mask=mask, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + offs_cos, mask=mask, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + offs_cos + HALF, mask=mask, other=0.0).to(tl.float32)
+    if INVERSE:
         sin1, sin2 = -sin2, -sin1
-    q_at, q_to = q + token * q_token, q_out + token * q_out_token
-    k_at, k_to = k + token * k_token, k_out + token * k_out_token
-    _turn_heads(q_at, q_to, q_head, q_heads, cos1, cos2, sin1, sin2, Q_HEADS, HALF, WIDTH)
-    _turn_heads(k_at, k_to, k_head, k_heads, cos1, cos2, sin1, sin2, K_HEADS, HALF, WIDTH)
+    _rotate_heads(
+        q + token * q_stride_t, q_out + token * q_out_stride_t, q_stride_h, q_heads,
+        cos1, cos2, sin1, sin2, BLOCK_Q_HEADS, HALF, BLOCK_D,
+    )  # fmt: skip
+    _rotate_heads(
+        k + token * k_stride_t, k_out + token * k_out_stride_t, k_stride_h, k_heads,
+        cos1, cos2, sin1, sin2, BLOCK_K_HEADS, HALF, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
-def _turn_heads(
-    x, out, x_head, heads, cos1, cos2, sin1, sin2,
-    HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+def _rotate_heads(
+    x, out, stride_h, num_heads, cos1, cos2, sin1, sin2,
+    BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = (head < heads) & (place < HALF)
-    at, to = x + head.to(tl.int64) * x_head + place, out + head * (2 * HALF) + place
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to, first * cos1 - second * sin1, mask=inside)
-    tl.store(to + HALF, second * cos2 + first * sin2, mask=inside)
+    head, offs_d = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < num_heads) & (offs_d < HALF)
+    x_ptr, out_ptr = x + head.to(tl.int64) * stride_h + offs_d, out + head * (2 * HALF) + offs_d
+    x1 = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr, x1 * cos1 - x2 * sin1, mask=mask)
+    tl.store(out_ptr + HALF, x2 * cos2 + x1 * sin2, mask=mask)
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """From [1, H, T, D] to [1, T, H, D]."""
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [1, H, T, D] and k [1, Hkv, T, D] by cos and sin [1, T, D]; same shapes out."""
+    q_out, k_out = rotate_heads(q, k, cos, sin)
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def rotate_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate q [1, H, T, D] and k [1, Hkv, T, D] into tensors [1, T, H, D] and [1, T, Hkv, D].
+
+    `inverse` is the backward. Its results are slices of one tensor [1, T, H + Hkv, D], so that a
+    single matrix product can read both.
+    """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    _, heads, tokens, width = q.shape
-    q_out, k_out = _room(q, k, together=back)
+    (_, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
+    if inverse:
+        joint = q.new_empty(1, tokens, heads + kv_heads, dim)
+        q_out, k_out = joint[:, :, :heads], joint[:, :, heads:]
+    else:
+        q_out = q.new_empty(1, tokens, heads, dim)
+        k_out = k.new_empty(1, tokens, kv_heads, dim)
     if tokens:
-        _turn[(tokens,)](
+        _rotary_kernel[(tokens,)](
             q, k, q_out, k_out, cos, sin, q.stride(2), q.stride(1), k.stride(2), k.stride(1),
-            q_out.stride(1), k_out.stride(1), cos.stride(1), heads, k.shape[1], back,
-            triton.next_power_of_2(heads), triton.next_power_of_2(k.shape[1]),
-            width // 2, triton.next_power_of_2(width // 2),
+            q_out.stride(1), k_out.stride(1), cos.stride(1), heads, kv_heads, inverse,
+            triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
+            dim // 2, triton.next_power_of_2(dim // 2), num_warps=4,
         )  # fmt: skip
     return q_out, k_out
-
-
-def _room(q: Tensor, k: Tensor, together: bool) -> tuple[Tensor, Tensor]:
-    """Where turned heads go: gradients side by side, so that one product can read both."""
-    _, heads, tokens, width = q.shape
-    if together:
-        both = q.new_empty(1, tokens, heads + k.shape[1], width)
-        return both[:, :, :heads], both[:, :, heads:]
-    return q.new_empty(1, tokens, heads, width), k.new_empty(1, tokens, k.shape[1], width)
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, False)  # no views: they could not be changed in place
-
-    @staticmethod
-    @alone
-    def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        d_q, d_k = _turned(d_q.transpose(1, 2), d_k.transpose(1, 2), cos, sin, True)
-        return d_q.transpose(1, 2), d_k.transpose(1, 2), None, None
-
-
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries [1, H, T, D] and keys [1, Hkv, T, D] by their positions' angles [1, T, D]."""
-    turned: Any = _Rotary.apply(q, k, cos, sin)
-    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Documents to packs: samples laid end to end in fixed token budgets.
+"""Documents to packs: samples concatenated into fixed token budgets.
 
-Everything but `PackedDataset` is free of torch, which is loaded only when that name is used.
+Only `PackedDataset` needs torch, which is imported when that name is first used.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from .jit import jit
 from .pack import Pack
-from .planning.lengths import pack_lengths
 from .planning.packer import Packer
 from .planning.plan import Plan
-from .planning.planner import Planner
+from .planning.planner import Planner, pack_lengths
 from .sample import IGNORE_INDEX, Sample
-from .token_ids import check_masks, checked_ids, checked_sample
+from .token_ids import check_masks, make_sample, validate_token_ids
 
 if TYPE_CHECKING:
     from .dataset import PackedDataset
@@ -28,10 +27,10 @@ __all__ = [
     "Planner",
     "Sample",
     "check_masks",
-    "checked_ids",
-    "checked_sample",
     "jit",
+    "make_sample",
     "pack_lengths",
+    "validate_token_ids",
 ]
 
 

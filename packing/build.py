@@ -1,166 +1,191 @@
-"""From what the user said to a sequence of packs: planned where lengths are known, else sharded."""
+"""Check the user's settings and build the packs: planned if lengths are known, else streamed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from .encoding.ahead import SMALL, encode_ahead, filled
+import numpy as np
+
+from .encoding.encode_rows import PRETOKENIZE_UP_TO, drop_bad_documents, encode_source
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
-from .ordering.mixture import Stop, Weight
-from .planning.overflow import limit
+from .ordering.mixture import StoppingStrategy, Weight
+from .planning.overflow import max_sample_length
+from .planning.planner import check_ints
 from .readers.planned import PlannedPacks
-from .readers.shard import ShardSettings
+from .readers.shard import StreamSettings
 from .readers.sharded import StreamedPacks
-from .sources import RowSource, open_source
-from .sources.in_memory import Listed
-from .sources.source import Indexed
+from .sources.in_memory import ListSource, TokenRowSource
+from .sources.open_source import Opened, open_source
+from .sources.source import RowSource
 from .sources.token_store import TokenArray, TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 
-WINDOW = 1024
-"""Rows that a stream shuffles together unless the user says otherwise."""
+SHUFFLE_BLOCK = 1024
+"""Rows that a stream shuffles together by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """The user's settings that shape the sequence of packs."""
+    """The user's settings that determine the sequence of packs."""
 
     packer: dict[str, Any]
     encoder: Encoder
     seed: int
     shuffle: bool | int
     shards: int | None
-    ahead: bool | None
-    stop: Stop
-    level: bool
-    packs: int | None
-    skip: bool
+    pretokenize: bool | None
+    stopping_strategy: StoppingStrategy
+    balance: bool
+    max_packs: int | None
+    skip_errors: bool
 
 
-def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list:
-    """Open the sources of a mixture, each under its number."""
+def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list[Opened]:
+    """Open the sources of a mixture, in order."""
     return [
-        open_source(source, column=encoder.column, eos=encoder.eos, number=number, **options)
+        open_source(
+            source,
+            text_column=encoder.text_column,
+            eos_token_id=encoder.eos_token_id,
+            number=number,
+            **options,
+        )
         for number, (source, _) in enumerate(pairs)
     ]
 
 
-def build(
-    opened: list, weights: list[Weight], choices: PipelineOptions, skipped: SkippedRows
+def build_packs(
+    opened: list[Opened], weights: list[Weight], options: PipelineOptions, skipped: SkippedRows
 ) -> PlannedPacks | StreamedPacks:
-    """Plan everything if every length is known or cheap to find out, else shard."""
-    streams = [one for one in opened if isinstance(one, RowSource) and not _ahead(one, choices)]
-    if not streams:
-        return _planned(opened, weights, choices, skipped)
-    if choices.level:
-        raise ValueError("level=True needs known lengths: pass ready tokens, or ahead=True")
-    sources = [_as_rows(one, number) for number, one in enumerate(opened)]
-    shards = choices.shards
-    if shards is None:
-        shards = min(source.shards or 8 for source in sources)
-    return StreamedPacks(
-        ShardSettings(
-            sources=sources,
-            weights=weights,
-            stop=choices.stop,
-            encoder=choices.encoder,
-            packer=choices.packer,
-            shards=shards,
-            seed=choices.seed,
-            window=_window(choices.shuffle),
-            skip=choices.skip,
-        ),
-        choices.packs,
+    """Plan the run if every length is known or cheap to find out, otherwise stream shards."""
+    streamed = any(
+        isinstance(source, RowSource) and not _pretokenizes(source, options) for source in opened
     )
-
-
-def _planned(opened, weights, choices: PipelineOptions, skipped: SkippedRows) -> PlannedPacks:
-    shelves: list[TokenArray] = []
-    for number, one in enumerate(opened):
-        if isinstance(one, RowSource):
-            counted = skipped if choices.skip else None
-            longest = limit(choices.packer)
-            shelves.append(encode_ahead(one, choices.encoder, counted, number, longest))
-        else:
-            shelves += filled(one, skipped, choices.encoder.vocab_size) if choices.skip else one
-    packer = dict(choices.packer)
-    extras = {name: packer.pop(name) for name in ("continue_positions", "pad")}
-    return PlannedPacks(
-        TokenStore(shelves),
-        packer,
-        seed=choices.seed,
-        shuffle=bool(choices.shuffle),
+    if not streamed:
+        return _planned_packs(opened, weights, options, skipped)
+    if options.balance:
+        raise ValueError("balance=True needs known lengths: pass ready tokens, or pretokenize=True")
+    sources = [_as_row_source(source, number) for number, source in enumerate(opened)]
+    shards = options.shards
+    if shards is None:
+        shards = min(source.default_shards or 8 for source in sources)
+    settings = StreamSettings(
+        sources=sources,
         weights=weights,
-        stop=choices.stop,
-        level=choices.level,
-        vocab_size=choices.encoder.vocab_size,
-        packs=choices.packs,
+        stopping_strategy=options.stopping_strategy,
+        encoder=options.encoder,
+        packer=options.packer,
+        shards=shards,
+        seed=options.seed,
+        shuffle_block=_shuffle_block(options.shuffle),
+        skip_errors=options.skip_errors,
+    )
+    return StreamedPacks(settings, options.max_packs)
+
+
+def _planned_packs(
+    opened: list[Opened], weights: list[Weight], options: PipelineOptions, skipped: SkippedRows
+) -> PlannedPacks:
+    encoder, max_length = options.encoder, max_sample_length(options.packer)
+    arrays: list[TokenArray] = []
+    for number, source in enumerate(opened):
+        if isinstance(source, RowSource):
+            errors = skipped if options.skip_errors else None
+            arrays.append(encode_source(source, encoder, errors, number, max_length))
+        elif options.skip_errors:
+            arrays += drop_bad_documents(source, skipped, encoder.vocab_size)
+        else:
+            arrays += source
+    planner = dict(options.packer)
+    extras = {name: planner.pop(name) for name in ("continue_positions", "pad_token_id")}
+    return PlannedPacks(
+        TokenStore(arrays),
+        planner,
+        seed=options.seed,
+        shuffle=bool(options.shuffle),
+        weights=weights,
+        stopping_strategy=options.stopping_strategy,
+        balance=options.balance,
+        vocab_size=encoder.vocab_size,
+        max_packs=options.max_packs,
         **extras,
     )
 
 
-def _ahead(source: RowSource, choices: PipelineOptions) -> bool:
-    if choices.ahead is not None:
-        return choices.ahead
-    return isinstance(source, Listed) or (source.size is not None and source.size <= SMALL)
+def _pretokenizes(source: RowSource, options: PipelineOptions) -> bool:
+    if options.pretokenize is not None:
+        return options.pretokenize
+    if isinstance(source, ListSource):
+        return True
+    return source.num_bytes is not None and source.num_bytes <= PRETOKENIZE_UP_TO
 
 
-def _as_rows(one: RowSource | list[TokenArray], number: int) -> RowSource:
-    if isinstance(one, RowSource):
-        return one
-    return Shelved(one, f"tokens {number}")
+def _as_row_source(source: Opened, number: int) -> RowSource:
+    if isinstance(source, RowSource):
+        return source
+    return TokenRowSource(source, f"tokens {number}")
 
 
-class Shelved(Indexed):
-    """Ready tokens as rows, for mixtures with streams."""
-
-    def __init__(self, shelves: list[TokenArray], name: str):
-        self.store, self.name = TokenStore(shelves), name
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def rows(self, numbers):
-        return [self._row(number) for number in numbers.tolist()]
-
-    def _row(self, number: int) -> dict:
-        shelf, part = self.store.find(number)
-        row = {"input_ids": shelf.flat[part]}
-        return row if shelf.labels is None else row | {"labels": shelf.labels[part]}
-
-    def fingerprint(self):
-        return self.store.fingerprint()
-
-
-def _window(shuffle: bool | int) -> int:
-    return WINDOW if shuffle is True else int(shuffle)
+def _shuffle_block(shuffle: bool | int) -> int:
+    return SHUFFLE_BLOCK if shuffle is True else int(shuffle)
 
 
 def state_settings(
-    packs: PlannedPacks | StreamedPacks, choices: PipelineOptions, weights: list
+    packs: PlannedPacks | StreamedPacks, options: PipelineOptions, weights: list[Weight]
 ) -> dict:
-    """Give all that shapes the sequence of packs, as JSON."""
-    encoder = choices.encoder
-    sharded = isinstance(packs, StreamedPacks)
+    """Return the settings that determine the sequence of packs, as JSON."""
+    encoder = options.encoder
+    streamed, mixed = isinstance(packs, StreamedPacks), len(weights) > 1
     return {
-        **choices.packer,
-        "seed": choices.seed,
-        "shuffle": _window(choices.shuffle) if sharded else bool(choices.shuffle),
-        "shards": packs.settings.shards if sharded else None,
-        "weights": Fingerprint(weights).text() if len(weights) > 1 else None,
-        "stop": choices.stop if len(weights) > 1 else None,
-        "level": choices.level,
-        "column": encoder.column,
-        "eos": encoder.eos,
-        "on_error": "skip" if choices.skip else "raise",
+        **options.packer,
+        "seed": options.seed,
+        "shuffle": _shuffle_block(options.shuffle) if streamed else bool(options.shuffle),
+        "shards": packs.settings.shards if streamed else None,
+        "weights": Fingerprint(weights).text() if mixed else None,
+        "stopping_strategy": options.stopping_strategy if mixed else None,
+        "balance": options.balance,
+        "text_column": encoder.text_column,
+        "add_eos": encoder.eos_token_id,
+        "on_error": "skip" if options.skip_errors else "raise",
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
     }
 
 
-def fingerprint_of(packs: PlannedPacks | StreamedPacks) -> str:
-    """Identify the data."""
+def data_fingerprint(packs: PlannedPacks | StreamedPacks) -> str:
+    """Identify the data of all sources."""
     if isinstance(packs, PlannedPacks):
         return packs.store.fingerprint()
     return Fingerprint(*(source.fingerprint() for source in packs.settings.sources)).text()
+
+
+def check_counts(**settings: int | None) -> list[int | None]:
+    """Return settings that are None or at least 1."""
+    for name, value in settings.items():
+        if value is not None and check_ints(**{name: value})[0] < 1:
+            raise ValueError(
+                f"{name} {value}: at least 1, or None{' for no end' * (name == 'epochs')}"
+            )
+    return [None if value is None else int(value) for value in settings.values()]
+
+
+def check_rank(rank: int | None, world_size: int | None) -> None:
+    """Raise if only one of the two is given."""
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank {rank} and world_size {world_size}: give both, or neither")
+
+
+def check_values(
+    budget: int, pad_token_id: int, vocab_size: int | None, on_error: str, shuffle: bool | int
+) -> None:
+    """Raise on settings out of range."""
+    if budget < 2:
+        raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
+    if pad_token_id < 0 or (vocab_size is not None and pad_token_id >= vocab_size):
+        ids = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+        raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary, {ids}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
+    if not isinstance(shuffle, int | np.integer) or shuffle < 0:
+        raise ValueError(f"shuffle={shuffle!r}: True, False, or how many rows to shuffle together")

@@ -1,9 +1,9 @@
-"""PackedDataset: any source to packs, as a torch dataset whose state is small and rank-free.
+"""PackedDataset: any source to packs, as a torch dataset with a small, rank-free state.
 
-    source ─▶ rows or tokens ─▶ order ─▶ packs ─▶ pack k to rank k mod world ─▶ its workers in turn
+    source ─▶ rows or tokens ─▶ order ─▶ packs ─▶ pack k to rank k mod world_size ─▶ its workers
 
-The sequence of packs is a function of the data and the settings alone. Ranks, workers and
-restarts are views of it; every rank sees the same number of packs.
+The sequence of packs depends only on the data and the settings. Ranks, workers and restarts are
+views of it; every rank sees the same number of packs.
 """
 
 from __future__ import annotations
@@ -20,27 +20,49 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .build import PipelineOptions, build, fingerprint_of, open_sources, state_settings
+from .build import (
+    PipelineOptions,
+    build_packs,
+    check_counts,
+    check_rank,
+    check_values,
+    data_fingerprint,
+    open_sources,
+    state_settings,
+)
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
-from .ordering.mixture import Stop, as_mixture
-from .ordering.permutation import Position, Share
+from .ordering.mixture import StoppingStrategy, parse_mixture
+from .ordering.share import Position, Share
 from .pack import Pack
 from .planning.overflow import Overflow
-from .planning.planner import Strategy, whole
+from .planning.planner import Strategy, check_ints
 from .readers.planned import PlannedPacks
-from .state.progress import Progress, done
-from .state.run_state import VERSION, check_state, is_over, pass_end
+from .readers.shard import StreamSettings
+from .state.progress import Progress, index_and_cursor
+from .state.run_state import VERSION, check_state, end_epoch_of, is_finished
 
 
 class PackedDataset(IterableDataset):
     """Packs of a source, for `DataLoader(dataset, batch_size=None)`.
 
     Iterating again gives the next epochs in another order. Through DataLoader workers it repeats
-    the first order: they are copies, made anew for each pass, of a dataset that did not move on.
-    Call `set_epoch` before each pass, as trainers do, or use `nopad.trainer.PackedLoader`.
-    Accelerate's `prepare`, which a stock HF Trainer calls too, would cut `cu_seq_lens` off a batch:
-    `PackedAccelerateLoader`, `PackedTrainer` and `PackedDataModule` of `nopad.trainer` take it whole.
+    the first order, because workers are new copies of a dataset that did not advance: call
+    `set_epoch` before each pass, as trainers do, or use `nopad.trainer.PackedLoader`. Accelerate's
+    `prepare`, which a stock HF Trainer calls too, would truncate the `cu_seq_lens` of a batch:
+    use `PackedAccelerateLoader`, `PackedTrainer` or `PackedDataModule` of `nopad.trainer`.
+
+    source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a function
+        that returns an iterator, a datasets.Dataset, or a list of (source, weight).
+    epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
+    rank, world_size: of this process; default: detected when iteration starts.
+    shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
+    shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
+    pretokenize: encode everything at once, so that lengths are known; default: small sources only.
+    balance: give ranks that step together packs of similar cost; see `planning.leveling`.
+    stopping_strategy: when the epoch of a mixture ends; see `ordering.mixture`.
+    add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
+    on_error: "raise" at a row that cannot be used, or "skip" and count it.
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
@@ -48,7 +70,7 @@ class PackedDataset(IterableDataset):
     """
 
     _sender: tuple[int, int, int] | None = None
-    """Process, rank and world of whom a worker that is not forked was sent from."""
+    """Process id, rank and world size of the process that sent this copy to a spawned worker."""
 
     def __init__(
         self,
@@ -58,299 +80,295 @@ class PackedDataset(IterableDataset):
         budget: int,
         seed: int = 0,
         epochs: int | None = 1,
-        packs: int | None = None,
+        max_packs: int | None = None,
         rank: int | None = None,
-        world: int | None = None,
+        world_size: int | None = None,
         shuffle: bool | int = True,
         shards: int | None = None,
         pool: int = 1024,
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
-        align: int = 1,
-        pad: int = 0,
+        pad_to_multiple_of: int = 1,
+        pad_token_id: int = 0,
         continue_positions: bool = False,
-        level: bool = False,
-        stop: Stop = "first",
-        ahead: bool | None = None,
+        balance: bool = False,
+        stopping_strategy: StoppingStrategy = "first_exhausted",
+        pretokenize: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
-        column: str = "text",
-        eos: bool | int = True,
+        text_column: str = "text",
+        add_eos: bool | int = True,
         vocab_size: int | None = None,
         glob: str | None = None,
         dtype: str | None = None,
     ):
-        """Open the source.
-
-        source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a
-            function that returns an iterator, a datasets.Dataset, or a list of (source, weight).
-        epochs: passes over the data, or None for no end; packs: end after so many, over all ranks.
-        rank, world: which of how many processes this is; else found out when iteration begins.
-        shuffle: of everything where rows are known by number, else of windows of 1024 or so many.
-        shards: into how many parts a stream of unknown lengths is cut; ranks x workers divide it.
-        ahead: encode everything at once, so that lengths are known; default for what is small.
-        stop: what ends an epoch of a mixture; see `mixture`.
-        """
-        budget, pool, align, pad = whole(budget=budget, pool=pool, align=align, pad=pad)
-        epochs, packs, shards = _counts(epochs=epochs, packs=packs, shards=shards)
-        (vocab_size,) = _counts(vocab_size=vocab_size)
-        _check_share(rank, world)
-        pairs = as_mixture(source) or [(source, 1)]
+        """Open the source."""
+        budget, pool, multiple, pad_token_id, seed = check_ints(
+            budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of,
+            pad_token_id=pad_token_id, seed=seed,
+        )  # fmt: skip
+        epochs, max_packs, shards, vocab_size = check_counts(
+            epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size
+        )
+        check_rank(rank, world_size)
+        pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
-        packer |= {"align": align, "pad": pad, "continue_positions": continue_positions}
-        encoder = Encoder(tokenizer, column=column, eos=eos, vocab_size=vocab_size)
-        _check(budget, pad, encoder.vocab_size, on_error, shuffle)
-        choices = PipelineOptions(
-            packer=packer, encoder=encoder, seed=whole(seed=seed)[0], shuffle=shuffle,
-            shards=shards, ahead=ahead, stop=stop, level=level, packs=packs, skip=on_error == "skip"
+        packer |= {"pad_to_multiple_of": multiple, "pad_token_id": pad_token_id}
+        packer |= {"continue_positions": continue_positions}
+        encoder = Encoder(
+            tokenizer, text_column=text_column, add_eos=add_eos, vocab_size=vocab_size
+        )
+        check_values(budget, pad_token_id, encoder.vocab_size, on_error, shuffle)
+        options = PipelineOptions(
+            packer=packer, encoder=encoder, seed=seed, shuffle=shuffle, shards=shards,
+            pretokenize=pretokenize, stopping_strategy=stopping_strategy, balance=balance,
+            max_packs=max_packs, skip_errors=on_error == "skip",
         )  # fmt: skip
         self.skipped = SkippedRows()
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
-        self.packs = build(opened, weights, choices, self.skipped)
-        self.settings = state_settings(self.packs, choices, weights)
-        self.rank, self.world, self.epochs = rank, world, epochs
-        self._begin_pass(0)
+        self.reader = build_packs(opened, weights, options, self.skipped)
+        self.settings = state_settings(self.reader, options, weights)
+        self.rank, self.world_size = rank, world_size
+        self.epochs, self.max_packs = epochs, max_packs
+        self._start_pass(0)
 
     @cached_property
-    def data(self) -> str:
-        """Identify the data by a fingerprint."""
-        return fingerprint_of(self.packs)
+    def fingerprint(self) -> str:
+        """Identify the data, so that a state of other data is rejected."""
+        return data_fingerprint(self.reader)
+
+    @property
+    def stream_settings(self) -> StreamSettings | None:
+        """Sources, encoder and packer of a stream; None if lengths are known."""
+        return None if isinstance(self.reader, PlannedPacks) else self.reader.settings
 
     def __iter__(self) -> Iterator[Pack]:
-        self.go_on()
-        share, begin = self._share(), self._begin
-        given = Progress(begin.position, dict(begin.cursors))
-        position = begin.position
+        self.start_next_pass()
+        share, start = self._share(), self._start
+        progress = Progress(start.position, dict(start.cursors))
+        position = start.position
         if self._worker is not None:
-            given.taken = self._worker["taken"]
-            index = share.first(position.index) + given.taken * share.stride
-            position = Position(self._worker["epoch"], self._worker["start"], index, position.until)
-        self._given = given
-        for pack in self._read(position, share, begin.position.index, begin.cursors):
-            given.add(pack.index, pack.cursor)
+            progress.num_packs = self._worker["num_packs"]
+            index = share.first(position.index) + progress.num_packs * share.stride
+            position = replace(
+                position,
+                epoch=self._worker["epoch"],
+                epoch_start=self._worker["epoch_start"],
+                index=index,
+            )
+        self._read = progress
+        for pack in self._read_packs(position, share, start.position.index, start.cursors):
+            progress.add(pack.index, pack.cursor)
             yield pack
-        self._over = True
+        self._finished = True
 
-    def _read(self, position: Position, share: Share, base: int, cursors: dict) -> Iterator[Pack]:
-        if isinstance(self.packs, PlannedPacks):
-            return self.packs.read(position, share, base)
-        return self.packs.read(position, share, base, cursors)
+    def _read_packs(
+        self, position: Position, share: Share, base: int, cursors: dict
+    ) -> Iterator[Pack]:
+        if isinstance(self.reader, PlannedPacks):
+            return self.reader.read(position, share, base)
+        return self.reader.read(position, share, base, cursors)
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of one epoch over all ranks; lengths must be known."""
-        if not isinstance(self.packs, PlannedPacks):
+        if not isinstance(self.reader, PlannedPacks):
             raise ValueError(
                 "a stream's packs cannot be counted before it was read: encode it at once with "
-                "ahead=True (a set to evaluate on needs that), or guess with estimate()"
+                "pretokenize=True (an evaluation set needs that), or use estimate()"
             )
-        return self.packs.count(epoch)
+        return self.reader.count(epoch)
 
     def estimate(self) -> int | None:
-        """Guess the packs of one epoch from a stream's first rows and size; None without a size."""
-        if isinstance(self.packs, PlannedPacks):
-            return self.packs.count()
-        return self.packs.estimate()
+        """Estimate the packs of one epoch; None for a stream of unknown size.
+
+        A stream is estimated from its first rows and its size in bytes.
+        """
+        if isinstance(self.reader, PlannedPacks):
+            return self.reader.count()
+        return self.reader.estimate()
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Tokens of every document; None for a stream, where they are not known before reading."""
-        return self.packs.store.lengths if isinstance(self.packs, PlannedPacks) else None
+        """Tokens of every document; None for a stream, whose lengths are not known in advance."""
+        return self.reader.store.lengths if isinstance(self.reader, PlannedPacks) else None
 
     def report(self, epoch: int | None = None) -> dict:
-        """Say what was packed, split, truncated, dropped and left out, and the sources' shares.
+        """Report counts of samples packed, split, truncated, dropped and skipped, and shares.
 
-        Where lengths are known this is the plan of an epoch, by default the one that the present
-        pass began with. For a stream it is what this process has given out, or, where workers did,
-        the states its stepped packs carried; shares of weights that change are over all passes.
+        If lengths are known this is the plan of an epoch, by default the first of the current
+        pass. For a stream it is what this process has read or, if workers read, the states that
+        its trained packs carried; shares of weights that change are over all passes.
         """
-        if isinstance(self.packs, PlannedPacks):
-            epoch = self._begin.position.epoch if epoch is None else epoch
-            return self.packs.report(epoch, self.skipped)
-        return self.packs.report((self._done or self._given).cursors)
+        if isinstance(self.reader, PlannedPacks):
+            epoch = self._start.position.epoch if epoch is None else epoch
+            return self.reader.report(epoch, self.skipped)
+        return self.reader.report((self._trained or self._read).cursors)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless the pass that holds it is under way already.
+        """Go to the start of an epoch, unless the current pass contains it.
 
-        Trainers call it before every epoch, also after a resume, which it must not throw away.
-        Without it, DataLoader workers give every pass in the order of the first. A dataset without
-        end is left alone: it counts its epochs itself, over workers only if they are persistent.
+        Trainers call it before every epoch, also after a resume, which it must not undo. Without
+        it, DataLoader workers repeat the order of the first pass. A dataset without end ignores
+        it: it counts its epochs itself, across workers only if they are persistent.
         """
-        until = self._begin.position.until
-        if until is None or self.epochs is None:
+        end_epoch = self._start.position.end_epoch
+        if end_epoch is None or self.epochs is None:
             return
-        if self._over or not until - self.epochs <= epoch < until:
-            self._begin_pass(epoch)
+        if self._finished or not end_epoch - self.epochs <= epoch < end_epoch:
+            self._start_pass(epoch)
 
     def rewind(self) -> None:
-        """Go back to the very beginning, as if nothing had been read."""
-        self._begin_pass(0)
+        """Go back to the beginning, as if nothing had been read."""
+        self._start_pass(0)
 
-    def go_on(self) -> None:
-        """Begin the next pass if this one is over, as iterating does: before workers copy it."""
-        if self._over:
-            self._begin_pass(self._following_epoch())
+    def start_next_pass(self) -> None:
+        """Start the next pass if this one has ended, as iterating does.
+
+        Call it before DataLoader workers copy the dataset.
+        """
+        if self._finished:
+            self._start_pass(self._next_pass_epoch())
 
     def end_pass(self) -> dict:
-        """End the pass behind the packs stepped so far, and give the state there.
+        """End the pass after the packs trained so far, and return the state there.
 
-        What comes to the end by itself needs it not; through workers this process cannot know.
+        Only needed if workers read the packs: this process cannot see that they reached the end.
         """
-        self._over, self._given = True, self._done or self._given
+        self._finished, self._read = True, self._trained or self._read
         return self.state_dict()
 
-    def stepped(self, *packs: Pack | dict) -> None:
-        """Say which packs were trained on: from now on the state is that of the stepped ones.
+    def mark_trained(self, *packs: Pack | dict) -> None:
+        """Mark packs as trained on: from now on the state refers to the trained packs.
 
-        Without it, the state is that of the packs given out, which counts prefetched ones too.
-        A stream's packs carry their own shard's place only, so none of them may be left out.
+        Without it, the state refers to the packs read, which includes prefetched ones. A stream's
+        pack carries the cursor of its own shard only, so no pack may be omitted.
         """
-        if self._given is self._begin:
-            self.go_on()  # a loaded pass was over: the workers that read these went on as well
-        if self._done is None:
-            self._done = Progress(self._begin.position, dict(self._begin.cursors))
+        if self._read is self._start:
+            self.start_next_pass()  # a finished pass was loaded: the workers started the next one
+        if self._trained is None:
+            self._trained = Progress(self._start.position, dict(self._start.cursors))
         for pack in packs:
-            index, cursor = done(pack)
-            self._done.expect(index, cursor, self._share(), self.settings["shards"] or 1)
-            self._done.add(index, cursor)
+            index, cursor = index_and_cursor(pack)
+            shards = self.settings["shards"] or 1
+            self._trained.check_next(index, cursor, self._share(), shards)
+            self._trained.add(index, cursor)
 
     def state_after(self, *packs: Pack | dict) -> dict:
-        """Give the state after these packs were stepped as well."""
-        self.stepped(*packs)
+        """Mark packs as trained on, and return the state after them."""
+        self.mark_trained(*packs)
         return self.state_dict()
 
     def state_dict(self) -> dict:
-        """Give the state: small JSON that any number of ranks and workers can continue from.
+        """Return the state: small JSON from which any number of ranks and workers can continue.
 
-        Behind the last pack of a pass nothing is left of it. Once the pass was asked for more, or
-        `end_pass` was called, it is over, and what continues from there is the next one.
-        Of packs that a DataLoader's workers read, this process knows only what `stepped` told it;
-        without that the state stays the beginning, and a StatefulDataLoader's own has to be saved.
-        Where lengths are unknown a rank knows its own shards only: `merge_states` joins them.
+        The pass ends once a pack was requested after its last one, or with `end_pass`; loading the
+        state of a finished pass starts the next one. If DataLoader workers read the packs, this
+        process knows only those passed to `mark_trained`; without that call the state stays at the
+        beginning, and the state of a StatefulDataLoader has to be saved instead. If lengths are
+        unknown, a rank knows only its own shards: `merge_states` merges the states of all ranks.
         """
         info = get_worker_info()
         if info is None:
-            progress = self._done or self._given
-            over = self._over and progress.last == self._given.last  # what is read may be ahead
-            shards = progress.shards(*self._ranks())
-            return self._state(progress.reached(self._share()), shards, over)
-        at = self._begin.position
-        _, epoch, start = self._given.last or (0, at.epoch, at.start)
-        worker = {"id": info.id, "of": info.num_workers, "taken": self._given.taken}
-        state = self._state(self._begin.position, self._given.shards())
-        return {**state, "worker": {**worker, "epoch": epoch, "start": start}}
+            progress = self._trained or self._read
+            # Reading may be ahead of training.
+            finished = self._finished and progress.last == self._read.last
+            shards = progress.shard_cursors(*self._ranks())
+            return self._state(progress.next_position(self._share()), shards, finished)
+        start = self._start.position
+        _, epoch, epoch_start = self._read.last or (0, start.epoch, start.epoch_start)
+        state = self._state(start, self._read.shard_cursors())
+        worker = {
+            "id": info.id,
+            "num_workers": info.num_workers,
+            "num_packs": self._read.num_packs,
+            "epoch": epoch,
+            "epoch_start": epoch_start,
+        }
+        return {**state, "worker": worker}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue where the state was taken; it must be of the same data and settings.
+        """Continue from a state of the same data and settings.
 
-        A pass that was over is followed by the next, unless it may be longer here: `packs` may be
-        another, and so may `epochs` where lengths are known, and the pass has so many in all. A
-        stream's last epoch ends with packs of what was held back, so its `epochs` are the same.
+        A finished pass is followed by the next one, unless the pass may be longer here:
+        `max_packs` may differ and, if lengths are known, so may `epochs`, which then is the total
+        of the pass. A stream's last epoch ends with the packs of all pending samples, so its
+        `epochs` must be the same.
         """
-        check_state(state, self.settings, self.data)
+        check_state(state, self.settings, self.fingerprint)
         position = Position(**state["position"])
         if state["epochs"] != self.epochs:
-            if not isinstance(self.packs, PlannedPacks):
+            if not isinstance(self.reader, PlannedPacks):
                 raise ValueError(
                     f"the state was made with epochs={state['epochs']}, this stream has "
                     f"epochs={self.epochs}: give both the same"
                 )
-            position = replace(position, until=pass_end(state, self.epochs))
-        worker = state.get("worker")
-        info = get_worker_info()
-        here = None if info is None else (info.id, info.num_workers)
-        if worker is not None and here != (worker["id"], worker["of"]):
+            position = replace(position, end_epoch=end_epoch_of(state, self.epochs))
+        worker, info = state.get("worker"), get_worker_info()
+        this_worker = None if info is None else (info.id, info.num_workers)
+        if worker is not None and this_worker != (worker["id"], worker["num_workers"]):
             raise ValueError(
-                f"the state is that of worker {worker['id']} of {worker['of']}: keep num_workers, "
-                "or save the state of the packs that were stepped, which any number can continue"
+                f"the state is of worker {worker['id']} of {worker['num_workers']}: keep "
+                "num_workers, or save the state of the trained packs, which any number can continue"
             )
-        cursors = {int(shard): dict(at) for shard, at in state.get("shards", {}).items()}
-        self._begin = Progress(position, cursors)
-        self._given, self._done, self._worker = self._begin, None, worker
-        self._over = is_over(state, self.epochs, self.packs.packs)
+        cursors = {int(shard): dict(cursor) for shard, cursor in state.get("shards", {}).items()}
+        self._start = Progress(position, cursors)
+        self._read, self._trained, self._worker = self._start, None, worker
+        self._finished = is_finished(state, self.epochs, self.max_packs)
 
-    def _state(self, position: Position, shards: dict, over: bool = False) -> dict:
+    def _state(self, position: Position, shards: dict, finished: bool = False) -> dict:
         state = {
             "version": VERSION,
             "settings": dict(self.settings),
-            "data": self.data,
+            "fingerprint": self.fingerprint,
             "epochs": self.epochs,
-            "packs": self.packs.packs,
-            "over": over,
+            "max_packs": self.max_packs,
+            "finished": finished,
             "position": asdict(position),
         }
         return {**state, "shards": shards} if shards else state
 
-    def _begin_pass(self, epoch: int) -> None:
-        until = None if self.epochs is None else epoch + self.epochs
-        position, cursors = Position(epoch, 0, 0, until), {}
-        if epoch and not isinstance(self.packs, PlannedPacks):
-            known = self._given if self._over else self._done or self._given
-            cursors = self.packs.carried(position, known.cursors)
-        self._begin = self._given = Progress(position, cursors)
-        self._done: Progress | None = None
+    def _start_pass(self, epoch: int) -> None:
+        end_epoch = None if self.epochs is None else epoch + self.epochs
+        position, cursors = Position(epoch, 0, 0, end_epoch), {}
+        if epoch and not isinstance(self.reader, PlannedPacks):
+            last = self._read if self._finished else self._trained or self._read
+            cursors = self.reader.initial_cursors(position, last.cursors)
+        self._start = self._read = Progress(position, cursors)
+        self._trained: Progress | None = None
         self._worker: dict | None = None
-        self._over = False
+        self._finished = False
 
     def __getstate__(self) -> dict:
-        # A worker that is not forked is no member of its parent's process group: it is sent the
-        # rank. Any other copy may come to where the rank is another one.
+        # A spawned worker is not a member of its parent's process group, so it is sent the rank.
+        # Any other copy may end up in a process of another rank.
         if get_spawning_popen() is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_sender": (os.getpid(), *self._ranks())}
 
-    def _following_epoch(self) -> int:
-        """Give the epoch that the next pass begins with."""
-        if self._begin.position.until is not None:
-            return self._begin.position.until
-        # A run without end was ended by `packs`, for each reader at a pack of its own: all must
-        # name one epoch. Where shards end in different ones, only the pass's first is known to all.
-        if isinstance(self.packs, PlannedPacks) and self.packs.packs is not None:
-            return self.packs.following_epoch(self._given.reached(self._share()))
-        return self._begin.position.epoch + 1
+    def _next_pass_epoch(self) -> int:
+        """Return the first epoch of the next pass."""
+        if self._start.position.end_epoch is not None:
+            return self._start.position.end_epoch
+        # `max_packs` ended a run without end, for each reader at its own last pack: all readers
+        # must agree on one epoch. If shards end in different epochs, all know only the first.
+        if isinstance(self.reader, PlannedPacks) and self.max_packs is not None:
+            return self.reader.next_pass_epoch(self._read.next_position(self._share()))
+        return self._start.position.epoch + 1
 
     def _share(self) -> Share:
         info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return Share(*self._ranks(), worker, workers)
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return Share(*self._ranks(), worker, num_workers)
 
     def _ranks(self) -> tuple[int, int]:
-        """Find out which of how many processes this one, or this worker's parent, is."""
-        if self.rank is not None and self.world is not None:
-            return self.rank, self.world
+        """Return rank and world size of this process, or of this worker's parent."""
+        if self.rank is not None and self.world_size is not None:
+            return self.rank, self.world_size
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         parent = parent_process()
         if get_worker_info() is not None and parent is not None and self._sender is not None:
-            process, rank, world = self._sender
-            if process == parent.pid:  # else it was sent to the parent, and forked from there
-                return rank, world
+            process, rank, world_size = self._sender
+            if process == parent.pid:  # otherwise it was sent to the parent, which forked
+                return rank, world_size
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _counts(**settings: int | None) -> list[int | None]:
-    """Give settings that may be None, and else are at least 1."""
-    for name, value in settings.items():
-        if value is not None and whole(**{name: value})[0] < 1:
-            raise ValueError(
-                f"{name} {value}: at least 1, or None{' for no end' * (name == 'epochs')}"
-            )
-    return [None if value is None else int(value) for value in settings.values()]
-
-
-def _check_share(rank: int | None, world: int | None) -> None:
-    if (rank is None) != (world is None):
-        raise ValueError(f"rank {rank} and world {world} go together: give both, or neither")
-
-
-def _check(
-    budget: int, pad: int, vocab_size: int | None, on_error: str, shuffle: bool | int
-) -> None:
-    if budget < 2:
-        raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
-    if pad < 0 or (vocab_size is not None and pad >= vocab_size):
-        known = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-        raise ValueError(f"pad={pad}: fill packs up with an id of the vocabulary, {known}")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
-    if not isinstance(shuffle, int | np.integer) or shuffle < 0:
-        raise ValueError(f"shuffle={shuffle!r}: True, False, or how many rows to shuffle together")

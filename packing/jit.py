@@ -1,7 +1,7 @@
-"""Compile the inner loops, and keep the machine code on disk where that is possible.
+"""Compile inner loops with numba, with an on-disk cache where one can be written.
 
-A read-only installation without a writable home has nowhere to keep it: there the loops are
-compiled again in every process, which costs seconds and changes nothing else.
+Without a writable cache directory (a read-only installation without a home directory) every
+process compiles the loops again, which takes seconds and changes nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numba import njit
 
 
 def jit(function: Callable) -> Any:
-    """Compile `function` with numba, without the GIL, cached on disk where it can be."""
+    """Compile `function` with numba, without the GIL, cached on disk if possible."""
     try:
         return njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # numba found no folder to keep the cache in
+    except RuntimeError:  # numba found no writable cache directory
         return njit(nogil=True)(function)

@@ -1,4 +1,4 @@
-"""A sample: one tokenized document, and which of its tokens count for the loss."""
+"""A sample: one tokenized document and its labels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 IGNORE_INDEX = -100
-"""The label of a token that does not count, as everywhere in the HF ecosystem."""
+"""The label of a token that the loss ignores, as everywhere in the Hugging Face ecosystem."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One document. Labels stand at the positions of their tokens: the model shifts, not we.
+    """One document. Labels are at the positions of their tokens; the model shifts them.
 
     >>> Sample(np.array([5, 6, 7])).labels.tolist()
     [-100, 6, 7]
@@ -21,9 +21,9 @@ class Sample:
     tokens: np.ndarray
     """int64 [n], n >= 1."""
     labels: np.ndarray = None  # pyright: ignore[reportAssignmentType]
-    """int64 [n], IGNORE_INDEX where a token does not count; left out, all but the first count."""
+    """int64 [n], IGNORE_INDEX where the loss ignores a token; default: all tokens but the first."""
     source: int = 0
-    """Which source of a mixture it came from."""
+    """Index of the mixture's source that the sample comes from."""
 
     def __post_init__(self):
         tokens = np.asarray(self.tokens)
@@ -35,7 +35,7 @@ class Sample:
         if tokens.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers, got {tokens.dtype} and {labels.dtype} labels")
         tokens, labels = np.ascontiguousarray(tokens, np.int64), labels.astype(np.int64)
-        labels[0] = IGNORE_INDEX  # nothing of this sample stands before its first token
+        labels[0] = IGNORE_INDEX  # no token of this sample precedes the first one
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "labels", labels)
 

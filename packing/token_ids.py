@@ -1,7 +1,7 @@
-"""Token ids and labels as they come from outside, checked before anything is built on them.
+"""Validate token ids and labels from outside before anything is built on them.
 
-Nothing is rounded, wrapped or guessed: a float, a bool, a negative id or one beyond the
-vocabulary is refused with its value and place.
+Values are never rounded, wrapped or guessed: a float, a bool, a negative id or an id beyond the
+vocabulary raises an error that shows the value.
 """
 
 from __future__ import annotations
@@ -14,78 +14,79 @@ import numpy as np
 from .sample import IGNORE_INDEX, Sample
 
 
-def checked_ids(ids: Any, what: str = "input_ids") -> np.ndarray:
-    """Give ids as int64 [n], n >= 1, or say why they are none.
+def validate_token_ids(ids: Any, name: str = "input_ids") -> np.ndarray:
+    """Return ids as int64 [n], n >= 1, or raise; `name` is the name that errors show.
 
-    >>> checked_ids([5, 6]).tolist()
+    >>> validate_token_ids([5, 6]).tolist()
     [5, 6]
-    >>> checked_ids([5, 1.5])
+    >>> validate_token_ids([5, 1.5])
     Traceback (most recent call last):
     ValueError: input_ids must be integers, got float64
     """
     if not isinstance(ids, list | tuple | np.ndarray):
-        ids = _as_array(ids, what)
+        ids = _to_array(ids, name)
     if not isinstance(ids, np.ndarray):
         if bool in set(map(type, ids)):
-            raise ValueError(f"{what} must be integers, got bool")
-        ids = _as_array(ids, what)
+            raise ValueError(f"{name} must be integers, got bool")
+        ids = _to_array(ids, name)
     if ids.ndim != 1:
-        raise ValueError(f"{what} must be one row of integers, got the shape {ids.shape}")
+        raise ValueError(f"{name} must be one row of integers, got the shape {ids.shape}")
     if not len(ids):
-        raise ValueError(f"{what} is empty: a document needs at least one token")
+        raise ValueError(f"{name} is empty: a document needs at least one token")
     if ids.dtype.kind not in "iu":
-        raise ValueError(f"{what} must be integers, got {_kind(ids)}")
+        raise ValueError(f"{name} must be integers, got {_type_name(ids)}")
     if ids.dtype == np.uint64 and ids.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{what} holds {ids.max()}, beyond 64 bits")
+        raise ValueError(f"{name} contains {ids.max()}, beyond 64 bits")
     return ids.astype(np.int64)
 
 
-def checked_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) -> Sample:
-    """Build a sample from a row's own ids and labels, or say what is wrong with them."""
-    ids = checked_ids(ids)
-    _within(ids, vocab_size, "input_ids")
+def make_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) -> Sample:
+    """Build a sample from a row's token ids and labels, or raise if they are invalid."""
+    ids = validate_token_ids(ids)
+    _check_range(ids, vocab_size, "input_ids")
     if labels is None:
         return Sample(ids)
-    marks = checked_ids(labels, "labels")
-    if len(marks) != len(ids):
-        raise ValueError(f"{len(ids)} input_ids but {len(marks)} labels: one label per token")
-    _within(marks[marks != IGNORE_INDEX], vocab_size, "labels")
-    return Sample(ids, marks)
+    labels = validate_token_ids(labels, "labels")
+    if len(labels) != len(ids):
+        raise ValueError(f"{len(ids)} input_ids but {len(labels)} labels: one label per token")
+    _check_range(labels[labels != IGNORE_INDEX], vocab_size, "labels")
+    return Sample(ids, labels)
 
 
 def check_masks(columns: Collection[str], attention_mask: Any = None) -> None:
-    """Refuse ready ids beside masks that nobody would look at: padding, or what counts.
+    """Raise if ready token ids come with a mask that packing would ignore.
 
     >>> check_masks({"input_ids", "completion_mask"})
     Traceback (most recent call last):
-    ValueError: completion_mask without labels: give labels, -100 where a token does not count
+    ValueError: completion_mask without labels: give labels, -100 where the loss ignores a token
     """
     for mask in ("completion_mask", "assistant_masks"):
         if mask in columns and "labels" not in columns:
             raise ValueError(
-                f"{mask} without labels: give labels, {IGNORE_INDEX} where a token does not count"
+                f"{mask} without labels: give labels, {IGNORE_INDEX} where the loss ignores a token"
             )
     if attention_mask is not None and not np.all(np.asarray(attention_mask)):
-        raise ValueError("attention_mask holds 0, so there is padding: tokenize without it")
+        raise ValueError("attention_mask contains 0, so rows are padded: tokenize without padding")
 
 
-def _within(ids: np.ndarray, vocab_size: int | None, what: str) -> None:
+def _check_range(ids: np.ndarray, vocab_size: int | None, name: str) -> None:
     if len(ids) and ids.min() < 0:
-        raise ValueError(f"{what} holds {ids.min()}: ids start at 0")
+        raise ValueError(f"{name} contains {ids.min()}: ids start at 0")
     if len(ids) and vocab_size is not None and ids.max() >= vocab_size:
-        raise ValueError(f"{what} holds {ids.max()}, the vocabulary has {vocab_size} entries")
+        raise ValueError(f"{name} contains {ids.max()}, the vocabulary has {vocab_size} entries")
 
 
-def _as_array(ids: Any, what: str) -> np.ndarray:
+def _to_array(ids: Any, name: str) -> np.ndarray:
     if ids is None or isinstance(ids, str | bytes | dict | set):
-        raise ValueError(f"{what} must be a list of integers, got {type(ids).__name__}")
+        raise ValueError(f"{name} must be a list of integers, got {type(ids).__name__}")
     try:
         return np.asarray(ids)
     except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{what} must be one row of integers: {error}") from None
+        raise ValueError(f"{name} must be one row of integers: {error}") from None
 
 
-def _kind(ids: np.ndarray) -> str:
+def _type_name(ids: np.ndarray) -> str:
+    """Name the dtype, or for an object array the type of its first value that is not an int64."""
     if ids.dtype != object:
         return str(ids.dtype)
     odd = next((x for x in ids if not isinstance(x, int) or isinstance(x, bool)), ids[0])

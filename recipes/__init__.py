@@ -1,1 +1,1 @@
-"""Scripts a user runs; `python -m nopad.recipes.pretrain` starts one too."""
+"""Scripts to run or copy: pretraining, fine-tuning and the evaluation of a checkpoint."""

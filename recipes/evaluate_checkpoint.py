@@ -1,10 +1,12 @@
-"""Evaluate a saved checkpoint by generation: prompts with references from a file, and metrics.
+"""Evaluate a saved checkpoint by generation, with prompts and references from a file.
 
-    python recipes/evaluate_checkpoint.py --model runs/pretrain-1/last --data test.jsonl \\
-        --prompt "Question: {question}\\nAnswer:" --reference "{answer}" --regex "#### (-?[0-9.,]+)"
+    python recipes/evaluate_checkpoint.py --model runs/pretrain-1/checkpoint-800 \\
+        --data test.jsonl --prompt "Question: {question}\\nAnswer:" --reference "{answer}" \\
+        --regex "#### (-?[0-9.,]+)"
 
-The very evaluation that runs inside training (`GenerationEval`), so its numbers are the same. More
-processes share the prompts: `torchrun --nproc_per_node 4 recipes/evaluate_checkpoint.py ...`
+This is the evaluation that runs during training (`GenerationEval`), so the metrics are the same.
+Several processes divide the prompts:
+`torchrun --nproc_per_node 4 recipes/evaluate_checkpoint.py ...`
 """
 
 from __future__ import annotations
@@ -17,55 +19,62 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nopad.cli.checkpoints import check_template, checkpoint, load_model, load_tokenizer
-from nopad.cli.options import Help, model_options, positive
+from nopad.cli import (
+    HelpFormatter,
+    add_model_options,
+    check_chat_template,
+    checkpoint_path,
+    load_model,
+    load_tokenizer,
+    positive,
+)
 
 if TYPE_CHECKING:
     from nopad.trainer.evaluation import Report
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """Every setting, documented."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Evaluate a saved checkpoint by generation.",
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder or hub name")
-    add("--data", type=Path, required=True, help="jsonl file")
-    add("--prompt", default="{prompt}", help="how a line becomes a prompt")
-    add("--reference", default="{completion}", help="and what its completion is held against")
-    add("--regex", help="compare what this finds in both, besides exact match")
-    add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
-    add("--limit", type=positive, help="lines to read")
-    add("--max-tokens", type=positive, default=256, help="longest completion")
-    add("--stop", action="append", default=[], help="text that ends a completion; may be repeated")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    add("--seed", type=int, default=0, help="of the draws")
-    add("--deadline", type=float, help="seconds after which the rest does not count")
-    model_options(add)
-    add("--show", type=int, default=3, help="completions to print")
+    add("--model", required=True, help="checkpoint directory or hub name")
+    add("--data", type=Path, required=True, help="jsonl file, one example per line")
+    add("--prompt", default="{prompt}", help="template of the prompt, with column names in braces")
+    add("--reference", default="{completion}", help="template of the reference")
+    add("--regex", help="also compare what this regular expression extracts from completion and "
+        "reference")  # fmt: skip
+    add("--chat", action="store_true", help="apply the tokenizer's chat template to the prompts")
+    add("--limit", type=positive, help="maximum number of examples")
+    add("--max-tokens", type=positive, default=256, help="maximum new tokens per completion")
+    add("--stop", action="append", default=[], help="stop string; may be repeated")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
+    add("--seed", type=int, default=0, help="sampling seed")
+    add("--deadline", type=float, help="time limit in seconds; unfinished examples do not count")
+    add_model_options(add)
+    add("--show", type=int, default=3, help="number of completions to print")
     return parser.parse_args(argv)
 
 
-def examples(args: argparse.Namespace) -> list:
-    """Prompts and references, by the two templates."""
+def load_examples(args: argparse.Namespace) -> list:
+    """Build prompts and references from the file by the two templates."""
     from nopad.trainer.evaluation import Example
 
-    found = []
-    for number, row in rows(args.data):
-        if args.limit is not None and len(found) == args.limit:
+    examples = []
+    for number, row in read_rows(args.data):
+        if args.limit is not None and len(examples) == args.limit:
             break
-        where = f"{args.data}:{number}"
-        prompt = filled("--prompt", args.prompt, row, where)
-        message = [{"role": "user", "content": prompt}]
-        reference = filled("--reference", args.reference, row, where)
-        found.append(Example(message if args.chat else prompt, reference))
-    return found
+        location = f"{args.data}:{number}"
+        prompt = fill_template("--prompt", args.prompt, row, location)
+        messages = [{"role": "user", "content": prompt}]
+        reference = fill_template("--reference", args.reference, row, location)
+        examples.append(Example(messages if args.chat else prompt, reference))
+    return examples
 
 
-def rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """The objects of a jsonl file, with the numbers of their lines; blank ones are passed over."""
+def read_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yield the line number and the object of every line of a jsonl file, except blank lines."""
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
@@ -74,35 +83,35 @@ def rows(path: Path) -> Iterator[tuple[int, dict]]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: {error.reason}") from None
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number} is no JSON object: {error}") from None
+            raise ValueError(f"{path}:{number} is not a JSON object: {error}") from None
 
 
-def filled(option: str, template: str, row: dict, where: str) -> str:
-    """The template with a row's values in it."""
+def fill_template(option: str, template: str, row: dict, location: str) -> str:
+    """Insert a row's values into a template."""
     try:
         return template.replace("\\n", "\n").format(**row)
     except KeyError as missing:
         raise ValueError(
-            f"{where} has no {missing}: it has {sorted(row)}; "
-            "say how to read it with --prompt and --reference"
+            f"{location} has no {missing}, only {sorted(row)}: "
+            "name the columns in --prompt and --reference"
         ) from None
     except (ValueError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{option} {template!r} does not fit {where}: {error}") from None
+        raise ValueError(f"{option} {template!r} does not fit {location}: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> Report:
-    """Evaluate as the options say; print samples, a line for each metric, and JSON last."""
-    args = options(argv)
-    given = examples(args)
+    """Evaluate; print some completions, a line per metric, and the metrics as JSON last."""
+    args = parse_args(argv)
+    examples = load_examples(args)
     from nopad.inference import DataParallelEngine, Engine, SamplingParams
     from nopad.runtime import init_group
     from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, report_lines
 
     init_group()
-    name = checkpoint(args.model)
+    name = checkpoint_path(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
-        check_template(tokenizer)
+        check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
@@ -112,7 +121,7 @@ def main(argv: list[str] | None = None) -> Report:
         metrics["extracted"] = extracted(args.regex)
     evaluation = GenerationEval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
-        given,
+        examples,
         metrics,
         params,
         deadline=args.deadline,
@@ -125,16 +134,16 @@ def main(argv: list[str] | None = None) -> Report:
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))
-        if report.metrics["eval/unfinished"] == len(given):
-            late = f"nothing was finished in {args.deadline} s: raise --deadline"
-            print(f"evaluate_checkpoint: {late}", file=sys.stderr)
+        if report.metrics["eval/unfinished"] == len(examples):
+            message = f"no example finished within {args.deadline} s: raise --deadline"
+            print(f"evaluate_checkpoint: {message}", file=sys.stderr)
     return report
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run the recipe; give the exit status.
+    """Run the recipe and return the exit status.
 
-    1 where an example failed or none was finished in time, 2 where none could run.
+    1: an example failed, or none finished in time. 2: the evaluation could not start.
     """
     try:
         report = main(argv)

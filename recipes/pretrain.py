@@ -1,10 +1,10 @@
-"""Pretrain a causal LM on packs, generating from the live model on the way.
+"""Pretrain a causal LM on packs with Accelerate, and generate from the live model on the way.
 
-    accelerate launch recipes/pretrain.py                 # a small Llama on Python's own sources
+    accelerate launch recipes/pretrain.py            # a small Llama on Python's standard library
     accelerate launch recipes/pretrain.py --data corpus.jsonl --model path/to/config --budget 8192
-    accelerate launch recipes/pretrain.py --resume        # go on where the last run stopped
+    accelerate launch recipes/pretrain.py --resume   # continue the last run
 
-Two processes on a CPU (there, a plain `--num_processes 2` would silently start one):
+Two processes on a CPU (`--num_processes 2` alone silently starts one process there):
 
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/pretrain.py
 """
@@ -17,44 +17,44 @@ import math
 import os
 import sys
 
-from nopad.cli.options import Help, count, positive
-from nopad.recipes.support.arguments import Training, parse, run_recipe
-from nopad.recipes.support.data_and_model import data_options, load_data, load_model
-from nopad.recipes.support.run_dir import RunFolder, run_options
+from nopad.cli import HelpFormatter, count, positive
+from nopad.recipes.support.arguments import parse_with_config
+from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
+from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
+from nopad.recipes.support.run_recipe import run_recipe
 
-RATES_EVERY = 10
-"""Steps: to read the rates of a stream goes over all of it so far. The first steps, which are slow
-and few, are read one by one."""
+RATE_INTERVAL = 10
+"""Steps between readings of the throughput, which cost time with streamed data. The first steps,
+which are few and slow, are read one by one."""
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """Every setting, documented."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Pretrain a causal LM on packs, generating from the live model on the way.",
-        formatter_class=Help,
+        description="Pretrain a causal LM on packs, and generate from the live model on the way.",
+        formatter_class=HelpFormatter,
     )
-    data_options(parser, budget=512)
+    add_data_and_model_options(parser, budget=512)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=800, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=6e-3, help="at its peak")
-    add("--warmup", type=count, default=40, help="steps until the peak")
-    add("--weight-decay", type=float, default=0.1, help="of matrices")
-    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--learning-rate", type=float, default=6e-3, help="peak learning rate")
+    add("--warmup", type=count, default=40, help="warmup steps")
+    add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
-    run_options(add, "pretrain")
+    add_run_options(add, "pretrain")
     add("--save-every", type=positive, default=200, help="steps between checkpoints")
-    add("--keep", type=positive, help="newest checkpoints to keep; without it, all")
-    add("--eval-every", type=positive, default=400, help="steps between generations")
-    add("--prompt", action="append", help="what to continue then, may be repeated; without it, "
-        "beginnings of documents held out of the data")  # fmt: skip
-    add("--log-with", choices=["tensorboard", "wandb"], help="where losses and rates go")
-    return parse(parser, argv, "pretrain")
+    add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
+    add("--eval-every", type=positive, default=400, help="steps between evaluations")
+    add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
+        "default: beginnings of held-out documents")  # fmt: skip
+    add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")
+    return parse_with_config(parser, argv, "pretrain")
 
 
-def optimize(args: argparse.Namespace, model, clips: bool):
-    """AdamW with decay on matrices only, warm-up and cosine; `clips` on the way."""
+def build_optimizer(args: argparse.Namespace, model, optimizer_clips: bool):
+    """Build AdamW, with weight decay on matrices only, and a cosine schedule with warmup."""
     import torch
     from nopad.trainer.fused import ClippedAdamW
     from transformers import get_cosine_schedule_with_warmup
@@ -65,156 +65,163 @@ def optimize(args: argparse.Namespace, model, clips: bool):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    rule = {"lr": args.learning_rate, "betas": (0.9, 0.95)}
-    if clips:
-        optimizer = ClippedAdamW(groups, max_norm=args.clip, **rule)
+    settings = {"lr": args.learning_rate, "betas": (0.9, 0.95)}
+    if optimizer_clips:
+        optimizer = ClippedAdamW(groups, max_norm=args.clip, **settings)
     else:
-        optimizer = torch.optim.AdamW(groups, **rule)
+        optimizer = torch.optim.AdamW(groups, **settings)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
 
 
-def start(args: argparse.Namespace):
-    """Accelerate, with the threads and the seed of this run."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    threads = max(1, (os.cpu_count() or 1) // local)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # launchers say 1, and BLAS reads it as it loads
+def create_accelerator(args: argparse.Namespace):
+    """Create the Accelerator; set threads and seed; raise for a launch that would train wrongly."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, (os.cpu_count() or 1) // local_ranks)
+    # Launchers set 1, and BLAS reads the variable when torch loads it.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # else ranks on a CPU would not find each other
+        cpu=not torch.accelerator.is_available(),  # otherwise CPU ranks do not form a group
         mixed_precision=args.precision,
         gradient_accumulation_steps=args.accumulation,
         log_with=args.log_with,
         project_dir=args.output,
         step_scheduler_with_optimizer=False,
     )
-    if args.log_with and not accelerator.log_with:  # Accelerate would go on without a word
+    if args.log_with and not accelerator.log_with:  # Accelerate only warns
         raise ValueError(f"--log-with {args.log_with}: pip install {args.log_with}")
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != launched:
         raise ValueError(
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}: "
-            "see the lines at the top of this recipe for what starts several"
+            "the top of recipes/pretrain.py shows how to launch several"
         )
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
-            f"{accelerator.distributed_type.value} clips by its own settings, not by --clip: "
-            "choose DDP or FSDP in `accelerate config`, or take recipes/train_hf.py"
+            f"{accelerator.distributed_type.value} clips gradients by its own settings, not by "
+            "--clip: choose DDP or FSDP in `accelerate config`, or use recipes/train_hf.py"
         )
     torch.set_num_threads(threads)
     set_seed(args.seed)
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are fine
+    # Accelerate warns about tied weights at every save; they are saved correctly.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     return accelerator
 
 
-def optimizer_clips(accelerator) -> bool:
-    """FSDP1 leaves each rank a piece of the gradient; only Accelerate knows the norm of all."""
+def can_optimizer_clip(accelerator) -> bool:
+    """Whether the optimizer can compute the gradient norm: not under FSDP1.
+
+    There each rank has a piece of the gradient, and only Accelerate can compute the full norm.
+    """
     return accelerator.distributed_type != "FSDP" or accelerator.is_fsdp2
 
 
 class Pretraining:
-    """One run: the parts, the loop over optimizer steps, and its checkpoints."""
+    """One run: model, optimizer, loader and evaluation; the training loop; its checkpoints."""
 
-    def __init__(self, args: argparse.Namespace, folder: RunFolder, accelerator):
+    def __init__(self, args: argparse.Namespace, run_dir: RunDir, accelerator):
         from nopad.trainer import StopRequest
         from nopad.trainer.fused import fuse_layers
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.monitoring import Meter
         from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
-        self.args, self.folder, self.accelerator = args, folder, accelerator
+        self.args, self.run_dir, self.accelerator = args, run_dir, accelerator
         self.stop = StopRequest()
         with accelerator.main_process_first():
             self.tokenizer, dataset, self.examples = load_data(args)
         model = load_model(args, self.tokenizer)
         fuse_layers(model, accelerator.device)
         self.loss = attach_loss(model)
-        self.clips = optimizer_clips(accelerator)
-        optimizer, scheduler = optimize(args, model, self.clips)
+        self.optimizer_clips = can_optimizer_clip(accelerator)
+        optimizer, scheduler = build_optimizer(args, model, self.optimizer_clips)
         self.loader = PackedAccelerateLoader(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
         self.meter = Meter.of(self.loader, model)
-        self.evaluations = self._evaluations()
+        self.evaluation = self._build_evaluation()
         self.stopping = False
         self.losses: list[float] = []
         self.rates: dict[str, float] = {}
         self.step = 0
 
-    def _evaluations(self):
-        """Continue beginnings of held-out documents with the live model, on all ranks."""
-        from nopad.recipes.support.holdout import continuing
+    def _build_evaluation(self):
+        """Build the evaluation that continues prompts with the live model, on all ranks."""
+        from nopad.recipes.support.holdout import continuation_eval
         from nopad.trainer.evaluation import Example
         from nopad.trainer.with_accelerate import AccelerateEval
 
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         examples = [Example(prompt) for prompt in args.prompt or []] or self.examples
-        evaluation = continuing(model, self.tokenizer, examples, args.eval_every, args.seed)
+        evaluation = continuation_eval(model, self.tokenizer, examples, args.eval_every, args.seed)
         return AccelerateEval(
             self.accelerator, self.model, evaluation, meter=self.meter, console=True
         )
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print a line above the progress bar, on the main process."""
         if self.accelerator.is_main_process:
             from tqdm import tqdm
 
             tqdm.write(text)
 
-    def describe(self) -> None:
-        parameters = sum(p.numel() for p in self.model.parameters())
+    def print_summary(self) -> None:
+        num_parameters = sum(p.numel() for p in self.model.parameters())
         ranks = self.accelerator.num_processes
-        self.say(
+        self.print(
             f"{self.accelerator.unwrap_model(self.model).config.model_type}, "
-            f"{parameters / 1e6:.1f} M parameters, vocabulary {len(self.tokenizer)}, "
+            f"{num_parameters / 1e6:.1f} M parameters, vocabulary {len(self.tokenizer)}, "
             f"attention {self.args.attention}, packs of {self.args.budget} tokens, "
             f"{ranks} process{'es' if ranks > 1 else ''} on {self.accelerator.device.type} "
-            f"-> {self.folder.path}"
+            f"-> {self.run_dir.path}"
         )
 
     def resume(self) -> None:
-        step = self.folder.last_step()
-        self.accelerator.load_state(str(self.folder.checkpoint(step)))
+        step = self.run_dir.latest_step()
+        self.accelerator.load_state(str(self.run_dir.checkpoint_path(step)))
         self.step = step
         if self.accelerator.is_main_process:
-            self.folder.forget_after(step)
-        self.say(f"resumed {self.folder.path} at step {step}")
+            self.run_dir.truncate_log(step)
+        self.print(f"resumed {self.run_dir.path} at step {step}")
 
     def train(self) -> None:
         from tqdm import tqdm
 
-        losses, silent = [], not self.accelerator.is_main_process
-        shown = {"total": self.args.steps, "initial": self.step, "unit": "step"}
-        with tqdm(**shown, dynamic_ncols=True, disable=silent) as bar:
-            for number, batch in enumerate(self.loader):
+        losses, disable = [], not self.accelerator.is_main_process
+        progress = {"total": self.args.steps, "initial": self.step, "unit": "step"}
+        with tqdm(**progress, dynamic_ncols=True, disable=disable) as bar:
+            for index, batch in enumerate(self.loader):
                 if self.step >= self.args.steps or self.stopping:
                     break
-                if number == 0:
-                    self.begin()
+                if index == 0:
+                    self.on_first_batch()
                 losses.append(self.backward(batch))
                 self.meter.add(self.loader.last_pack, batch["labels"], self.loss.token_losses)
                 if self.accelerator.sync_gradients:
                     self.step += 1
-                    self.report(bar, losses)
+                    self.log_step(bar, losses)
                     losses.clear()
                     self.after_step()
 
-    def begin(self) -> None:
-        """Take the folder: a run whose first batch is there was refused by no check."""
-        if self.accelerator.is_main_process:
-            self.folder.start()
+    def on_first_batch(self) -> None:
+        """Create the run directory: with the first batch, the loader has passed all its checks."""
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            self.run_dir.create()  # trackers write into it
         if self.args.log_with:
             self.accelerator.init_trackers("pretrain")
-        Training.begun = True
-        self.meter.reset()  # checking the start and making trackers is no training
+        self.run_dir.start_training(is_main)
+        self.meter.reset()  # do not count checks and trackers as training time
 
     def backward(self, batch: dict):
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
-            if not self.clips and self.accelerator.sync_gradients:
+            if not self.optimizer_clips and self.accelerator.sync_gradients:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
             self.optimizer.step()
             if self.accelerator.sync_gradients:
@@ -222,7 +229,8 @@ class Pretraining:
             self.optimizer.zero_grad()
         return loss.detach()
 
-    def report(self, bar, losses: list) -> None:
+    def log_step(self, bar, losses: list) -> None:
+        """Update the progress bar, the tracker and log.jsonl."""
         import torch
 
         loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
@@ -230,8 +238,8 @@ class Pretraining:
             raise ValueError(f"the loss is {loss} at step {self.step}: lower --learning-rate")
         self.losses.append(loss)
         values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
-        early, last = len(self.losses) < RATES_EVERY, self.step == self.args.steps
-        if early or last or self.step % RATES_EVERY == 0:
+        is_early, is_last = len(self.losses) < RATE_INTERVAL, self.step == self.args.steps
+        if is_early or is_last or self.step % RATE_INTERVAL == 0:
             self.rates = self.meter.read()
             values |= self.rates
         bar.update()
@@ -241,48 +249,48 @@ class Pretraining:
         )
         self.accelerator.log(values, self.step)
         if self.accelerator.is_main_process:
-            self.folder.log(self.step, values)
+            self.run_dir.log(self.step, values)
 
     def after_step(self) -> None:
+        """Evaluate, save or stop."""
         self.stopping = self.stop.should_stop()
-        last = self.step == self.args.steps
+        is_last = self.step == self.args.steps
         if not self.stopping:
-            self.evaluations.after_step(self.step, last)
-        if self.step % self.args.save_every == 0 or last or self.stopping:
+            self.evaluation.after_step(self.step, is_last)
+        if self.step % self.args.save_every == 0 or is_last or self.stopping:
             self.save()
 
     def save(self) -> None:
-        """A folder that resumes this run, and that `AutoModelForCausalLM.from_pretrained` loads."""
-        folder = self.folder.unfinished(self.step)
+        """Write a checkpoint to resume from, which `from_pretrained` loads as a model too."""
+        path = self.run_dir.unfinished_path(self.step)
         if self.accelerator.is_main_process:
-            self.folder.begin()
+            self.run_dir.remove_unfinished()
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(folder))
+        self.accelerator.save_state(str(path))
         if self.accelerator.is_main_process:
-            self.accelerator.unwrap_model(self.model).config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            self.folder.finish(self.step, self.args.keep)
+            self.accelerator.unwrap_model(self.model).config.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
+            self.run_dir.commit_checkpoint(self.step, self.args.keep)
         self.accelerator.wait_for_everyone()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Train as the options say; what the user can mend comes out as a ValueError."""
-    args = options(argv)
-    folder = RunFolder.of("pretrain", args)
-    accelerator = start(args)
-    run = Pretraining(args, folder, accelerator)
-    run.describe()
+def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
+    """Train; an error that the user can fix is a ValueError, OSError or ImportError."""
+    args = parse_args(argv)
+    run_dir = RunDir.from_args("pretrain", args, progress)
+    accelerator = create_accelerator(args)
+    run = Pretraining(args, run_dir, accelerator)
+    run.print_summary()
     if args.resume:
         run.resume()
     run.train()
     if run.losses:
         recent = run.losses[-50:]
-        run.say(
-            f"loss {run.losses[0]:.2f} -> {sum(recent) / len(recent):.2f}, mean of {len(recent)}"
-        )
-    ended = "stopped, go on with --resume" if run.step < args.steps else "done"
-    run.say(f"{ended}: {folder.checkpoint(run.step)}")
-    del run  # DDP goes before the group of ranks does: see `destroy_group`
+        mean = sum(recent) / len(recent)
+        run.print(f"loss {run.losses[0]:.2f} -> {mean:.2f} (mean of the last {len(recent)} steps)")
+    status = "stopped, continue with --resume" if run.step < args.steps else "done"
+    run.print(f"{status}: {run_dir.checkpoint_path(run.step)}")
+    del run  # DDP must be gone before the process group: see `destroy_group`
     accelerator.free_memory()
     accelerator.end_training()
 

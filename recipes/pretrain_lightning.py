@@ -1,45 +1,45 @@
-"""Pretrain a causal LM on packs with Lightning.
+"""Pretrain a causal LM on packed documents with Lightning.
 
-python recipes/pretrain_lightning.py      # a small Llama on Python's sources
+python recipes/pretrain_lightning.py      # a small Llama on Python's standard library
 python recipes/pretrain_lightning.py --devices 2 --accelerator cpu --data corpus.jsonl
 python recipes/pretrain_lightning.py --config run.yaml --resume
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from nopad.cli.options import Help, count, positive
-from nopad.recipes.support.arguments import Training, heard_to_the_end, mendable, parse, run_recipe
-from nopad.recipes.support.data_and_model import data_options, load_data, load_model
-from nopad.recipes.support.holdout import continuing
-from nopad.recipes.support.run_dir import RunFolder, run_options
+from nopad.cli import HelpFormatter, count, positive
+from nopad.recipes.support.arguments import parse_with_config
+from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
+from nopad.recipes.support.holdout import continuation_eval
+from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
+from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_recipe
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """Every setting, documented."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
-    data_options(parser, budget=2048)
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=4e-3, help="at its peak")
-    add("--warmup", type=count, default=10, help="steps until the peak")
-    add("--precision", default="32-true", help="as Lightning names it")
+    add("--learning-rate", type=float, default=4e-3, help="peak learning rate")
+    add("--warmup", type=count, default=10, help="warmup steps")
+    add("--precision", default="32-true", help="Lightning's name of a precision")
     add("--accelerator", default="auto", help="cpu, gpu, ...")
     add("--devices", type=positive, default=1, help="processes on this machine")
     add("--strategy", default="auto", help="ddp, fsdp, ...")
     add = parser.add_argument_group("run").add_argument
-    run_options(add, "pretrain_lightning")
+    add_run_options(add, "pretrain_lightning")
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
-    add("--eval-every", type=positive, default=50, help="steps between generations")
-    return parse(parser, argv, "pretrain_lightning")
+    add("--eval-every", type=positive, default=50, help="steps between evaluations")
+    return parse_with_config(parser, argv, "pretrain_lightning")
 
 
-def module(args: argparse.Namespace, folder: RunFolder, model):
-    """The smallest Lightning module: a forward, and an optimizer with its schedule."""
+def lightning_module(args: Namespace, run_dir: RunDir, model):
+    """Wrap the model in a minimal LightningModule: a training step and an optimizer."""
     import lightning.pytorch as pl
     import torch
     from transformers import get_cosine_schedule_with_warmup
@@ -50,9 +50,7 @@ def module(args: argparse.Namespace, folder: RunFolder, model):
             self.model = model
 
         def training_step(self, batch, _):
-            if self.trainer.is_global_zero:
-                folder.start()
-            Training.begun = True
+            run_dir.start_training(self.trainer.is_global_zero)
             return self.model(**batch).loss
 
         def configure_optimizers(self):
@@ -63,23 +61,20 @@ def module(args: argparse.Namespace, folder: RunFolder, model):
     return CausalLM()
 
 
-def checkpoint(args: argparse.Namespace) -> Path | None:
-    """The file to go on from, if any; damaged ones are refused."""
+def resume_path(path: Path) -> Path:
+    """Return the checkpoint to resume from; raise if it is missing or damaged."""
     from nopad.trainer import check_archive
 
-    if args.resume is None:
-        return None
-    path = args.output / "last.ckpt"
     if not path.is_file():
-        raise ValueError(f"there is no {path} to go on from: start a new run")
+        raise ValueError(f"{path} does not exist: omit --resume to start a new run")
     check_archive(path)
     return path
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Train as the options say."""
-    args = options(argv)
-    folder = RunFolder.of("pretrain_lightning", args)
+def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
+    """Train; an error that the user can fix is a ValueError, OSError or ImportError."""
+    args = parse_args(argv)
+    run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from nopad.trainer.with_lightning import (
@@ -89,34 +84,36 @@ def main(argv: list[str] | None = None) -> None:
         StopCallback,
     )
 
-    with heard_to_the_end(), mendable(MisconfigurationException):
+    with hold_signals(), as_user_error(MisconfigurationException):
         stop = StopCallback(args.output / "last.ckpt")
-        resumed = checkpoint(args)
+        ckpt_path = resume_path(args.output / "last.ckpt") if args.resume else None
         pl.seed_everything(args.seed, verbose=False)
         tokenizer, dataset, examples = load_data(args)
         data = PackedDataModule(dataset, num_workers=args.workers)
-        # Without versions, last.ckpt is the last, also after a resume.
-        often = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
-        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **often)
+        # Without versions, last.ckpt is the newest checkpoint also after a resume.
+        settings = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
+        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **settings)
         model = load_model(args, tokenizer)
-        beside = continuing(model, tokenizer, examples, args.eval_every, args.seed)
-        on = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}
+        generation_eval = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
+        evaluation = EvalCallback(generation_eval, console=True)
+        launch = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}
         trainer = pl.Trainer(
-            **on,
+            **launch,
             max_steps=args.steps,
             accumulate_grad_batches=args.accumulation,
             gradient_clip_val=1.0,
             log_every_n_steps=10,
-            callbacks=[PackedCallback(data), stop, checkpoints, EvalCallback(beside, console=True)],
+            callbacks=[PackedCallback(data), stop, checkpoints, evaluation],
             enable_model_summary=False,
             default_root_dir=args.output,
         )
-        trainer.fit(module(args, folder, model), data, ckpt_path=resumed, weights_only=True)
-        if whole := trainer.global_step == args.steps:
+        module = lightning_module(args, run_dir, model)
+        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+        if finished := trainer.global_step == args.steps:
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
         if trainer.is_global_zero:
-            say = "done" if whole else "stopped, go on with --resume"
-            print(f"{say}: {args.output}, step {trainer.global_step}")
+            status = "done" if finished else "stopped, continue with --resume"
+            print(f"{status}: {args.output}, step {trainer.global_step}")
 
 
 if __name__ == "__main__":

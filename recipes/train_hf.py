@@ -1,6 +1,6 @@
-"""Train a causal LM on documents with the HF Trainer, packed.
+"""Train a causal LM on packed documents with the HF Trainer.
 
-accelerate launch recipes/train_hf.py      # a small Llama on Python's sources
+accelerate launch recipes/train_hf.py      # a small Llama on Python's standard library
 accelerate launch recipes/train_hf.py --data corpus.jsonl --model path/or/name --budget 8192
 accelerate launch recipes/train_hf.py --config train.yaml --resume
 """
@@ -10,35 +10,35 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nopad.cli.options import Help
-from nopad.recipes.support.arguments import parse, run_recipe
-from nopad.recipes.support.data_and_model import data_options, load_data, load_model
-from nopad.recipes.support.hf_runner import hf_options, hf_train
-from nopad.recipes.support.run_dir import RunFolder
+from nopad.cli import HelpFormatter
+from nopad.recipes.support.arguments import parse_with_config
+from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
+from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf
+from nopad.recipes.support.run_dir import RunDir, RunProgress
+from nopad.recipes.support.run_recipe import run_recipe
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """Every setting, documented."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        formatter_class=Help,
+        formatter_class=HelpFormatter,
     )
-    data_options(parser, budget=2048)
-    hf_options(parser, "train_hf", learning_rate=1e-3)
-    return parse(parser, argv, "train_hf")
+    add_data_and_model_options(parser, budget=2048)
+    add_hf_options(parser, "train_hf", learning_rate=1e-3)
+    return parse_with_config(parser, argv, "train_hf")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Train as the options say."""
+def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
+    """Train; an error that the user can fix is a ValueError, OSError or ImportError."""
     from transformers import set_seed
 
-    args = options(argv)
-    folder = RunFolder.of("train_hf", args)
+    args = parse_args(argv)
+    run_dir = RunDir.from_args("train_hf", args, progress)
     if args.data is None and args.steps is None:
-        args.steps = 150  # a look at Python's sources, not a pass over them
+        args.steps = 150  # the default corpus is a demonstration: one epoch would take too long
     set_seed(args.seed)
-    tokenizer, data, _ = load_data(args, held_out=0)
-    hf_train(args, folder, load_model(args, tokenizer), data, tokenizer)
+    tokenizer, data, _ = load_data(args, num_held_out=0)
+    train_with_hf(args, run_dir, load_model(args, tokenizer), data, tokenizer)
 
 
 if __name__ == "__main__":

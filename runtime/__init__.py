@@ -3,20 +3,26 @@
 from .collectives import RankError, all_ranks_or_none, barrier, gather_objects, sum_over_ranks
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
+from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
 from .unwrap_model import unwrap_model, unwrap_peft
 
 __all__ = [
+    "STOCK_CLASS",
     "RankError",
     "all_ranks_or_none",
     "barrier",
     "destroy_group",
     "gather_objects",
     "gather_rng_states",
+    "global_of",
     "init_group",
     "load_rng_states",
     "preserve_rng",
     "rank",
+    "rebind_global",
+    "rms_norm_eps",
     "rng_states",
+    "stock_class",
     "sum_over_ranks",
     "unwrap_model",
     "unwrap_peft",

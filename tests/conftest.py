@@ -1,14 +1,33 @@
-"""Where test helpers are found, and tests marked `gpu` skip where there is no GPU.
+"""Shared by all tests: a plain `pytest` uses every core, helpers are found, GPU tests may skip.
 
 Helper modules live in `support/` folders and are imported by their bare names.
 """
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path[:0] = [str(folder) for folder in sorted(Path(__file__).parent.rglob("support"))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give the whole suite one single-threaded worker per core, where pytest-xdist is installed.
+
+    Chosen files, `-m gpu`, `-n`, `--pdb` and `--collect-only` run as asked.
+    """
+    if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
+        return
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    option = config.option
+    if not whole or option.numprocesses is not None or option.usepdb or option.collectonly:
+        return
+    if config.getoption("markexpr").strip() == "gpu":  # one GPU, one process
+        return
+    option.numprocesses, option.dist = os.cpu_count(), "worksteal"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,7 +11,7 @@ def test_modules_that_need_an_extra_name_it():
         import importlib, sys
         for name in ("lm_eval", "lightning", "pytorch_lightning"):
             sys.modules[name] = None  # as if it were not there
-        ours = ("inference.harness", "cli.harness_command", "trainer.with_lightning")
+        ours = ("inference.harness", "cli.lm_eval_command", "trainer.with_lightning")
         for module in ours:
             try:
                 importlib.import_module(f"nopad.{module}")

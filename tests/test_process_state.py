@@ -56,9 +56,9 @@ def process_state(source: str) -> set[str]:
                 found.add(f"setattr {ast.unparse(node.args[0])}")
         found |= _assigned_into(node, modules | classes)
     for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
-            if ast.unparse(node.value.func) in ("ContextVar", "contextvars.ContextVar"):
-                found |= _names(node)
+        assigned = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(assigned, ast.Call) and ast.unparse(assigned.func).endswith("ContextVar"):
+            found |= _names(node)
     return found
 
 
@@ -83,9 +83,9 @@ def _changed(function: ast.AST) -> set[str]:
     """Names whose contents a function changes."""
     changed = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in CHANGES:
-                changed.add(ast.unparse(node.func.value))
+        method = node.func if isinstance(node, ast.Call) else None
+        if isinstance(method, ast.Attribute) and method.attr in CHANGES:
+            changed.add(ast.unparse(method.value))
         for target in _targets(node):
             if isinstance(target, ast.Subscript):
                 changed.add(ast.unparse(target.value))

@@ -18,11 +18,11 @@ TESTS = Path(__file__).parent
 FAULTS = {
     "a place in a shard is one pack behind": (
         "packing/sources/test_source_raises.py", "nopad.packing.readers.shard",
-        "place = ShardReader._place\n"
-        "ShardReader._place = lambda self: {**place(self), 'made': max(0, self._count - 1)}",
+        "cursor = ShardReader._make_cursor\n"
+        "ShardReader._make_cursor = lambda self: {**cursor(self), 'packs_since': max(0, self._packs_since - 1)}",
     ),
     "a pass that is over is continued": (
-        "packing/test_pass_end.py", "nopad.packing.dataset", "is_over = lambda *_: False",
+        "packing/test_pass_end.py", "nopad.packing.dataset", "is_finished = lambda *_: False",
     ),
     "the last step of a pass does not end it": (
         "trainer/test_pass_end.py", "nopad.packing.dataset",
@@ -40,7 +40,7 @@ FAULTS = {
     ),
     "a round ends with its first pack": (
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
-        "nopad.packing.ordering.permutation", "Share.round_end = lambda self, index, base: index + 1",
+        "nopad.packing.ordering.share", "Share.round_end = lambda self, index, base: index + 1",
     ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
@@ -57,7 +57,7 @@ FAULTS = {
         "inference/test_engine.py::"
         "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
         "nopad.inference.requests.tokenization",
-        "TokenizerAdapter._checked = lambda self, ids: np.asarray(ids, dtype=np.int64)",
+        "TokenizerAdapter._check_ids = lambda self, ids: np.asarray(ids, dtype=np.int64)",
     ),
     "requests that failed are left out": (
         "inference/test_engine.py::"
@@ -70,18 +70,20 @@ FAULTS = {
         "inference/live_model/test_no_trace.py::test_cycles_of_update_and_evaluation_equal_a_fresh_engine",
         "nopad.inference.live_model.weights_version",
         "look = WeightsVersion.refresh\n"
-        "WeightsVersion.refresh = lambda self: bool(not self._seen and look(self))",
+        "WeightsVersion.refresh = lambda self: bool(not self._tensors_seen and look(self))",
     ),
     "a context loses its first token": (
         "inference/harness/test_tasks.py::test_scores_equal_those_of_lm_evals_own_model",
-        "nopad.inference.harness.tasks",
-        "EngineLM._cut = lambda self, before, after: (tuple(before[1:] or before), tuple(after))",
+        "nopad.inference.harness.engine_lm",
+        "EngineLM._truncate = "
+        "lambda self, before, after: (tuple(before[1:] or before), tuple(after))",
     ),
     "answers of several ranks come back in another order": (
         "trainer/evaluation/test_ranks.py::test_uneven_ranks_never_hang",
         "nopad.inference.data_parallel",
-        "right = together\n"
-        "together = lambda work, hands: right(work, hands)[:: -1 if len(hands) > 1 else 1]",
+        "right = run_on_all_ranks\n"
+        "run_on_all_ranks = "
+        "lambda work, shards: right(work, shards)[:: -1 if len(shards) > 1 else 1]",
     ),
     "lines have no limit": (
         "packing/sources/test_hostile_names.py::"

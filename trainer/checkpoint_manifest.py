@@ -13,7 +13,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from ..packing.state import read_state, to_disk, write_state
+from ..packing.state import fsync_path, read_state, write_state
 
 MANIFEST = "nopad_manifest.json"
 OLD_MANIFEST = "nopad_seal.json"
@@ -26,7 +26,7 @@ def write_manifest(folder: Path) -> None:
     """Mark a checkpoint as complete; call it on one rank, after all ranks have written."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_manifest(path))
     for path in files:
-        to_disk(path)
+        fsync_path(path)
     entries = {str(path.relative_to(folder)): _entry(path) for path in files}
     write_state(folder / MANIFEST, {"files": entries})
 

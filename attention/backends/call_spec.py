@@ -1,34 +1,21 @@
-"""What a call needs of a backend, and how its scores are made."""
+"""What a call needs from a backend, and what a backend's module provides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..scores import ScoreParams
 from ..varlen import Varlen
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreParams:
-    """From the product of query and key to the weight of a value."""
+class CallSpec(NamedTuple):
+    """The properties of a call that decide whether a backend can serve it.
 
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing but the scale is asked for."""
-        return self.window is None and self.softcap is None and self.sinks is None
-
-
-@dataclass(frozen=True, slots=True)
-class CallSpec:
-    """The facts of a call that decide whether a backend can serve it."""
+    A tuple, because one is built and looked up in every attention call.
+    """
 
     device: str
     dtype: torch.dtype
@@ -41,11 +28,11 @@ class CallSpec:
     softcap: bool
     sinks: bool
     page_size: int
-    """0: the keys are this step's own tokens."""
+    """0: the keys are the tokens of this step."""
     decode: bool
     """One query per sequence, over pages."""
-    many: bool = False
-    """Thousands of tokens, in not too many places: the device's time counts, not the host's."""
+    large: bool = False
+    """Thousands of tokens with little padding: device time decides, not host time."""
 
     @property
     def paged(self) -> bool:
@@ -53,23 +40,23 @@ class CallSpec:
 
 
 class NotCapturable(RuntimeError):
-    """A backend looks at lengths on the host, so its calls cannot be captured."""
+    """A backend reads lengths on the host, so its calls cannot be captured in a CUDA graph."""
 
 
 class Backend(Protocol):
-    """What a backend's module offers; `packed` or `paged` is left out where it has none."""
+    """The functions of a backend's module; one without `packed` or `paged` omits it."""
 
-    def why_not(self, ask: CallSpec) -> str | None:
-        """Say why a call cannot be served, as far as that is known without trying."""
+    def unsupported_reason(self, spec: CallSpec) -> str | None:
+        """Return the declared limit that rules a call out; None if there is none."""
 
     def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
     ) -> Tensor:
-        """Attend to this step's own keys; differentiable."""
+        """Attend to the keys of this step; differentiable."""
         ...
 
     def paged(
-        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams
+        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
     ) -> Tensor:
-        """Attend to all keys in the pages of one layer, this step's among them."""
+        """Attend to all keys in the pages of one layer, including those of this step."""
         ...

@@ -1,7 +1,7 @@
 """flash-attn 3, on Hopper: packed training rows, and pages of any size.
 
-Not tested by us: no machine of ours carries it. It is used only where its trial call agrees with
-the reference.
+Not tested by us: none of our machines has it. It is used only if its trial call agrees with the
+reference.
 """
 
 from __future__ import annotations
@@ -11,45 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..scores import ScoreParams
 from ..varlen import Varlen
 from . import flash_library
-from .call_spec import CallSpec, ScoreParams
+from .call_spec import CallSpec
 
-_flash: Any = None
-
-
-def _load() -> str | None:
-    """Find the library; return why there is none."""
-    global _flash
-    _flash, missing = flash_library.find("flash_attn_interface", "kernels-community/flash-attn3")
-    return missing
+LIBRARY = ("flash_attn_interface", "kernels-community/flash-attn3")
 
 
-def why_not(ask: CallSpec) -> str | None:
-    limit = flash_library.why_not(ask)
+def unsupported_reason(spec: CallSpec) -> str | None:
+    limit = flash_library.declared_limit(spec)
     if limit is None and torch.cuda.get_device_capability()[0] != 9:
         limit = "it needs a Hopper GPU"
-    return limit or _load()
+    return limit or flash_library.find(*LIBRARY)[1]
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
-    longest = varlen.max_length
-    lengths = (varlen.cu_seqlens, varlen.cu_seqlens, longest, longest)
+    flash, _ = flash_library.find(*LIBRARY)
+    bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _only(
-        _flash.flash_attn_varlen_func(
-            q, k, v, *lengths, deterministic=deterministic, **flash_library.rule(scores)
-        )
+    kwargs = flash_library.score_kwargs(score_params)
+    return _output(
+        flash.flash_attn_varlen_func(q, k, v, *bounds, deterministic=deterministic, **kwargs)
     )
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
+def paged(
+    q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> Tensor:
     """Attend each sequence to the keys in its pages."""
+    flash, _ = flash_library.find(*LIBRARY)
     pages = varlen.pages
     assert pages is not None
-    return _only(
-        _flash.flash_attn_with_kvcache(
+    return _output(
+        flash.flash_attn_with_kvcache(
             q,
             keys,
             values,
@@ -57,11 +53,11 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
             page_table=pages.table,
             cu_seqlens_q=varlen.cu_seqlens,
             max_seqlen_q=varlen.max_length,
-            **flash_library.rule(scores),
+            **flash_library.score_kwargs(score_params),
         )
     )
 
 
-def _only(result: Any) -> Tensor:
-    """Older builds return the log-sum-exp beside the output."""
+def _output(result: Any) -> Tensor:
+    """Older builds return the output and the log-sum-exp."""
     return result[0] if isinstance(result, tuple) else result

@@ -1,26 +1,35 @@
-"""flash-attn as a library: what its generations share.
+"""flash-attn as a library: what flash-attn 2 and 3 share.
 
-The installed package serves, else its prebuilt build through `kernels`.
+The installed package is used, otherwise its prebuilt build through `kernels`.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import Any
 
 import torch
 
-from .call_spec import CallSpec, ScoreParams
+from ..scores import ScoreParams
+from .call_spec import CallSpec
+
+_found: dict[str, tuple[Any, str | None]] = {}
+"""Results of `find`. A dict, not `functools.cache`: torch.compile traces a lookup, and would trace
+through the cache into the import."""
 
 
-@cache
 def find(package: str, build: str) -> tuple[Any, str | None]:
-    """The library, or why there is none."""
+    """Return the library, or None and why there is none; loaded once per process."""
+    if package not in _found:
+        _found[package] = _load(package, build)
+    return _found[package]
+
+
+def _load(package: str, build: str) -> tuple[Any, str | None]:
     try:
         return importlib.import_module(package), None
-    except Exception as missing:  # a build for another torch raises anything
-        reason = f"{package} is not installed ({type(missing).__name__}: {missing})"
+    except Exception as error:  # a build for another torch may raise anything
+        reason = f"{package} is not installed ({type(error).__name__}: {error})"
     try:
         from kernels import get_kernel
 
@@ -29,23 +38,25 @@ def find(package: str, build: str) -> tuple[Any, str | None]:
         return None, reason
 
 
-def why_not(ask: CallSpec) -> str | None:
-    if ask.device != "cuda":
+def declared_limit(spec: CallSpec) -> str | None:
+    """Return the limit of both generations that rules a call out; None if there is none."""
+    if spec.device != "cuda":
         return "it needs CUDA"
-    if ask.sinks:
-        return "it knows no sinks"
-    if ask.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} kernels"
-    if ask.key_dim > 256 or ask.key_dim % 8:
-        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
+    if spec.sinks:
+        return "it has no sinks"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {spec.dtype} kernels"
+    if spec.key_dim > 256 or spec.key_dim % 8:
+        return f"head dim {spec.key_dim} is over 256 or not a multiple of 8"
     return None
 
 
-def rule(scores: ScoreParams) -> dict[str, Any]:
-    """How scores are made, in the library's words."""
+def score_kwargs(score_params: ScoreParams) -> dict[str, Any]:
+    """Return the library's keyword arguments for these score parameters."""
+    window = score_params.window
     return {
-        "softmax_scale": scores.scale,
+        "softmax_scale": score_params.scale,
         "causal": True,
-        "window_size": (-1, -1) if scores.window is None else (scores.window - 1, 0),
-        "softcap": scores.softcap or 0.0,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": score_params.softcap or 0.0,
     }

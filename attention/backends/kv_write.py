@@ -1,19 +1,19 @@
-"""Write a step's keys and values into their slots of the cache."""
+"""Write a step's keys and values into the cache: by our kernel on a GPU, else by torch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 try:
-    from ...kernels.kv_write import write_slots
-except ImportError:  # no Triton on this machine
-    write_slots = None
+    from ...kernels import write_kv
+except ImportError:  # Triton is not installed
+    write_kv = None
 
 
 def write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Put k [T, Hkv, Dk], v [T, Hkv, Dv] into slot numbers [T] of a layer; -1 is not written."""
-    if keys.is_cuda and write_slots is not None:
-        write_slots(k, v, keys, values, slots)
+    """Write k [T, Hkv, Dk] and v [T, Hkv, Dv] into KV slots [T] of a layer; -1: skip the token."""
+    if keys.is_cuda and write_kv is not None:
+        write_kv(k, v, keys, values, slots)
         return
     if bool((slots < 0).any()):
         kept = slots >= 0

@@ -1,150 +1,171 @@
-"""PyTorch's own scaled dot product attention, sequence by sequence: runs everywhere.
+"""PyTorch's scaled dot product attention, sequence by sequence: runs everywhere.
 
-Packed rows are split, attended one sequence at a time and joined. Over pages, `sdpa_plan` says
-which sequences go together, and which pages are read once for several of them; what a query found
-in the shared pages and in its own is then joined by the sums of the exponentials:
+Packed rows are split, attended one sequence at a time and concatenated. Over pages, `sdpa_batching`
+decides which sequences form a batch, and which pages are read once for several of them; the
+attention to shared pages and to a sequence's own pages is then merged by log-sum-exp:
 
-    out = (e^a · shared + e^b · own) / (e^a + e^b)        a, b: log-sum-exp of the two parts' scores
+    out = (e^a · shared + e^b · own) / (e^a + e^b)        a, b: log-sum-exp of either's scores
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference import visible
+from ..reference import causal_mask
+from ..scores import ScoreParams
 from ..varlen import Varlen
-from .call_spec import CallSpec, NotCapturable, ScoreParams
-from .sdpa_batching import Batch, Family, Layout, blind, plan
+from .call_spec import CallSpec, NotCapturable
+from .sdpa_batching import Batch, PlanKey, SharedPrefix, additive_mask, plan
 
-sharing = True
-"""Whether pages that several sequences begin with are read once for all of them."""
+_share_prefixes: ContextVar[bool] = ContextVar("nopad_share_prefixes", default=True)
 
 
-def why_not(ask: CallSpec) -> str | None:
+@contextmanager
+def without_prefix_sharing() -> Iterator[None]:
+    """Inside, read shared pages once per sequence: results do not depend on the other sequences."""
+    token = _share_prefixes.set(False)
+    try:
+        yield
+    finally:
+        _share_prefixes.reset(token)
+
+
+def unsupported_reason(spec: CallSpec) -> str | None:
     return None
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
-    bounds = varlen.cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(bounds) if end > start]
-    parts = []
-    # split, not slices: its backward joins the parts once, a slice's fills T zeros each
-    for q1, k1, v1 in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        batch = [x.transpose(0, 1)[None] for x in (q1, k1, v1)]
-        parts.append(_rectangle(*batch, scores=scores, bias=None)[0].transpose(0, 1))
-    return torch.cat(parts) if parts else q.new_zeros(0, q.shape[1], v.shape[-1])
+    cu_seqlens = varlen.cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(cu_seqlens) if end > start]
+    outputs = []
+    # split, not slices: its backward concatenates once, a slice's backward fills T zeros each
+    for q_i, k_i, v_i in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        batch = [x.transpose(0, 1)[None] for x in (q_i, k_i, v_i)]
+        output = _sdpa(*batch, score_params=score_params, bias=None)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else q.new_zeros(0, q.shape[1], v.shape[-1])
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
+def paged(
+    q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotCapturable("SDPA over pages reads lengths on the host")
-    shares = sharing and q.is_cpu and keys.shape == values.shape and scores.plain
-    layout = Layout(keys.shape[1], scores.window, shares, q.dtype, q.device)
-    bounds, lengths = (tuple(x.tolist()) for x in (varlen.cu_seqlens, pages.lengths))
-    batches, families = plan(bounds, lengths, pages.table.cpu().numpy().tobytes(), layout)
+    same_dims = keys.shape == values.shape
+    share = _share_prefixes.get() and q.is_cpu and same_dims and score_params.scale_only
+    key = PlanKey(keys.shape[1], score_params.window, share, q.dtype, q.device)
+    cu_seqlens, lengths = (tuple(x.tolist()) for x in (varlen.cu_seqlens, pages.lengths))
+    batches, prefixes = plan(cu_seqlens, lengths, pages.table.cpu().numpy().tobytes(), key)
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
-    wide = torch.promote_types(q.dtype, torch.float32)
-    log_sums = q.new_empty(q.shape[:2], dtype=wide) if families else None
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=lse_dtype) if prefixes else None
     for batch in batches:
-        k, v = (_gathered(x, batch) for x in (keys, values))
+        k, v = (_gather_pages(x, batch) for x in (keys, values))
         queries = q.index_select(0, batch.rows).view(batch.count, -1, *q.shape[1:]).transpose(1, 2)
-        if log_sums is None:
-            mixed = _rectangle(queries, k, v, scores, batch.bias)
+        if lse is None:
+            output = _sdpa(queries, k, v, score_params, batch.bias)
         else:
-            mixed, sums = _with_log_sums(queries, k, v, scores.scale, batch.bias)
-            log_sums.index_copy_(0, batch.rows, sums.transpose(1, 2).flatten(0, 1))
-        out.index_copy_(0, batch.rows, mixed.transpose(1, 2).flatten(0, 1))
-    for family in families:
-        assert log_sums is not None
-        _join(out, log_sums, q, keys, values, family, scores.scale)
+            output, batch_lse = _sdpa_with_lse(queries, k, v, score_params.scale, batch.bias)
+            lse.index_copy_(0, batch.rows, batch_lse.transpose(1, 2).flatten(0, 1))
+        out.index_copy_(0, batch.rows, output.transpose(1, 2).flatten(0, 1))
+    for prefix in prefixes:
+        assert lse is not None
+        _merge_prefix(out, lse, q, keys, values, prefix, score_params.scale)
     return out
 
 
-def _gathered(cache: Tensor, batch: Batch) -> Tensor:
-    """Pages [pages, size, H, D] as a batch [n, H, L, D]; what belongs to nobody is blanked.
+def _gather_pages(cache: Tensor, batch: Batch) -> Tensor:
+    """Pages [pages, size, H, D] as a batch [n, H, L, D], with unused KV slots set to zero.
 
-    Masking it would not do: another request may have left a NaN there.
+    Masking them is not enough: another request may have left a NaN there.
     """
     rows = cache.index_select(0, batch.pages).flatten(0, 1)
-    if batch.stale is not None:
-        rows.index_fill_(0, batch.stale, 0)
+    if batch.unused is not None:
+        rows.index_fill_(0, batch.unused, 0)
     return rows.view(batch.count, -1, *cache.shape[2:])[:, : batch.length].transpose(1, 2)
 
 
-def _join(
+def _merge_prefix(
     out: Tensor,
-    log_sums: Tensor,
+    lse: Tensor,
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    family: Family,
+    prefix: SharedPrefix,
     scale: float,
 ) -> None:
-    """Add what a family's queries find in its shared pages to what they found in their own."""
-    k, v = (x.index_select(0, family.pages).flatten(0, 1).transpose(0, 1) for x in (keys, values))
-    heads, dim = k.shape[0], q.shape[2]
-    rows = q.index_select(0, family.rows).view(len(family.rows), heads, -1, dim)
-    asked = rows.transpose(0, 1).reshape(1, heads, -1, dim)
-    found, sums = _with_log_sums(asked, k[None], v[None], scale, None, causal=False)
-    found = found.view(heads, len(rows), -1, dim).transpose(0, 1).reshape(len(rows), -1, dim)
-    sums = sums.view(heads, len(rows), -1).transpose(0, 1).reshape(len(rows), -1)
-    weight = torch.sigmoid(sums - log_sums.index_select(0, family.rows))[..., None]
-    own = out.index_select(0, family.rows).to(weight.dtype)
-    out.index_copy_(0, family.rows, own.lerp(found.to(own.dtype), weight).to(out.dtype))
+    """Merge the attention to a shared prefix into `out`, which has the attention to own pages."""
+    k, v = (x.index_select(0, prefix.pages).flatten(0, 1).transpose(0, 1) for x in (keys, values))
+    kv_heads, dim = k.shape[0], q.shape[2]
+    rows = q.index_select(0, prefix.rows).view(len(prefix.rows), kv_heads, -1, dim)
+    queries = rows.transpose(0, 1).reshape(1, kv_heads, -1, dim)
+    shared, shared_lse = _sdpa_with_lse(queries, k[None], v[None], scale, None, causal=False)
+    shared = shared.view(kv_heads, len(rows), -1, dim).transpose(0, 1).reshape(len(rows), -1, dim)
+    shared_lse = shared_lse.view(kv_heads, len(rows), -1).transpose(0, 1).reshape(len(rows), -1)
+    weight = torch.sigmoid(shared_lse - lse.index_select(0, prefix.rows))[..., None]
+    own = out.index_select(0, prefix.rows).to(weight.dtype)
+    out.index_copy_(0, prefix.rows, own.lerp(shared.to(own.dtype), weight).to(out.dtype))
 
 
-def _with_log_sums(
+def _sdpa_with_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `_rectangle`, on a CPU; and the log-sum-exp [N, H, L] of each query's scores."""
+    """Attend like `_sdpa`, on a CPU; return the output and the log-sum-exp [N, H, L] as well."""
     group = q.shape[1] // k.shape[1]
     shape = q.shape[:3]
     if group > 1 and q.shape[2] == 1:
         q = q.reshape(q.shape[0], k.shape[1], group, q.shape[3])
-    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, is_causal=causal and bias is None, attn_mask=bias, scale=scale
     )
-    return out.reshape(*shape, v.shape[3]), sums.reshape(shape)
+    return out.reshape(*shape, v.shape[3]), lse.reshape(shape)
 
 
-def _rectangle(q: Tensor, k: Tensor, v: Tensor, scores: ScoreParams, bias: Tensor | None) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, score_params: ScoreParams, bias: Tensor | None
+) -> Tensor:
     """Attend a batch [N, H, L, D]; without a bias, causally, with as many keys as queries."""
-    if scores.softcap is not None or scores.sinks is not None:
-        return _written_out(q, k, v, scores, bias)
-    if bias is None and scores.window is not None and scores.window < q.shape[2]:
-        bias = blind(visible(q.shape[2], k.shape[2], scores.window, q.device), q.dtype)
+    if score_params.softcap is not None or score_params.sinks is not None:
+        return _explicit_softmax(q, k, v, score_params, bias)
+    scale, window = score_params.scale, score_params.window
+    if bias is None and window is not None and window < q.shape[2]:
+        bias = additive_mask(causal_mask(q.shape[2], k.shape[2], window, q.device), q.dtype)
     group = q.shape[1] // k.shape[1]
-    if group > 1 and q.shape[2] == 1:  # a decode: the group's heads are rows of one product
+    if group > 1 and q.shape[2] == 1:  # a decode: the heads of a group are rows of one product
         rows = q.reshape(q.shape[0], k.shape[1], group, q.shape[3])
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=scores.scale)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=scale)
         return out.reshape(*q.shape[:3], v.shape[3])
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scores.scale, enable_gqa=group > 1
+        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=group > 1
     )
 
 
-def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, scores: ScoreParams, bias: Tensor | None
+def _explicit_softmax(
+    q: Tensor, k: Tensor, v: Tensor, score_params: ScoreParams, bias: Tensor | None
 ) -> Tensor:
-    """Softcap and sinks, which the fused function does not know."""
+    """Softcap and sinks, which the fused function does not have."""
     if bias is None:
-        bias = blind(visible(q.shape[2], k.shape[2], scores.window, q.device), torch.float32)
+        mask = causal_mask(q.shape[2], k.shape[2], score_params.window, q.device)
+        bias = additive_mask(mask, torch.float32)
     n, heads, queries, _ = q.shape
     rows = q.reshape(n, k.shape[1], -1, queries, q.shape[3])
-    logits = (rows @ k[:, :, None].transpose(-1, -2)).float() * scores.scale
-    if scores.softcap is not None:
-        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    logits = (rows @ k[:, :, None].transpose(-1, -2)).float() * score_params.scale
+    if score_params.softcap is not None:
+        logits = torch.tanh(logits / score_params.softcap) * score_params.softcap
     logits = logits + (bias if bias.ndim == 2 else bias[:, :, None])
-    if scores.sinks is not None:
-        sink = scores.sinks.float().view(1, k.shape[1], -1, 1, 1).expand(n, -1, -1, queries, 1)
-        logits = torch.cat([logits, sink], -1)
+    if score_params.sinks is not None:
+        sinks = score_params.sinks.float().view(1, k.shape[1], -1, 1, 1)
+        logits = torch.cat([logits, sinks.expand(n, -1, -1, queries, 1)], -1)
     weights = torch.softmax(logits, -1)[..., : k.shape[2]].to(v.dtype)
     return (weights @ v[:, :, None]).reshape(n, heads, queries, v.shape[3])

@@ -1,4 +1,4 @@
-"""The backward of a packed row, written out, for where autograd cannot look: inside one operation.
+"""The explicit backward of a packed row, for the custom operator that autograd cannot trace.
 
 With S the scores, P = softmax(S) and O = P V:
 
@@ -14,50 +14,52 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..reference import visible
+from ..reference import causal_mask
+from ..scores import ScoreParams
 from ..varlen import Varlen
-from .call_spec import ScoreParams
 
 
 def packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sinks (empty without sinks)."""
+    """Return the gradients of q, k, v and the sinks (empty without sinks)."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    sinks = scores.sinks
+    sinks = score_params.sinks
     dsinks = q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
     for start, end in pairwise(varlen.cu_seqlens.tolist()):
         if start == end:
             continue
-        part = slice(start, end)
-        parts = _one(grad[part], q[part], k[part], v[part], scores)
-        for whole, piece in zip((dq, dk, dv), parts, strict=False):
-            whole[part] = piece
+        rows = slice(start, end)
+        dq[rows], dk[rows], dv[rows], dsink = _one_sequence(
+            grad[rows], q[rows], k[rows], v[rows], score_params
+        )
         if sinks is not None:
-            dsinks += parts[3].to(dsinks.dtype)
+            dsinks += dsink.to(dsinks.dtype)
     return dq, dk, dv, dsinks
 
 
-def _one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: ScoreParams) -> list[Tensor]:
-    """One sequence; heads stand as (kv head, group), products are in fp32."""
+def _one_sequence(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, score_params: ScoreParams
+) -> list[Tensor]:
+    """Gradients of one sequence; heads are split into (kv head, group), products are in fp32."""
     length, heads, _ = q.shape
-    groups = (length, k.shape[1], heads // k.shape[1], -1)
-    q, grad = q.float().view(groups), grad.float().view(groups)
+    grouped = (length, k.shape[1], heads // k.shape[1], -1)
+    q, grad = q.float().view(grouped), grad.float().view(grouped)
     k, v = k.float(), v.float()
-    s = torch.einsum("qhgd,khd->hgqk", q, k) * scores.scale
+    s = torch.einsum("qhgd,khd->hgqk", q, k) * score_params.scale
     slope = torch.ones_like(s)
-    if scores.softcap is not None:
-        bent = torch.tanh(s / scores.softcap)
-        s, slope = bent * scores.softcap, 1 - bent.square()
-    s = s.masked_fill(~visible(length, length, scores.window, s.device), -torch.inf)
-    if scores.sinks is not None:
-        sink = scores.sinks.float().view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
-        s = torch.cat([s, sink], -1)
+    if score_params.softcap is not None:
+        tanh = torch.tanh(s / score_params.softcap)
+        s, slope = tanh * score_params.softcap, 1 - tanh.square()
+    s = s.masked_fill(~causal_mask(length, length, score_params.window, s.device), -torch.inf)
+    if score_params.sinks is not None:
+        sinks = score_params.sinks.float().view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
+        s = torch.cat([s, sinks], -1)
     p = torch.softmax(s, -1)
     p_keys = p[..., :length]
     dp = torch.einsum("qhgd,khd->hgqk", grad, v)
     delta = (p_keys * dp).sum(-1, keepdim=True)
-    ds = p_keys * (dp - delta) * slope * scores.scale
+    ds = p_keys * (dp - delta) * slope * score_params.scale
     return [
         torch.einsum("hgqk,khd->qhgd", ds, k).flatten(1, 2),
         torch.einsum("hgqk,qhgd->khd", ds, q),

@@ -1,12 +1,12 @@
-"""How the sequences of a paged step are batched for SDPA: planned once, used by every layer.
+"""Batching of the sequences of a paged step for SDPA: planned once, used by every layer.
 
-Sequences with a single query (decodes) go together, by length, their pages side by side in one
-padded batch: sixty-four of them cost a few calls and not sixty-four. Sequences that begin with the
-same pages (the examples before a question, a system prompt) are a family: all its queries attend
-to the shared pages in one product, and each sequence's batch holds only what is its own.
+Sequences with a single query (decodes) form batches by length, padded to the longest: sixty-four
+of them cost a few calls, not sixty-four. Sequences that start with the same pages (few-shot
+examples, a system prompt) share a prefix: all their queries attend to the shared pages in one
+product, and each sequence's batch holds only its own pages (vLLM: cascade attention).
 
-    family   shared pages ▒▒▒▒▒▒▒▒            one product for the queries of all
-             own pages            ██ ███ █    padded batches
+    shared pages ▒▒▒▒▒▒▒▒            one product for the queries of all
+    own pages            ██ ███ █    padded batches
 """
 
 from __future__ import annotations
@@ -20,146 +20,151 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference import visible
+from ..reference import causal_mask
 
-_WORTH_SHARING = 1024
-"""Keys that need not be read again, from which on a family is worth a call of its own."""
+_MIN_SAVED_KEYS = 1024
+"""Key reads that a shared prefix must save to be worth a call of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Sequences with as many queries each, padded to the keys of the longest."""
+    """Sequences with the same number of queries, padded to the keys of the longest."""
 
     rows: Tensor
-    """[n * queries]: their queries."""
+    """[n * queries]: the rows of their queries."""
     pages: Tensor
     """[n * P]: page numbers, P for each."""
     count: int
     """n."""
     length: int
     """Keys of the longest."""
-    stale: Tensor | None
-    """Slots of the gathered pages that belong to nobody here."""
+    unused: Tensor | None
+    """KV slots of the gathered pages that do not belong to their sequence."""
     bias: Tensor | None
     """Added to the scores, -inf where a query does not see a key; None: causal, keys = queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
-    """Queries of sequences that begin with the same pages."""
+class SharedPrefix:
+    """The query rows of sequences that start with the same pages, and those pages."""
 
     rows: Tensor
     pages: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What a plan depends on, besides the sequences."""
+class PlanKey:
+    """What a plan depends on besides the sequences."""
 
     page_size: int
     window: int | None
-    shares: bool
+    share_prefixes: bool
     dtype: torch.dtype
     device: torch.device
 
 
 @lru_cache(maxsize=16)
 def plan(
-    bounds: tuple[int, ...], lengths: tuple[int, ...], table: bytes, layout: Layout
-) -> tuple[list[Batch], list[Family]]:
-    """Batch the sequences whose queries lie at `bounds` and whose pages the table (int32) holds."""
+    cu_seqlens: tuple[int, ...], lengths: tuple[int, ...], table: bytes, key: PlanKey
+) -> tuple[list[Batch], list[SharedPrefix]]:
+    """Batch the sequences of a step; `table` is the int32 page table as bytes."""
     if not lengths:
         return [], []
     pages = np.frombuffer(table, np.int32).reshape(len(lengths), -1)
-    queries = [end - start for start, end in pairwise(bounds)]
-    alive = [i for i, length in enumerate(lengths) if queries[i] and length]
-    skipped = [0] * len(lengths)
-    families = []
-    for members, shared in _families(pages, alive, queries, lengths, layout):
-        rows = [row for i in members for row in range(bounds[i], bounds[i + 1])]
-        families.append(Family(_ints(rows, layout), _ints(pages[members[0], :shared], layout)))
+    queries = [end - start for start, end in pairwise(cu_seqlens)]
+    active = [i for i, length in enumerate(lengths) if queries[i] and length]
+
+    def rows_of(members: Sequence[int]) -> Tensor:
+        rows = [row for i in members for row in range(cu_seqlens[i], cu_seqlens[i + 1])]
+        return _int_tensor(rows, key)
+
+    shared_pages = [0] * len(lengths)
+    prefixes = []
+    for members, count in _find_prefixes(pages, active, queries, lengths, key):
+        prefix = _int_tensor(pages[members[0], :count], key)
+        prefixes.append(SharedPrefix(rows_of(members), prefix))
         for i in members:
-            skipped[i] = shared
-    own = [n - skip * layout.page_size for n, skip in zip(lengths, skipped, strict=True)]
-    together: dict[object, list[int]] = {}
-    for i in alive:
-        key = ((own[i] - 1).bit_length(), -1) if queries[i] == 1 else (0, i)
-        together.setdefault(key, []).append(i)
+            shared_pages[i] = count
+    own = [n - skip * key.page_size for n, skip in zip(lengths, shared_pages, strict=True)]
+    groups: dict[object, list[int]] = {}
+    for i in active:
+        group = ((own[i] - 1).bit_length(), -1) if queries[i] == 1 else (0, i)
+        groups.setdefault(group, []).append(i)
     batches = []
-    for members in together.values():
-        rows = _ints([row for i in members for row in range(bounds[i], bounds[i + 1])], layout)
-        held = [pages[i, skipped[i] :] for i in members]
-        batches.append(_batch(rows, held, [own[i] for i in members], layout))
-    return batches, families
+    for members in groups.values():
+        tables = [pages[i, shared_pages[i] :] for i in members]
+        batches.append(_batch(rows_of(members), tables, [own[i] for i in members], key))
+    return batches, prefixes
 
 
-def _families(
+def _find_prefixes(
     pages: np.ndarray,
-    alive: Sequence[int],
+    active: Sequence[int],
     queries: Sequence[int],
     lengths: Sequence[int],
-    layout: Layout,
+    key: PlanKey,
 ) -> list[tuple[list[int], int]]:
     """Sequences with the same first page, and how many leading pages all of them share.
 
-    A shared key must be before every query, so pages that queries themselves lie in do not count.
+    A shared key must precede every query, so pages that contain queries do not count.
     """
-    by_first: dict[int, list[int]] = {}
-    for i in alive if layout.shares else ():
-        by_first.setdefault(int(pages[i, 0]), []).append(i)
-    found = []
-    for members in by_first.values():
+    by_first_page: dict[int, list[int]] = {}
+    for i in active if key.share_prefixes else ():
+        by_first_page.setdefault(int(pages[i, 0]), []).append(i)
+    prefixes = []
+    for members in by_first_page.values():
         if len(members) < 2:
             continue
-        most = min((lengths[i] - queries[i]) // layout.page_size for i in members)
-        same = (pages[members, :most] == pages[members[0], :most]).all(0)
-        shared = most if same.all() else int(same.argmin())
-        if shared * layout.page_size * (len(members) - 1) >= _WORTH_SHARING:
-            found.append((members, shared))
-    return found
+        limit = min((lengths[i] - queries[i]) // key.page_size for i in members)
+        same = (pages[members, :limit] == pages[members[0], :limit]).all(0)
+        count = limit if same.all() else int(same.argmin())
+        if count * key.page_size * (len(members) - 1) >= _MIN_SAVED_KEYS:
+            prefixes.append((members, count))
+    return prefixes
 
 
 def _batch(
-    rows: Tensor, held: Sequence[np.ndarray], lengths: Sequence[int], layout: Layout
+    rows: Tensor, tables: Sequence[np.ndarray], lengths: Sequence[int], key: PlanKey
 ) -> Batch:
-    size, n = layout.page_size, len(lengths)
+    size, n = key.page_size, len(lengths)
     own, longest = np.array(lengths)[:, None], max(lengths)
     last = (own - 1) // size
     count = -(-longest // size)
-    # Past its last page a sequence reads its first again: full, so nothing there is another's.
-    place = np.arange(count)
-    place = np.where(place <= last, place, 0)
-    used = np.stack([pages[at] for pages, at in zip(held, place, strict=True)])
-    slot = (place[:, :, None] * size + np.arange(size)).reshape(n, -1)
-    stale = np.flatnonzero(slot >= own)
-    stale = stale[stale % (count * size) < longest]
+    # Past its last page a sequence reads its first page again: it is full, so nothing there
+    # belongs to another sequence.
+    index = np.arange(count)
+    index = np.where(index <= last, index, 0)
+    gathered = np.stack([pages[i] for pages, i in zip(tables, index, strict=True)])
+    position = (index[:, :, None] * size + np.arange(size)).reshape(n, -1)
+    unused = np.flatnonzero(position >= own)
+    unused = unused[unused % (count * size) < longest]
     return Batch(
         rows=rows,
-        pages=_ints(used.reshape(-1), layout),
+        pages=_int_tensor(gathered.reshape(-1), key),
         count=n,
         length=longest,
-        stale=_ints(stale, layout) if len(stale) else None,
-        bias=_bias(len(rows) // n, own, longest, layout),
+        unused=_int_tensor(unused, key) if len(unused) else None,
+        bias=_bias(len(rows) // n, own, longest, key),
     )
 
 
-def _bias(queries: int, own: np.ndarray, longest: int, layout: Layout) -> Tensor | None:
+def _bias(queries: int, own: np.ndarray, longest: int, key: PlanKey) -> Tensor | None:
     if queries > 1:
-        if queries == longest and layout.window is None:
+        if queries == longest and key.window is None:
             return None
-        seen = visible(queries, longest, layout.window, layout.device)
+        mask = causal_mask(queries, longest, key.window, key.device)
     else:
-        key = np.arange(longest)
-        within = key < own
-        within &= key >= own - (layout.window or longest)
-        seen = torch.from_numpy(within)[:, None, None].to(layout.device)
-    return blind(seen, layout.dtype)
+        index = np.arange(longest)
+        within = index < own
+        within &= index >= own - (key.window or longest)
+        mask = torch.from_numpy(within)[:, None, None].to(key.device)
+    return additive_mask(mask, key.dtype)
 
 
-def blind(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores so that only the seen ones count."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask (True: attend) into one to add to scores: 0 or -inf."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def _ints(values: Sequence[int] | np.ndarray, layout: Layout) -> Tensor:
-    return torch.as_tensor(np.asarray(values, np.int64), device=layout.device)
+def _int_tensor(values: Sequence[int] | np.ndarray, key: PlanKey) -> Tensor:
+    return torch.as_tensor(np.asarray(values, np.int64), device=key.device)

@@ -1,4 +1,4 @@
-"""`torch.nn.attention.varlen`: packed training rows on CUDA with nothing else installed."""
+"""`torch.nn.attention.varlen`: packed training rows on CUDA without any other package."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..scores import ScoreParams
 from ..varlen import Varlen
-from .call_spec import CallSpec, ScoreParams
+from .call_spec import CallSpec
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 
-    _names = set(inspect.signature(varlen_attn).parameters)
+    _parameters = set(inspect.signature(varlen_attn).parameters)
 except ImportError:
-    varlen_attn, _names = None, set()
+    varlen_attn, _parameters = None, set()
 
 
-def why_not(ask: CallSpec) -> str | None:
-    if ask.device != "cuda":
+def unsupported_reason(spec: CallSpec) -> str | None:
+    if spec.device != "cuda":
         return "it needs CUDA"
     if varlen_attn is None:
         return f"torch {torch.__version__} has no varlen attention"
-    if ask.softcap or ask.sinks:
-        return "it knows no softcap and no sinks"
-    if ask.window and "window_size" not in _names:
-        return f"torch {torch.__version__} knows no window here"
-    if ask.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} kernels"
-    if ask.grad and torch.are_deterministic_algorithms_enabled():
+    if spec.softcap or spec.sinks:
+        return "it has no softcap and no sinks"
+    if spec.window and "window_size" not in _parameters:
+        return f"varlen attention of torch {torch.__version__} has no window"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {spec.dtype} kernels"
+    if spec.grad and torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic"
-    if ask.value_dim > ask.key_dim:
-        return f"value dim {ask.value_dim} beside key dim {ask.key_dim}"
-    if ask.key_dim > 256 or ask.key_dim % 8:
-        return f"head dim {ask.key_dim} is over 256 or no multiple of 8"
+    if spec.value_dim > spec.key_dim:
+        return f"value dim {spec.value_dim} is larger than key dim {spec.key_dim}"
+    if spec.key_dim > 256 or spec.key_dim % 8:
+        return f"head dim {spec.key_dim} is over 256 or not a multiple of 8"
     return None
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     assert varlen_attn is not None
-    wide = q.shape[-1] - v.shape[-1]
-    rule: dict[str, Any] = {"scale": scores.scale}
-    if "window_size" in _names:
-        rule["window_size"] = (-1 if scores.window is None else scores.window - 1, 0)
+    padding = q.shape[-1] - v.shape[-1]
+    kwargs: dict[str, Any] = {"scale": score_params.scale}
+    if "window_size" in _parameters:
+        kwargs["window_size"] = (-1 if score_params.window is None else score_params.window - 1, 0)
     else:
-        rule["is_causal"] = True
-    if "enable_gqa" in _names:
-        rule["enable_gqa"] = q.shape[1] != k.shape[1]
-    longest = varlen.max_length
+        kwargs["is_causal"] = True
+    if "enable_gqa" in _parameters:
+        kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
     out = varlen_attn(
         q,
         k,
-        F.pad(v, (0, wide)) if wide else v,
+        F.pad(v, (0, padding)) if padding else v,
         varlen.cu_seqlens,
         varlen.cu_seqlens,
-        longest,
-        longest,
-        **rule,
+        varlen.max_length,
+        varlen.max_length,
+        **kwargs,
     )
     assert isinstance(out, Tensor)
-    return out[..., : v.shape[-1]] if wide else out
+    return out[..., : v.shape[-1]] if padding else out

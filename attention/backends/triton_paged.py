@@ -1,7 +1,7 @@
-"""Our own paged kernels in Triton: any page size from 16, graph-safe, every score rule.
+"""Our own paged kernels in Triton: any page size from 16, safe in CUDA graphs, every score option.
 
-A step is at most three launches: decodes, the joining of their splits, everything with several
-queries. Each kernel skips what is another's on the device, so the host needs no lengths.
+A step launches at most three kernels: decode, the combination of its splits, and prefill. Each
+skips the other's sequences on the device, so the host needs no lengths.
 """
 
 # pyright: reportPossiblyUnboundVariable=false
@@ -17,23 +17,30 @@ from ..varlen import Varlen
 from .call_spec import CallSpec, ScoreParams
 
 try:
-    import triton
+    from ...kernels import (
+        MIN_SPLIT_KEYS,
+        DecodeTiles,
+        PrefillTiles,
+        padded_dim,
+        paged_attention_decode,
+        paged_attention_prefill,
+        programs_per_kv_head,
+    )
 
-    from ...kernels.paged_decode import LEAST_SHARE, DecodeTiles, decode, padded, programs_at_once
-    from ...kernels.paged_prefill import PrefillTiles, prefill
-except ImportError:  # `why_not` says so
-    triton = None
+    _has_triton = True
+except ImportError:  # `unsupported_reason` reports it
+    _has_triton = False
 
 
-def why_not(ask: CallSpec) -> str | None:
-    if triton is None:
+def unsupported_reason(spec: CallSpec) -> str | None:
+    if not _has_triton:
         return "triton is not installed"
-    if ask.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if spec.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU it needs TRITON_INTERPRET=1"
-    if max(ask.key_dim, ask.value_dim) > 256:
-        return f"head dim {max(ask.key_dim, ask.value_dim)} is over 256"
-    if ask.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it has no {ask.dtype} products"
+    if max(spec.key_dim, spec.value_dim) > 256:
+        return f"head dim {max(spec.key_dim, spec.value_dim)} is over 256"
+    if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it has no {spec.dtype} products"
     return None
 
 
@@ -41,39 +48,51 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
-    q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels read heads as unbroken rows
+    q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels read heads as contiguous rows
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
-    where = (varlen.cu_seqlens, pages.table, pages.lengths, scores, out)
-    reach = pages.max_length if scores.window is None else min(scores.window, pages.max_length)
-    decode(q, keys, values, *where, decode_tiles(q, keys, values, pages.table.shape[0], reach))
+    tensors = (q, keys, values, varlen.cu_seqlens, pages.table, pages.lengths, out)
+    options = {
+        "scale": scores.scale,
+        "window": scores.window,
+        "softcap": scores.softcap,
+        "sinks": scores.sinks,
+    }
+    max_keys = pages.max_length if scores.window is None else min(scores.window, pages.max_length)
+    tiles = decode_tiles(q, keys, values, pages.table.shape[0], max_keys)
+    paged_attention_decode(*tensors, tiles, **options)
     if varlen.max_length > 1:
-        prefill(q, keys, values, *where, prefill_tiles(q, keys, values))
+        paged_attention_prefill(*tensors, prefill_tiles(q, keys, values), **options)
     return out
 
 
-def decode_tiles(q: Tensor, keys: Tensor, values: Tensor, count: int, reach: int) -> DecodeTiles:
-    """Blocks of 16 KiB of keys, in programs of which exactly four fit a processor.
+def decode_tiles(
+    q: Tensor, keys: Tensor, values: Tensor, num_seqs: int, max_keys: int
+) -> DecodeTiles:
+    """Return blocks of 16 KiB of keys, in programs of which exactly four fit on an SM.
 
-    Measured on an H200: where more would fit, they crowd on some processors and leave others idle.
-    Sequences may be split up to twice as many as run at once; beyond that, programs follow each
-    other anyway, and finding shares costs what it gains. Many rows or wide heads need registers.
+    Measured on an H200: if more programs fit, they crowd on some SMs and leave others idle. A batch
+    may be split into up to twice as many programs as run at once; beyond that programs queue
+    anyway, and computing the splits costs more than it gains. Many rows or wide heads need more
+    registers.
     """
-    wide = max(padded(q.shape[2]), padded(values.shape[-1])) * q.element_size()
-    block, registers = 128 if wide <= 128 else 64, 128
-    if q.shape[1] // keys.shape[2] > 16 or wide > 256:
-        block, registers = 32, None
-    room = programs_at_once(keys.shape[2], q.device)
-    splits = 1
-    while count <= 2 * room and splits * 2 <= min(room, 64, reach // LEAST_SHARE):
-        splits *= 2
-    return DecodeTiles(block, splits, warps=4, stages=2, registers=registers)
+    row_bytes = max(padded_dim(q.shape[2]), padded_dim(values.shape[-1])) * q.element_size()
+    block_n, max_registers = 128 if row_bytes <= 128 else 64, 128
+    if q.shape[1] // keys.shape[2] > 16 or row_bytes > 256:
+        block_n, max_registers = 32, None
+    num_programs = programs_per_kv_head(keys.shape[2], q.device)
+    limit = min(num_programs, 64, max_keys // MIN_SPLIT_KEYS)
+    max_splits = 1
+    while num_seqs <= 2 * num_programs and max_splits * 2 <= limit:
+        max_splits *= 2
+    return DecodeTiles(block_n, max_splits, num_warps=4, num_stages=2, max_registers=max_registers)
 
 
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
-    """Tall tiles for tensor cores, as large as registers hold: spilling makes them crawl."""
-    wide = max(padded(q.shape[2]), padded(values.shape[-1])) * q.element_size()
-    group = q.shape[1] // keys.shape[2]
-    rows = max(128 if wide <= 128 else 64, group)
-    if wide <= 256:
-        return PrefillTiles(rows, 64, warps=4 if rows * wide <= 16384 else 8, stages=3)
-    return PrefillTiles(rows, 32, warps=4, stages=2)
+    """Return tall tiles for the tensor cores, as large as registers hold: spilling is slow."""
+    row_bytes = max(padded_dim(q.shape[2]), padded_dim(values.shape[-1])) * q.element_size()
+    group_size = q.shape[1] // keys.shape[2]
+    block_m = max(128 if row_bytes <= 128 else 64, group_size)
+    if row_bytes <= 256:
+        num_warps = 4 if block_m * row_bytes <= 16384 else 8
+        return PrefillTiles(block_m, 64, num_warps=num_warps, num_stages=3)
+    return PrefillTiles(block_m, 32, num_warps=4, num_stages=2)

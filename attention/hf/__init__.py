@@ -2,22 +2,34 @@
 
 from .call_log import check_every_layer, record_call
 from .forward_context import current_varlen, forward_context
-from .interface import NAME, register
-from .mask_patch import document_mask, installed
-from .model_support import check_supported, eval_mode, layer_shapes, unsupported_reason
+from .interface import register
+from .mask_patch import (
+    ATTN_IMPLEMENTATION,
+    document_mask,
+    install_mask_patch,
+    mask_patch_installed,
+    uninstall_mask_patch,
+)
+from .model_support import (
+    check_supported,
+    drops_kwargs,
+    eval_mode,
+    layer_shapes,
+    step_context,
+    unsupported_reason,
+)
 from .selfcheck import (
-    Packed,
-    batch_of,
+    PackedDifferences,
     check_default_cache,
     check_packed,
     check_paged,
-    draw_documents,
+    packed_batch,
+    random_documents,
 )
 
 __all__ = [
-    "NAME",
-    "Packed",
-    "batch_of",
+    "ATTN_IMPLEMENTATION",
+    "PackedDifferences",
     "check_default_cache",
     "check_every_layer",
     "check_packed",
@@ -25,12 +37,17 @@ __all__ = [
     "check_supported",
     "current_varlen",
     "document_mask",
-    "draw_documents",
+    "drops_kwargs",
     "eval_mode",
     "forward_context",
-    "installed",
+    "install_mask_patch",
     "layer_shapes",
+    "mask_patch_installed",
+    "packed_batch",
+    "random_documents",
     "record_call",
     "register",
+    "step_context",
+    "uninstall_mask_patch",
     "unsupported_reason",
 ]

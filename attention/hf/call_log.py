@@ -1,6 +1,6 @@
-"""First-step proof: every attention layer of a model got the metadata of the call, exactly once.
+"""A log of attention calls, and the check that every layer was called once with its boundaries.
 
-A layer that did not would attend across documents, or beside its cache, without a sound.
+A layer without them would attend across documents, or ignore its cache, without any error.
 """
 
 from __future__ import annotations
@@ -16,68 +16,70 @@ from torch import nn
 
 @dataclass(slots=True)
 class CallLog:
-    """What the attention function saw: one entry per call."""
+    """The calls of the attention function."""
 
     calls: list[tuple[int, str, tuple[int, int, int]]] = field(default_factory=list)
-    """(layer, where its boundaries came from: "call", "positions" or "rows", (Hkv, Dk, Dv))."""
+    """(layer, source of its boundaries: "call", "positions" or "rows", (Hkv, Dk, Dv))."""
 
 
-_witness: ContextVar[CallLog | None] = ContextVar("nopad_witness", default=None)
+_active_log: ContextVar[CallLog | None] = ContextVar("nopad_call_log", default=None)
 
 
 @contextmanager
 def recording() -> Iterator[CallLog]:
-    """Record every call of the attention function made inside."""
-    witness = CallLog()
-    token = _witness.set(witness)
+    """Record every call of the attention function inside."""
+    log = CallLog()
+    token = _active_log.set(log)
     try:
-        yield witness
+        yield log
     finally:
-        _witness.reset(token)
+        _active_log.reset(token)
 
 
 def record_call(layer: int, source: str, shape: tuple[int, int, int]) -> None:
-    """Tell the watcher, if there is one, of a call."""
-    witness = _witness.get()
-    if witness is not None:
-        witness.calls.append((layer, source, shape))
+    """Add a call to the active log, if there is one."""
+    log = _active_log.get()
+    if log is not None:
+        log.calls.append((layer, source, shape))
 
 
 @contextmanager
 def check_every_layer(model: nn.Module, *, positions_suffice: bool = False) -> Iterator[None]:
-    """Raise unless every attention layer is called once inside, each with its metadata.
+    """Raise unless every attention layer is called exactly once inside, with its boundaries.
 
-    positions_suffice: accept layers that found the boundaries by restarting positions, as the few
-        models that drop keywords do in training; never enough for pages.
+    positions_suffice: accept layers that inferred the boundaries from restarting positions, as the
+        few models that drop keyword arguments do in training; never enough for pages.
     """
-    with recording() as witness:
+    with recording() as log:
         yield
-    seen = Counter(layer for layer, _, _ in witness.calls)
-    enough = ("call", "positions") if positions_suffice else ("call",)
-    blind = sorted({layer for layer, source, _ in witness.calls if source not in enough})
-    missing = sorted(set(attention_layers(model)) - set(seen))
-    twice = sorted(layer for layer, count in seen.items() if count > 1)
+    counts = Counter(layer for layer, _, _ in log.calls)
+    accepted = ("call", "positions") if positions_suffice else ("call",)
+    uninformed = sorted({layer for layer, source, _ in log.calls if source not in accepted})
+    missing = sorted(set(attention_layers(model)) - set(counts))
+    repeated = sorted(layer for layer, count in counts.items() if count > 1)
     name = type(model).__name__
-    if blind:
-        raise ValueError(f"{name}: layers {blind} did not receive the sequence boundaries")
-    if missing or not seen:
+    if uninformed:
+        raise ValueError(f"{name}: layers {uninformed} did not receive the sequence boundaries")
+    if missing or not counts:
         raise ValueError(
             f"{name}: layers {missing or 'all'} never called the attention function: "
             'is attn_implementation="nopad" set on the model?'
         )
-    if twice:
-        raise ValueError(f"{name}: layers {twice} attend more than once per step: not supported")
+    if repeated:
+        raise ValueError(
+            f"{name}: layers {repeated} attend more than once per step, which is not supported"
+        )
 
 
 def attention_layers(model: nn.Module) -> list[int]:
-    """Indices of the layers that attend: those of the modules that project queries.
+    """Return the indices of the layers that attend.
 
-    A module counts where it carries the layer index and the scale or causality the interface reads.
+    A module counts if it has the layer index and the scale or causality that the interface reads.
     """
-    found = set()
+    layers = set()
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         attends = hasattr(module, "is_causal") or hasattr(module, "scaling")
         if isinstance(index, int) and attends:
-            found.add(index)
-    return sorted(found)
+            layers.add(index)
+    return sorted(layers)

@@ -1,7 +1,7 @@
-"""The step's metadata on its way to the layers, for models that lose keywords.
+"""The forward context: a step's `Varlen` for the layers of models that drop keyword arguments.
 
-Most models hand unknown keywords of their forward down to the attention function. A few drop them;
-there, what the caller carries arrives this way.
+Most models pass unknown keyword arguments of their forward down to the attention function. A few
+drop them on the way; their layers read the `Varlen` here (vLLM: forward_context.py).
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from contextlib import contextmanager
 
 from ..varlen import Varlen
 
-_carried: list[Varlen] = []
-"""Innermost last. A list, not a context variable: torch.compile can read it, and so can the threads
-in which a backward pass recomputes checkpointed layers."""
+_contexts: list[Varlen] = []
+"""Innermost last. A list, not a ContextVar: torch.compile reads it, and so do the threads in which
+a backward pass recomputes checkpointed layers."""
 
 
 @contextmanager
 def forward_context(varlen: Varlen) -> Iterator[None]:
-    """Make a step's metadata reach every attention layer called inside.
+    """Make a step's `Varlen` reach every attention layer called inside.
 
     >>> from torch import tensor
-    >>> with carry(Varlen(tensor([0, 3]), 3)):
-    ...     carried().max_length
+    >>> with forward_context(Varlen(tensor([0, 3]), 3)):
+    ...     current_varlen().max_length
     3
     """
-    _carried.append(varlen)
+    _contexts.append(varlen)
     try:
         yield
     finally:
-        _carried.pop()
+        _contexts.pop()
 
 
 def current_varlen() -> Varlen | None:
-    """What the nearest `forward_context` around this call holds."""
-    return _carried[-1] if _carried else None
+    """Return the `Varlen` of the innermost `forward_context`, if there is one."""
+    return _contexts[-1] if _contexts else None

@@ -1,9 +1,18 @@
-"""Keep documents apart under the stock `sdpa` and `eager` too, and refuse padding masks for ours.
+"""Attention masks in Transformers: refused for `nopad`, given the documents for stock attention.
 
-Transformers finds packed documents by positions, but only where a model hands its positions to the
-mask and no cache or mask is there; several models never do (GPT-OSS, OPT, Falcon, BLOOM, ...) and
-attend across documents in silence. All masks are prepared in one private function. It is
-wrapped here: inside `document_mask`, every mask gets the document numbers of the batch.
+Transformers prepares all masks in one private function, `_preprocess_mask_arguments`. A wrapper
+around it has two uses:
+
+    nopad         refuse a padding mask, and skip the preparation, which costs a host sync
+    sdpa, eager   inside `document_mask`, add the document ids of the batch to the mask; by itself
+                  Transformers finds packed documents by their positions, which several models do
+                  not pass to the mask (GPT-OSS, OPT, Falcon, BLOOM, ...): these attend across
+                  documents without any error
+
+Importing installs nothing. `refuse_mask` is registered as the mask function of `nopad`:
+Transformers calls it in the first forward, after its own preparation. It refuses a padding mask and
+installs the wrapper for the forwards that follow. If the private function has moved, `refuse_mask`
+is called in every forward instead.
 """
 
 from __future__ import annotations
@@ -12,98 +21,126 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 log = logging.getLogger("nopad.attention")
 
+ATTN_IMPLEMENTATION = "nopad"
+_TARGET = "_preprocess_mask_arguments"
+_PARAMETERS = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
+_MASK_REFUSED = (
+    "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack the samples "
+    "(nopad.collators) or generate through nopad.inference"
+)
+
 _documents: list[Tensor] = []
-"""Innermost last. A list, not a context variable: torch.compile can read it."""
-_POINT = "_preprocess_mask_arguments"
-_EXPECTED = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
+"""Document ids, innermost last. A list, not a ContextVar: torch.compile can read it."""
 
 
 @contextmanager
 def document_mask(cu_seqlens: Tensor, tokens: int) -> Iterator[None]:
-    """Let the stock masks of a forward over one packed row of `tokens` respect its boundaries."""
-    if not installed():
+    """Make stock masks inside respect the documents of one packed row of `tokens` tokens."""
+    if not install_mask_patch():
         raise RuntimeError(
-            "this version of transformers prepares its masks elsewhere: documents cannot be kept "
-            'apart under sdpa or eager; use attn_implementation="nopad"'
+            "this version of transformers prepares its masks elsewhere: documents cannot be "
+            'isolated under sdpa or eager; use attn_implementation="nopad"'
         )
-    _documents.append(numbers(cu_seqlens, tokens))
+    _documents.append(document_ids(cu_seqlens, tokens))
     try:
         yield
     finally:
         _documents.pop()
 
 
-def numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """int [1, T]: which document each token of a packed row belongs to.
+def document_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int [1, T]: the index of the document each token of a packed row belongs to.
 
-    >>> numbers(torch.tensor([0, 2, 5, 5]), 5).tolist()
+    >>> document_ids(torch.tensor([0, 2, 5, 5]), 5).tolist()
     [[0, 0, 1, 1, 1]]
     """
-    places = torch.arange(tokens, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].long(), places, right=True)[None]
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].long(), index, right=True)[None]
 
 
-_installed = False
+def refuse_mask(*, attention_mask: Tensor | None = None, **unused: Any) -> None:
+    """Refuse a padding mask and return None: the mask function of `nopad` in Transformers."""
+    _check_no_mask(attention_mask)
+    if not torch.compiler.is_compiling():  # compiled graphs drop the unused preparation anyway
+        install_mask_patch()
 
 
-def installed() -> bool:
-    """Whether the wrapper sits in place."""
-    return _installed
+def mask_patch_installed() -> bool:
+    """Return whether the wrapper is in place."""
+    return hasattr(getattr(masking_utils, _TARGET, None), "nopad_original")
 
 
-def install(masking: ModuleType, name: str) -> bool:
-    """Wrap the function in which Transformers prepares mask arguments, if it is as we know it."""
-    global _installed
-    original = getattr(masking, _POINT, None)
-    if getattr(original, "wrapped_by", None) == name:
+def install_mask_patch() -> bool:
+    """Wrap the private function, once; return whether the wrapper is in place."""
+    if mask_patch_installed():
         return True
-    if original is None or list(inspect.signature(original).parameters)[:5] != _EXPECTED:
-        log.warning(
-            "transformers no longer prepares masks in %s: padding masks given to %r cannot be "
-            "refused, and stock attention cannot be taught the documents",
-            _POINT,
-            name,
-        )
+    original = getattr(masking_utils, _TARGET, None)
+    if original is None or list(inspect.signature(original).parameters)[:5] != _PARAMETERS:
+        _log_moved()
         return False
-    setattr(masking, _POINT, _wrapped(original, name))
-    _installed = True
+    setattr(masking_utils, _TARGET, _wrap(original))
     return True
 
 
-_NO_MASK = (
-    "attn_implementation='nopad' takes no attention_mask: it would be ignored. Pack the samples "
-    "(nopad.collators) or generate through nopad.inference"
-)
+def uninstall_mask_patch() -> None:
+    """Put the private function of Transformers back."""
+    if mask_patch_installed():
+        setattr(masking_utils, _TARGET, getattr(masking_utils, _TARGET).nopad_original)
 
 
-@torch.compiler.disable(reason=_NO_MASK)
-def _hides_something(mask: Any) -> bool:
-    """A few models make themselves a mask of ones: that one says nothing.
+@cache
+def _log_moved() -> None:
+    log.warning(
+        "transformers no longer prepares masks in %s: forwards with %r prepare a mask they do not "
+        "use, and documents cannot be isolated under stock attention",
+        _TARGET,
+        ATTN_IMPLEMENTATION,
+    )
 
-    A compiled model leaves its graph to look: a graph cannot refuse what only a value tells.
+
+def _check_no_mask(mask: Any) -> None:
+    if mask is not None and _masks_anything(mask):
+        raise ValueError(_MASK_REFUSED)
+
+
+@torch.compiler.disable(reason=_MASK_REFUSED)
+def _masks_anything(mask: Any) -> bool:
+    """Return whether a mask hides a token: a few models build a mask of ones, which is accepted.
+
+    A compiled model breaks its graph here: a graph cannot raise for what only a value shows.
     """
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False  # cannot look; the step before the capture did
+        return False  # values cannot be read here; the step before the capture read them
     return mask.ndim != 2 or not bool(mask.all())
 
 
-def _wrapped(original: Any, name: str) -> Any:
-    def prepare(config: Any, inputs_embeds: Tensor, attention_mask: Any, *rest: Any, **named: Any):
-        ours = getattr(config, "_attn_implementation", None) == name
-        if ours and attention_mask is not None and _hides_something(attention_mask):
-            raise ValueError(_NO_MASK)
-        made = original(config, inputs_embeds, attention_mask, *rest, **named)
-        if made[0] or not _documents or inputs_embeds.shape[1] != _documents[-1].shape[1]:
-            return made
-        return (*made[:2], _documents[-1].expand(inputs_embeds.shape[0], -1), *made[3:])
+def _wrap(original: Any) -> Any:
+    def preprocess(
+        config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple:
+        if getattr(config, "_attn_implementation", None) == ATTN_IMPLEMENTATION:
+            _check_no_mask(attention_mask)
+            # Transformers returns early for a 4-D mask, in a tuple whose length its versions vary.
+            early = original(config, inputs_embeds, _four_dims(inputs_embeds), *args, **kwargs)
+            return (True, None, *early[2:])
+        prepared = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+        early_exit = prepared[0]
+        if early_exit or not _documents or inputs_embeds.shape[1] != _documents[-1].shape[1]:
+            return prepared
+        return (*prepared[:2], _documents[-1].expand(inputs_embeds.shape[0], -1), *prepared[3:])
 
-    prepare.wrapped_by = name  # pyright: ignore[reportFunctionMemberAccess]
-    return prepare
+    preprocess.nopad_original = original  # pyright: ignore[reportFunctionMemberAccess]
+    return preprocess
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.ndim)]

@@ -1,10 +1,12 @@
-"""Does packing change a model? Ask it: the same documents packed, alone, and over pages.
+"""Self-check: does packing or paging change what a model computes?
 
-    leak     a document's logits move when the one before it in the row is changed
+The same documents run packed, one by one, and over pages:
+
+    leak     a document's logits change when the document before it in the row is changed
     wrong    packed logits, loss or gradients differ from those of the documents run one by one
-    paged    the same tokens fed in chunks through the cache give other logits than the packed row
+    paged    the same tokens, fed in chunks through the cache, give other logits than the packed row
 
-Used by `nopad doctor`, by the zoo test and by anyone before a long run.
+Used by `nopad doctor`, by the model zoo test, and before a long run.
 """
 
 from __future__ import annotations
@@ -22,53 +24,53 @@ from torch import Tensor
 from ..paging.allocator import PageAllocator
 from ..paging.cache import PagedCache
 from ..varlen import Pages, Varlen
-from .forward_context import forward_context
 from .mask_patch import document_mask
-from .model_support import layer_shapes
+from .model_support import layer_shapes, step_context
 
 LENGTHS = (9, 1, 14, 6, 11)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Largest differences between a pack and its documents one by one."""
+class PackedDifferences:
+    """Largest differences between a pack and its documents run one by one."""
 
     leak: float
-    """Of later logits, when the first document is exchanged; 0 where documents are apart."""
+    """Of later logits when the first document is changed; 0 if documents are isolated."""
     logits: float
     loss: float
     gradients: float
     """Relative to the largest gradient."""
 
-    def right(self, tolerance: float = 1e-3) -> bool:
-        return worst([self.leak, self.logits, self.loss, self.gradients]) <= tolerance
+    def within(self, tolerance: float = 1e-3) -> bool:
+        """Return whether every difference is at most `tolerance`; NaN is not."""
+        return nan_max([self.leak, self.logits, self.loss, self.gradients]) <= tolerance
 
 
-def worst(differences: Iterable[float]) -> float:
-    """The largest of them, or NaN where one is NaN: Python's `max` may lose it.
+def nan_max(differences: Iterable[float]) -> float:
+    """Return the largest, or NaN if one is NaN: Python's `max` may lose it.
 
-    >>> worst([0.5, float("nan"), 2.0])
+    >>> nan_max([0.5, float("nan"), 2.0])
     nan
     """
     return torch.tensor([0.0, *differences], dtype=torch.float64).max().item()
 
 
-def draw_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
-    """Random documents [1, n] from the model's vocabulary."""
-    make = torch.Generator().manual_seed(seed)
-    top = min(vocabulary(model), 30_000)
+def random_documents(model: Any, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
+    """Return random documents [1, n] from the model's vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = min(_vocab_size(model), 30_000)
     device = next(model.parameters()).device
-    return [torch.randint(3, top, (1, n), generator=make).to(device) for n in lengths]
+    return [torch.randint(3, vocab_size, (1, n), generator=generator).to(device) for n in lengths]
 
 
-def vocabulary(model: Any) -> int:
-    """How many tokens a model both reads and predicts."""
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(table.weight.shape[0] for table in tables if table is not None)
+def _vocab_size(model: Any) -> int:
+    """Return the number of tokens that a model both reads and predicts."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(e.weight.shape[0] for e in embeddings if e is not None)
 
 
-def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:
-    """The batch a collator makes of these documents, laid end to end."""
+def packed_batch(documents: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the batch that a collator makes of these documents, concatenated."""
     device = documents[0].device
     lengths = [d.shape[1] for d in documents]
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
@@ -84,38 +86,40 @@ def batch_of(documents: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def check_packed(model: Any, oracle: Any | None = None, *, repair: bool = False) -> Packed:
-    """Compare a pack with its documents one by one, as the oracle (or the model itself) runs those.
+def check_packed(
+    model: Any, oracle: Any | None = None, *, repair: bool = False
+) -> PackedDifferences:
+    """Compare a pack with its documents one by one, run by the oracle or the model itself.
 
-    oracle: a model of the same weights whose attention is trusted, such as `eager`.
+    oracle: a model with the same weights and trusted attention, such as `eager`.
     repair: run the pack inside `document_mask`.
     """
-    documents = draw_documents(model)
+    documents = random_documents(model)
     logits, loss, gradients = _packed(model, documents, repair)
-    other = draw_documents(model, seed=1)
+    others = random_documents(model, seed=1)
     with torch.no_grad():
-        changed = _forward(model, [other[0], *documents[1:]], repair)
+        changed = _forward(model, [others[0], *documents[1:]], repair)
     first = LENGTHS[0]
-    want, want_loss, want_gradients = _one_by_one(oracle or model, documents)
-    scale = max((g.abs().max().item() for g in want_gradients), default=1.0) or 1.0
-    pairs = zip(gradients, want_gradients, strict=True)
-    return Packed(
+    expected, expected_loss, expected_gradients = _one_by_one(oracle or model, documents)
+    scale = max((g.abs().max().item() for g in expected_gradients), default=1.0) or 1.0
+    pairs = zip(gradients, expected_gradients, strict=True)
+    return PackedDifferences(
         leak=_largest(changed[:, first:] - logits[:, first:]),
-        logits=_largest(logits - want),
-        loss=abs(loss - want_loss),
-        gradients=worst(_largest(a - b) for a, b in pairs) / scale,
+        logits=_largest(logits - expected),
+        loss=abs(loss - expected_loss),
+        gradients=nan_max(_largest(a - b) for a, b in pairs) / scale,
     )
 
 
 def check_default_cache(model: Any) -> float:
-    """The leak of a pack whose batch does not say use_cache=False.
+    """Return the leak of a pack whose batch does not set use_cache=False.
 
-    Transformers then makes a cache, and with one at hand its stock masks look for no documents.
+    Transformers then creates a cache, and with a cache its stock masks do not look for documents.
     """
-    documents, other = draw_documents(model), draw_documents(model, seed=1)
+    documents, others = random_documents(model), random_documents(model, seed=1)
     logits = []
-    for first in (documents[0], other[0]):
-        batch = batch_of([first, *documents[1:]])
+    for first in (documents[0], others[0]):
+        batch = packed_batch([first, *documents[1:]])
         del batch["use_cache"]
         with torch.no_grad():
             logits.append(model(**batch).logits[:, LENGTHS[0] :])
@@ -123,19 +127,20 @@ def check_default_cache(model: Any) -> float:
 
 
 def check_paged(model: Any, page_size: int = 16) -> float:
-    """Largest difference of logits between a packed row and the same tokens fed through pages.
+    """Return the largest difference of logits between a packed row and the same tokens over pages.
 
-    The documents arrive in uneven chunks, so that steps mix prefills, continued ones and decodes.
+    Documents are fed in uneven chunks, so that steps mix prefills, chunked prefills and decodes.
     """
-    documents = draw_documents(model, lengths=(9, 1, 35, 6, 18))
+    documents = random_documents(model, lengths=(9, 1, 35, 6, 18))
     with torch.no_grad():
-        want = _forward(model, documents, repair=False)[0].split([d.shape[1] for d in documents])
-        found = []
+        lengths = [d.shape[1] for d in documents]
+        expected = _forward(model, documents, repair=False)[0].split(lengths)
+        differences = []
         for spans, logits in _paged_steps(model, documents, page_size):
             for index, (start, end) in enumerate(spans):
-                got, logits = logits[: end - start], logits[end - start :]
-                found.append(_largest(got - want[index][start:end]))
-    return worst(found)
+                chunk, logits = logits[: end - start], logits[end - start :]
+                differences.append(_largest(chunk - expected[index][start:end]))
+    return nan_max(differences)
 
 
 def _packed(model: Any, documents: list[Tensor], repair: bool):
@@ -153,7 +158,7 @@ def _one_by_one(model: Any, documents: list[Tensor]):
 
 
 def _forward(model: Any, documents: Sequence[Tensor], repair: bool) -> Tensor:
-    batch = batch_of(documents)
+    batch = packed_batch(documents)
     tokens = batch["input_ids"].shape[1]
     with document_mask(batch["cu_seq_lens_q"], tokens) if repair else nullcontext():
         return model(**batch).logits
@@ -171,10 +176,10 @@ def _differentiate(model: Any, losses: list[Tensor]) -> tuple[float, list[Tensor
     loss = torch.stack(losses).sum()
     weights = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-    made = [
+    gradients = [
         torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)
     ]
-    return float(loss.detach()), made
+    return float(loss.detach()), gradients
 
 
 def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
@@ -188,19 +193,19 @@ def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
     step = 0
     while done != lengths:
         ends = [
-            min(n, at + _chunk(step, i))
-            for i, (n, at) in enumerate(zip(lengths, done, strict=True))
+            min(n, start + _chunk(step, i))
+            for i, (n, start) in enumerate(zip(lengths, done, strict=True))
         ]
         spans = list(zip(done, ends, strict=True))
         for index, end in enumerate(ends):
-            held = len(allocator.pages(index)) if index in allocator.owners else 0
-            allocator.allocate(index, -(-end // page_size) - held)
+            num_pages = len(allocator.pages(index)) if index in allocator.owners else 0
+            allocator.allocate(index, -(-end // page_size) - num_pages)
         yield spans, _paged_forward(model, documents, spans, allocator, cache)
         done, step = ends, step + 1
 
 
 def _chunk(step: int, index: int) -> int:
-    """Sizes that put decodes, fresh and continued prefills side by side."""
+    """Return sizes that mix decodes, prefills and chunked prefills in one step."""
     return (1, 5, 17, 2)[(step + index) % 4]
 
 
@@ -214,7 +219,7 @@ def _paged_forward(
     device, size = documents[0].device, cache.page_size
     tables = [allocator.pages(i) for i in range(len(spans))]
     width = max(map(len, tables))
-    places = [(i, p) for i, (start, end) in enumerate(spans) for p in range(start, end)]
+    tokens_at = [(i, p) for i, (start, end) in enumerate(spans) for p in range(start, end)]
 
     def ints(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -226,13 +231,13 @@ def _paged_forward(
         cache,
         ints([t + [0] * (width - len(t)) for t in tables]),
         ints([end for _, end in spans]),
-        ints([tables[i][p // size] * size + p % size for i, p in places], torch.int64),
+        ints([tables[i][p // size] * size + p % size for i, p in tokens_at], torch.int64),
         max(end for _, end in spans),
     )
     varlen = Varlen(ints(ends), max(b - a for a, b in pairwise(ends)), pages)
     tokens = torch.cat([documents[i][0, a:b] for i, (a, b) in enumerate(spans)])[None]
-    positions = ints([p for _, p in places], torch.int64)[None]
-    with forward_context(varlen):
+    positions = ints([p for _, p in tokens_at], torch.int64)[None]
+    with step_context(model, varlen):
         return model(
             input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen
         ).logits[0]

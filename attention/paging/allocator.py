@@ -1,17 +1,18 @@
-"""Who holds which page of the cache: pure integers, no tensors.
+"""The page allocator: who holds which page of the cache, in pure integers.
 
 Every page is in one of three states:
 
     free ──allocate──▶ held, by one owner or several ──free──▶ free
-                          ▲                           └──────▶ cached: nobody holds it, but a
-                          └────────── adopt ◀────────────────  registered prefix still lives in it
+                          ▲                           └──────▶ cached: no owner, but it still holds
+                          └────── attach_prefix ◀────────────  a registered prefix
 
-Cached pages are handed out again, least recently used first, once the free list is empty. Shared
-pages are never written: `own` says which copy must be made first. Copies that `own` and `adopt` ask
-for must all be made, in one `PagedCache.copy_page`, before the next forward writes.
+Cached pages are allocated again, least recently used first, once the free list is empty. Shared
+pages are never written: `make_private` returns the copy that must be made first. All copies that
+`make_private` and `attach_prefix` return must be made, in one `PagedCache.copy_pages`, before the
+next forward writes.
 
-The engine shares by `adopt` alone: completions of one prompt find its prefix, and nobody forks.
-`fork` and `own` serve searches that branch in the middle of a page, such as beams.
+The engine shares pages by `attach_prefix` alone: completions of one prompt find its prefix.
+`fork` and `make_private` are for searches that branch in the middle of a page, such as beam search.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .prefix import PrefixIndex, sha256
 
 
 class OutOfPages(RuntimeError):
-    """Nothing is free and nothing can be evicted; the allocator is as it was before the call."""
+    """No page is free and none can be evicted; the allocator is unchanged by the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +38,25 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """How much of a prompt was found in the cache."""
+    """The part of a prompt that was found in the cache."""
 
     tokens: int
-    """Leading tokens whose keys and values the owner's pages now hold."""
+    """Number of leading tokens whose keys and values are in the owner's pages now."""
     copy: PageCopy | None = None
-    """Set where the hit ends inside a page."""
+    """Set if the hit ends inside a page."""
 
 
 class PageAllocator:
-    """Hand out pages to owners, share them between owners, and keep prefixes for later ones.
+    """Allocate pages to owners, share them between owners, and cache prefixes for later ones.
 
     >>> pages = PageAllocator(num_pages=4, page_size=16)
     >>> pages.allocate("a", 2)
     [0, 1]
     >>> pages.register("a", range(32), scope="weights 0")
     >>> pages.free("a")
-    >>> pages.adopt("b", range(40), scope="weights 0"), pages.pages("b"), pages.available
-    (Hit(tokens=32, copy=None), [0, 1], 2)
-    >>> pages.adopt("c", range(40), scope="weights 1").tokens
+    >>> pages.attach_prefix("b", range(40), scope="weights 0"), pages.pages("b"), pages.available
+    (PrefixHit(tokens=32, copy=None), [0, 1], 2)
+    >>> pages.attach_prefix("c", range(40), scope="weights 1").tokens
     0
     """
 
@@ -74,7 +75,7 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that could be allocated now."""
+        """Number of pages that can be allocated now."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -82,24 +83,24 @@ class PageAllocator:
         return list(self._tables)
 
     def pages(self, owner: Hashable) -> list[int]:
-        """The owner's pages, in order; a copy."""
+        """Return the owner's pages in order, as a copy."""
         return list(self._table(owner))
 
     def allocate(self, owner: Hashable, count: int) -> list[int]:
-        """Append fresh pages to the owner's, creating the owner if need be."""
+        """Append pages to the owner's, creating the owner if it is new; return them."""
         if count < 0:
-            raise ValueError(f"owner {owner!r} asked for {count} pages")
+            raise ValueError(f"owner {owner!r} requested {count} pages")
         if count > self.available:
             raise OutOfPages(
                 f"owner {owner!r} needs {count} pages, "
                 f"{self.available} of {self.num_pages} are left"
             )
-        fresh = [self._take() for _ in range(count)]
-        self._tables.setdefault(owner, []).extend(fresh)
-        return fresh
+        pages = [self._take() for _ in range(count)]
+        self._tables.setdefault(owner, []).extend(pages)
+        return pages
 
     def free(self, owner: Hashable, pages: Sequence[int] | None = None) -> None:
-        """Give back the owner's last pages, or all of them and the owner's name with them."""
+        """Free the owner's last pages, or all of them and the owner itself."""
         table = self._table(owner)
         if pages is None:
             self._release(table)
@@ -107,15 +108,15 @@ class PageAllocator:
             return
         for page in pages:
             if page not in table:
-                raise ValueError(f"page {page} is not of {owner!r}: {self._holders(page)}")
-        kept = len(table) - len(pages)
-        if sorted(table[kept:]) != sorted(pages):
-            raise ValueError(f"pages {list(pages)} are not the last of {owner!r}: {table}")
-        self._release(table[kept:])
-        del table[kept:]
+                raise ValueError(f"page {page} is not held by {owner!r}: {self._holders(page)}")
+        num_kept = len(table) - len(pages)
+        if sorted(table[num_kept:]) != sorted(pages):
+            raise ValueError(f"pages {list(pages)} are not the last pages of {owner!r}: {table}")
+        self._release(table[num_kept:])
+        del table[num_kept:]
 
     def fork(self, parent: Hashable, child: Hashable) -> list[int]:
-        """Let a new owner share every page of another."""
+        """Create an owner that shares every page of another."""
         table = list(self._table(parent))
         if child in self._tables:
             raise ValueError(f"owner {child!r} exists and holds pages {self._tables[child]}")
@@ -124,72 +125,72 @@ class PageAllocator:
         self._tables[child] = table
         return list(table)
 
-    def own(self, owner: Hashable, index: int) -> PageCopy | None:
-        """Make the owner's page number `index` its own before it writes there."""
+    def make_private(self, owner: Hashable, index: int) -> PageCopy | None:
+        """Make the owner's page at `index` private before a write; return the copy to make."""
         table = self._table(owner)
         if not 0 <= index < len(table):
-            raise ValueError(f"owner {owner!r} has no page number {index}: it holds {table}")
+            raise ValueError(f"owner {owner!r} has no page at index {index}: it holds {table}")
         page = table[index]
         if self._references[page] == 1:
             return None
         if not self.available:
             raise OutOfPages(f"owner {owner!r} cannot copy shared page {page}: no page is left")
-        fresh = self._take()
+        target = self._take()
         self._references[page] -= 1
-        table[index] = fresh
-        return PageCopy(page, fresh)
+        table[index] = target
+        return PageCopy(page, target)
 
     def register(self, owner: Hashable, tokens: Sequence[int], scope: str) -> None:
-        """Offer the owner's pages, which hold these leading tokens, to later owners.
+        """Register the owner's pages, which hold these leading tokens, for later owners.
 
-        Several owners may register the same prefix; the first one's pages serve.
+        Several owners may register the same prefix; the pages of the first are used.
         """
         table = self._table(owner)
         if len(tokens) > len(table) * self.page_size:
             raise ValueError(f"owner {owner!r}: {len(tokens)} tokens do not fit pages {table}")
         self._prefixes.register(tokens, table, scope)
 
-    def adopt(self, owner: Hashable, tokens: Sequence[int], scope: str) -> PrefixHit:
-        """Start an owner with the longest registered prefix of its tokens.
+    def attach_prefix(self, owner: Hashable, tokens: Sequence[int], scope: str) -> PrefixHit:
+        """Create an owner with the longest registered prefix of its tokens.
 
-        Whole pages are shared. A hit that ends inside a page asks for a copy of that page; where no
-        page is left for it, the hit ends at the page before.
+        Full pages are shared. If the hit ends inside a page, that page must be copied; if no page
+        is left for the copy, the hit ends at the page before.
         """
         if owner in self._tables:
             raise ValueError(f"owner {owner!r} exists and holds pages {self._tables[owner]}")
-        found, pages = self._prefixes.find(tokens, scope)
-        whole = found // self.page_size
+        num_tokens, pages = self._prefixes.find(tokens, scope)
+        full_pages = num_tokens // self.page_size
         for page in pages:
             self._hold(page)
-        table = self._tables[owner] = pages[:whole]
-        if whole == len(pages):
-            return PrefixHit(found)
-        copy = self._copy_of(pages[whole])
+        table = self._tables[owner] = pages[:full_pages]
+        if full_pages == len(pages):
+            return PrefixHit(num_tokens)
+        copy = self._copy_and_release(pages[full_pages])
         if copy is None:
-            return PrefixHit(whole * self.page_size)
+            return PrefixHit(full_pages * self.page_size)
         table.append(copy.target)
-        return PrefixHit(found, copy)
+        return PrefixHit(num_tokens, copy)
 
-    def forget(self) -> None:
+    def clear_prefixes(self) -> None:
         """Drop every registered prefix; held pages stay held."""
         self._prefixes = PrefixIndex(self.page_size, self._prefixes.digest)
         self._free.extend(self._cached)
         self._cached.clear()
 
     def check(self) -> None:
-        """Assert that free, cached and held pages are all pages, and every count is true."""
+        """Assert that free, cached and held pages add up, and that reference counts are right."""
         counts = [0] * self.num_pages
         for table in self._tables.values():
             for page in table:
                 counts[page] += 1
         assert counts == self._references, "a reference count is wrong"
-        idle = set(self._free)
-        assert len(idle) == len(self._free) and idle.isdisjoint(self._cached), (
-            "a page is idle twice"
+        unheld = set(self._free)
+        assert len(unheld) == len(self._free) and unheld.isdisjoint(self._cached), (
+            "a page is free or cached twice"
         )
-        idle.update(self._cached)
-        assert not any(counts[page] for page in idle), "an idle page is held"
-        assert len(idle) + sum(map(bool, counts)) == self.num_pages, "a page leaked"
+        unheld.update(self._cached)
+        assert not any(counts[page] for page in unheld), "a free or cached page is held"
+        assert len(unheld) + sum(map(bool, counts)) == self.num_pages, "a page leaked"
         registered = self._prefixes.pages()
         assert self._cached.keys() <= registered, "a cached page holds no prefix"
         assert registered.isdisjoint(self._free), "a free page is still registered"
@@ -224,14 +225,14 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
-    def _copy_of(self, source: int) -> PageCopy | None:
-        """Copy a page that is held for the moment, and let go of it."""
+    def _copy_and_release(self, source: int) -> PageCopy | None:
+        """Allocate a copy of a page that is held, and release the page; None if no page is left."""
         target = self._take() if self.available else None
         self._release([source])
         return None if target is None else PageCopy(source, target)
 
     def _evict(self, page: int) -> None:
-        """Drop the prefixes in a page, and those that continue them elsewhere."""
+        """Drop the prefixes in a page, and those that continue them in other pages."""
         for emptied in self._prefixes.drop(page):
             if emptied in self._cached:
                 del self._cached[emptied]

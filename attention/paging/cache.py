@@ -1,4 +1,4 @@
-"""The paged cache: keys and values of every layer, in pages that sequences are dealt out from."""
+"""The paged KV cache: the keys and values of every layer, in pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PagedCache:
-    """Pages of keys and values; layers may differ in heads and head dims.
+    """Keys and values in pages; layers may differ in heads and head dims.
 
     >>> cache = PagedCache(8, 16, [(2, 64, 64), (2, 96, 64)], torch.float32, "cpu")
     >>> [tuple(t.shape) for t in cache.layer(1)], cache.page_bytes
@@ -25,11 +25,11 @@ class PagedCache:
         device: torch.device | str,
     ):
         if page_size < 16:
-            raise ValueError(f"pages of {page_size} tokens are too small: use 16 or more")
+            raise ValueError(f"page_size={page_size} is too small: use 16 or more")
         self.num_pages = num_pages
         self.page_size = page_size
         self.layer_shapes = [(heads, k, v) for heads, k, v in layer_shapes]
-        # zeros, not empty: what a page held before must never turn a masked product into NaN
+        # zeros, not empty: a NaN in unused memory would turn masked products into NaN
         self._layers = [
             (
                 torch.zeros(num_pages, page_size, heads, key_dim, dtype=dtype, device=device),
@@ -43,15 +43,15 @@ class PagedCache:
     def bytes_per_page(
         layer_shapes: Sequence[tuple[int, int, int]], page_size: int, dtype: torch.dtype
     ) -> int:
-        """Size of one page over all layers, to size a cache before it is built."""
+        """Return the bytes of one page over all layers, to size a cache before it is built."""
         return page_size * dtype.itemsize * sum(h * (k + v) for h, k, v in layer_shapes)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys [pages, page_size, Hkv, Dk] and values [pages, page_size, Hkv, Dv] of a layer."""
+        """Return keys [pages, page_size, Hkv, Dk] and values [..., Dv] of a layer."""
         return self._layers[index]
 
-    def copy_page(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages in every layer; all reads happen before any write."""
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages in every layer; all reads happen before any write."""
         if not sources:
             return
         device = self._layers[0][0].device

@@ -1,23 +1,25 @@
-"""Which pages hold the keys of which leading tokens: a hash chain, one link every 16 tokens.
+"""The prefix index: which pages hold the keys of which leading tokens.
+
+A hash chain with one link every 16 tokens:
 
     tokens   [ 16 tokens ][ 16 tokens ][ 16 tokens ]…
-    keys     h(scope,·) ─▶ h(key0,·) ──▶ h(key1,·)      scope: which weights computed them
+    keys     h(scope,·) ─▶ h(key0,·) ──▶ h(key1,·)      scope: the weights that computed them
 
-A key is only a way to find a candidate: a link counts as a hit when its tokens are equal and it
-continues the very link found before it, so a hash collision can cost a hit but never give a wrong
-one.
-A link lives only as long as the link it continues. Where the page size is no multiple of 16, a
-link may lie across the border of two pages and lives as long as both.
+A key only finds a candidate: a link is a hit if its tokens are equal and its parent is the link
+found before, so a hash collision can cost a hit but never give a wrong one. A link lives as long as
+its parent. If the page size is not a multiple of 16, a link may cross a page boundary; it then
+lives as long as both pages.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 STRIDE = 16
+"""Tokens per link, whatever the page size."""
 
 
 def sha256(data: bytes) -> bytes:
@@ -26,10 +28,12 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Link:
+    """The keys of 16 tokens, after those of the parent."""
+
     key: bytes
     tokens: bytes
     pages: tuple[int, ...]
-    """Where its tokens lie; the first holds all of its page's tokens before them, too."""
+    """The pages of its tokens; the first also holds the tokens before them in that page."""
     parent: Link | None
     children: set[Link] = field(default_factory=set)
 
@@ -44,54 +48,57 @@ class PrefixIndex:
         self._in_page: dict[int, list[Link]] = {}
 
     def holds(self, page: int) -> bool:
+        """Return whether a page has links."""
         return page in self._in_page
 
     def pages(self) -> set[int]:
+        """Return the pages that have links."""
         return set(self._in_page)
 
     def find(self, tokens: Sequence[int], scope: str) -> tuple[int, list[int]]:
-        """Number of leading tokens found, and the pages they lie in."""
-        parent, pages, found = None, [], 0
+        """Return the number of leading tokens found, and their pages."""
+        parent, pages, num_tokens = None, [], 0
         for key, chunk in self._chunks(tokens, scope):
             link = self._links.get(key)
             if link is None or link.tokens != chunk or link.parent is not parent:
                 break
-            pages[found // self.page_size :] = link.pages
-            found += STRIDE
+            pages[num_tokens // self.page_size :] = link.pages
+            num_tokens += STRIDE
             parent = link
-        return found, pages
+        return num_tokens, pages
 
     def register(self, tokens: Sequence[int], table: Sequence[int], scope: str) -> None:
+        """Add the links of these tokens, which are in the pages of `table`."""
         parent = None
         for index, (key, chunk) in enumerate(self._chunks(tokens, scope)):
             link = self._links.get(key)
             if link is None:
-                link = self._add(key, chunk, self._across(table, index * STRIDE), parent)
+                link = self._add(key, chunk, self._pages_of_link(table, index * STRIDE), parent)
             elif link.tokens != chunk or link.parent is not parent:
-                return  # another prefix has this key: it keeps it
+                return  # a collision: the link that has this key keeps it
             parent = link
 
     def drop(self, page: int) -> list[int]:
-        """Forget the links in a page and all that continue them; return the pages left empty."""
-        doomed, emptied = list(self._in_page.get(page, ())), []
-        while doomed:
-            link = doomed.pop()
+        """Drop the links in a page and their descendants; return the pages left without links."""
+        links, emptied = list(self._in_page.get(page, ())), []
+        while links:
+            link = links.pop()
             if self._links.get(link.key) is not link:
                 continue
             del self._links[link.key]
             if link.parent is not None:
                 link.parent.children.remove(link)
-            doomed.extend(link.children)
-            for held in link.pages:
-                links = self._in_page[held]
-                links.remove(link)
-                if not links:
-                    del self._in_page[held]
-                    emptied.append(held)
+            links.extend(link.children)
+            for link_page in link.pages:
+                in_page = self._in_page[link_page]
+                in_page.remove(link)
+                if not in_page:
+                    del self._in_page[link_page]
+                    emptied.append(link_page)
         return emptied
 
-    def _across(self, table: Sequence[int], start: int) -> tuple[int, ...]:
-        """The pages of a stride that begins at a token."""
+    def _pages_of_link(self, table: Sequence[int], start: int) -> tuple[int, ...]:
+        """Return the pages of the link whose first token is `start`."""
         last = (start + STRIDE - 1) // self.page_size
         return tuple(table[start // self.page_size : last + 1])
 
@@ -103,11 +110,12 @@ class PrefixIndex:
             parent.children.add(link)
         return link
 
-    def _chunks(self, tokens: Sequence[int], scope: str):
+    def _chunks(self, tokens: Sequence[int], scope: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the key and the tokens of each link."""
         data = array("q", tokens).tobytes()
         key = self.digest(scope.encode())
-        width = STRIDE * 8
-        for start in range(0, len(data) - width + 1, width):
-            chunk = data[start : start + width]
+        size = STRIDE * 8
+        for start in range(0, len(data) - size + 1, size):
+            chunk = data[start : start + size]
             key = self.digest(key + chunk)
             yield key, chunk

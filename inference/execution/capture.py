@@ -1,4 +1,4 @@
-"""Whether a step is being captured into a graph, and what is worth doing only there."""
+"""Capture mode: is a forward being captured into a CUDA graph; parallel branches inside graphs."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ _capturing: ContextVar[bool] = ContextVar("nopad_capturing", default=False)
 
 
 @contextmanager
-def for_capture(really: bool = True) -> Iterator[None]:
-    """Compute steps as they are to be captured."""
-    token = _capturing.set(really)
+def capture_mode(enabled: bool = True) -> Iterator[None]:
+    """Run forwards as they are captured into graphs."""
+    token = _capturing.set(enabled)
     try:
         yield
     finally:
         _capturing.reset(token)
 
 
-def capturing() -> bool:
-    """Whether this is inside `for_capture`."""
+def is_capturing() -> bool:
+    """Return whether the caller is inside `capture_mode`."""
     return _capturing.get()
 
 
-def side_by_side(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Run branches of the same input at the same time in a graph, else one by one.
+def run_on_streams(x: Tensor, *branches: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Run branches of the same input: on parallel streams in a graph, one by one otherwise.
 
-    Each fork waits for all work before it and the join waits for all forks, so memory that one
-    branch gives back is never written while another stream still reads it.
+    Each fork waits for all earlier work and the join waits for all forks, so memory that one
+    branch frees is never written while another stream still reads it.
     """
-    if not capturing() or not x.is_cuda:
+    if not is_capturing() or not x.is_cuda:
         return [branch(x) for branch in branches]
     main = torch.cuda.current_stream()
-    sides = streams(x.device)[1 : len(branches)]
+    sides = capture_streams(x.device)[1 : len(branches)]
     results: list[Any] = [None] * len(branches)
-    with _joined(main) as forks:
-        for place, side in enumerate(sides, start=1):
+    with _join_on_exit(main) as forks:
+        for index, side in enumerate(sides, start=1):
             side.wait_stream(main)
             forks.append(side)
             with torch.cuda.stream(side):
-                results[place] = branches[place](x)
+                results[index] = branches[index](x)
         results[0] = branches[0](x)
     return results
 
 
 @contextmanager
-def _joined(main: torch.cuda.Stream) -> Iterator[list[torch.cuda.Stream]]:
-    """Wait for the forks noted inside, and for no other: it would be no part of the capture.
+def _join_on_exit(main: torch.cuda.Stream) -> Iterator[list[torch.cuda.Stream]]:
+    """Let `main` wait for the streams appended to the list; others are not part of the capture.
 
-    Where a branch fails, too: a capture cannot be ended with a fork open.
+    A failing branch is joined too: a capture cannot end while a fork is open.
     """
     forks: list[torch.cuda.Stream] = []
     try:
         yield forks
     except BaseException:
-        with suppress(RuntimeError):  # the reason is told, not the broken capture
+        with suppress(RuntimeError):  # report the original error, not the broken capture
             for side in forks:
                 main.wait_stream(side)
         raise
@@ -69,6 +69,9 @@ def _joined(main: torch.cuda.Stream) -> Iterator[list[torch.cuda.Stream]]:
 
 
 @lru_cache(maxsize=8)
-def streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """A stream to capture on and two beside it, always the same: libraries keep memory for each."""
+def capture_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return the device's capture stream and two side streams, always the same three.
+
+    Libraries such as cuBLAS keep a workspace for every stream they have seen.
+    """
     return [torch.cuda.Stream(device) for _ in range(3)]

@@ -1,8 +1,7 @@
-"""Python's collections of garbage, put off to where they do no harm.
+"""Python's garbage collection, kept away from steps and captures.
 
-A full one looks at every object there is: a third of a second with Transformers loaded, in which no
-step is launched. Any of them may meet graphs nobody needs any more, and giving those back breaks a
-capture that is under way.
+A full collection visits every object: a third of a second with Transformers loaded, in which no
+step is launched. Any collection may free unused CUDA graphs, and that breaks a capture in progress.
 """
 
 from __future__ import annotations
@@ -15,51 +14,51 @@ from threading import Lock
 _NEVER = (1 << 31) - 1
 
 
-def _while_any_is_inside(change: Callable[[], Callable[[], None]]):
-    """A block that the first to enter changes something for, and the last to leave undoes.
+def _shared_block(change: Callable[[], Callable[[], None]]):
+    """Make a block whose first entry applies a change and whose last exit undoes it.
 
-    The collector is the process's: engines in several threads must not restore one another's
+    The collector belongs to the process: engines in several threads must not restore each other's
     settings.
     """
-    lock, inside, undo = Lock(), 0, None
+    lock, num_inside, undo = Lock(), 0, None
 
     @contextmanager
     def block() -> Iterator[None]:
-        nonlocal inside, undo
+        nonlocal num_inside, undo
         with lock:
             undo = undo or change()
-            inside += 1
+            num_inside += 1
         try:
             yield
         finally:
             with lock:
-                inside -= 1
-                if not inside:
+                num_inside -= 1
+                if not num_inside:
                     undo = undo()
 
     return block
 
 
-def _put_off_full() -> Callable[[], None]:
+def _stop_full() -> Callable[[], None]:
     young, middle, full = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
     return lambda: gc.set_threshold(young, middle, full)
 
 
-def _put_off_all() -> Callable[[], None]:
-    back = gc.enable if gc.isenabled() else lambda: None
+def _stop_all() -> Callable[[], None]:
+    restore = gc.enable if gc.isenabled() else lambda: None
     gc.disable()
-    return back
+    return restore
 
 
-_full, _all = _while_any_is_inside(_put_off_full), _while_any_is_inside(_put_off_all)
+_without_full, _without_any = _shared_block(_stop_full), _shared_block(_stop_all)
 
 
 def defer_full_gc() -> AbstractContextManager[None]:
-    """Have full collections wait until the block is left; those of young objects go on."""
-    return _full()
+    """Defer full collections until the block ends; young generations are still collected."""
+    return _without_full()
 
 
 def gc_disabled() -> AbstractContextManager[None]:
-    """Have no collection at all inside the block."""
-    return _all()
+    """Run no collection inside the block."""
+    return _without_any()

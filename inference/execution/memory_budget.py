@@ -1,4 +1,4 @@
-"""How much memory the engine may take, and how many pages that is."""
+"""The engine's memory budget in bytes, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ _CPU_DEFAULT = 1 << 30
 def budget_bytes(memory: Memory, device: torch.device) -> int:
     """Turn `memory=` into bytes.
 
-    Bytes as they are; a share (0 < x <= 1) of what is free now; or "spare": what training leaves
-    at its peak.
+    memory: bytes; a fraction (0 < x <= 1) of the memory that is free now; or "spare", the memory
+        that training leaves unused at its peak.
     """
     if isinstance(memory, str):
-        return _spare(device)
+        return _spare_bytes(device)
     if isinstance(memory, float) and memory <= 1:
-        return int(_free(device) * memory)
+        return int(_free_bytes(device) * memory)
     return int(memory)
 
 
 def check_memory(memory: Any) -> Memory:
-    """Take what `budget_bytes` understands."""
+    """Return a value that `budget_bytes` understands, or raise ValueError."""
     if isinstance(memory, str) and memory == SPARE:
         return memory
-    number = isinstance(memory, Real) and not isinstance(memory, bool)
-    if not number or not 0 < float(memory) < float("inf"):
+    is_number = isinstance(memory, Real) and not isinstance(memory, bool)
+    if not is_number or not 0 < float(memory) < float("inf"):
         raise ValueError(
-            f'memory is {memory!r}; give bytes, a share above 0 of what is free, or "spare"'
+            f"memory is {memory!r}; give bytes, a fraction of the free memory (0 < x <= 1), or "
+            '"spare"'
         )
     return int(memory) if isinstance(memory, Integral) else float(memory)
 
 
-def _spare(device: torch.device) -> int:
+def _spare_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return min(_CPU_DEFAULT, _free(device) // 4)
-    held = torch.cuda.memory_reserved(device)
-    # What engines took before is part of the peak, but training does not need it.
-    peak = max(torch.cuda.max_memory_reserved(device) - _taken.get(device, 0), 0)
-    # A tenth stays for what forwards allocate beside the pages.
-    return int(max(_free(device) + held - max(peak, torch.cuda.memory_allocated(device)), 0) * 0.9)
+        return min(_CPU_DEFAULT, _free_bytes(device) // 4)
+    reserved = torch.cuda.memory_reserved(device)
+    # The peak includes the pages of earlier engines, which training does not need.
+    peak = max(torch.cuda.max_memory_reserved(device) - _engine_bytes.get(device, 0), 0)
+    available = _free_bytes(device) + reserved - max(peak, torch.cuda.memory_allocated(device))
+    # A tenth is left for the activations of the engine's forwards.
+    return int(max(available, 0) * 0.9)
 
 
-_taken: dict[torch.device, int] = {}
+_engine_bytes: dict[torch.device, int] = {}
+"""The most that one engine has allocated; as process-wide as torch's peak, which includes it."""
 
 
 def record_engine_bytes(size: int, device: torch.device) -> None:
-    """Remember how much engines took at most."""
-    _taken[device] = max(_taken.get(device, 0), size)
+    """Record how much an engine has allocated on a device."""
+    _engine_bytes[device] = max(_engine_bytes.get(device, 0), size)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device's memory is full, whichever library says it.
+    """Return whether an error of any library says that the device is out of memory.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
     True
@@ -67,14 +70,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    told = str(error)
-    return isinstance(error, RuntimeError) and ("out of memory" in told or "ALLOC_FAILED" in told)
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
 
 
-def _free(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not every system tells
+    except (AttributeError, ValueError, OSError):  # not available on every system
         return 4 * _CPU_DEFAULT

@@ -1,8 +1,8 @@
-"""Steps on the device: upload the arrays, run the model, choose tokens, start their way back.
+"""Running a step on the device: upload its arrays, run the model, sample, copy tokens back.
 
-Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits of wanted rows ─▶ tokens
-                          ▲                                                         │
-                          └────────────── newest token of each slot ◀───────────────┘
+Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits to sample or score ─▶ tokens
+                          ▲                                                             │
+                          └──────────────── last token of each batch row ◀──────────────┘
 """
 
 from __future__ import annotations
@@ -16,66 +16,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention import PagedCache, Pages, Varlen, check_every_layer, forward_context
+from ...attention import PagedCache, Pages, Varlen, check_every_layer, step_context
 from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
-from ..live_model.adapters import AdapterState
+from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
-from ..scheduling.loop import OutOfMemory, StepOutput
-from ..scheduling.slot_params import SlotParams
-from ..scheduling.step import Step
-from .cuda_graphs import DecodeGraphs, decodes
+from ..scheduling.loop import OutOfMemory
+from ..scheduling.row_params import RowParams
+from ..scheduling.step import Step, StepOutput
+from .cuda_graphs import DecodeGraphs, is_decode_only
 from .memory_budget import is_out_of_memory
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
 try:
-    from ...kernels.tokens import resolve
-except ImportError:  # no Triton on this machine
-    resolve = None
+    from ...kernels import fill_last_tokens
+except ImportError:  # Triton is not installed
+    fill_last_tokens = None
 
 log = logging.getLogger("nopad.inference")
 
 
 class ModelRunner:
-    """Run steps of a model whose keys and values live in a paged cache."""
+    """Run steps of a model over a paged KV cache."""
 
     def __init__(
         self,
         model: Any,
         cache: PagedCache,
-        columns: SlotParams,
+        row_params: RowParams,
         stats: Stats,
         device: torch.device,
-        room_for_graphs: int,
+        graph_byte_budget: int,
     ):
-        self.depth = 1 if device.type == "cuda" else 0
+        """Set up the buffers; graph_byte_budget: memory for CUDA graphs, 0 for none."""
+        self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
-        self._columns = columns
+        self._row_params = row_params
         self._device = device
-        self._staging = HostDeviceCopy(device)
-        # One entry more than slots: what padding rows of a graph yield goes there.
-        self._newest = torch.zeros(len(columns.seed) + 1, dtype=torch.int64, device=device)
-        self._history = self._newest.new_zeros(len(self._newest), 0)
-        self._proven = False
+        self._transfer = HostDeviceCopy(device)
+        # The extra entry receives the tokens of a graph's padding rows.
+        self._last_tokens = torch.zeros(len(row_params.seed) + 1, dtype=torch.int64, device=device)
+        self._token_history = self._last_tokens.new_zeros(len(self._last_tokens), 0)
+        self._layers_checked = False
         self._stats = stats
-        self._room = room_for_graphs
-        self._graphs = DecodeGraphs(cache, self._newest, self._room) if self._room else None
+        self._graph_byte_budget = graph_byte_budget
+        self._graphs = self._new_graphs() if graph_byte_budget else None
         self.may_capture = True
-        """Whether forwards are now such that a graph may hold them, and may be replayed."""
+        """Whether forwards can be captured and replayed now; a collective in them cannot."""
         self.adapters: AdapterState = []
-        """Which adapters are on now; graphs hold those that were on when they were captured."""
-        self._captured_with: AdapterState = []
-        self._refused: set[str | None] = set()
-        """Attention backends, as asked for by name, whose calls cannot be captured."""
+        """Which adapters are active now; graphs hold those that were active at capture."""
+        self._captured_adapters: AdapterState = []
+        self._uncapturable: set[str | None] = set()
+        """Attention backends, as forced by name, whose calls cannot be captured."""
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
-        self.cache.copy_page([c.source for c in copies], [c.target for c in copies])
+        self.cache.copy_pages([c.source for c in copies], [c.target for c in copies])
 
     def launch(self, step: Step) -> Callable[[], StepOutput]:
-        """Start a step; the result is read by calling what is returned."""
+        """Start a step; call the returned function to wait for its output."""
         try:
             return self._launch(step)
         except RuntimeError as error:
@@ -87,147 +88,158 @@ class ModelRunner:
         replayed = self._replay(step)
         if replayed is not None:
             assert self._graphs is not None
-            logits, tokens, padded = replayed
-            self._stats.note_graph(padded, len(self._graphs))
-            if not step.choice.plain:
+            logits, tokens, num_padding = replayed
+            self._stats.record_graph_step(num_padding, len(self._graphs))
+            if not step.sampling.argmax_only:
                 tokens = self._sample(step, logits)
         else:
             logits = self._forward(step)
-            tokens = self._sample(step, logits[: len(step.yielding)])
+            tokens = self._sample(step, logits[: len(step.sampled_requests)])
         outputs = [tokens]
-        if step.top >= 0:
-            (targets,) = self._staging.put([step.targets])
-            found = gather_logprobs(logits, torch.cat([tokens, targets]), step.top)
-            outputs += [found.logprob, found.greedy, found.top_tokens, found.top_logprobs]
-        read = self._staging.fetch(outputs)
+        if step.num_logprobs >= 0:
+            (targets,) = self._transfer.to_device([step.score_targets])
+            logprobs = gather_logprobs(logits, torch.cat([tokens, targets]), step.num_logprobs)
+            outputs += [logprobs.logprob, logprobs.is_greedy]
+            outputs += [logprobs.top_tokens, logprobs.top_logprobs]
+        read = self._transfer.to_host(outputs)
         return lambda: StepOutput(*read())
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
-        """Run a step as a graph, if graphs are made and one serves it."""
-        if self._graphs is None or not self.may_capture or not decodes(step):
+        """Run a step as a CUDA graph; None if it cannot be one."""
+        if self._graphs is None or not self.may_capture or not is_decode_only(step):
             return None
-        if self._captured_with != self.adapters:
-            self.forget_graphs()
-        self._captured_with = self.adapters  # the same object is compared at once, next time
-        if (by := forced_paged_backend()) in self._refused or not self._graphs.serves(step):
+        if self._captured_adapters != self.adapters:
+            self.drop_graphs()
+        self._captured_adapters = self.adapters  # comparing the same object is fast next time
+        backend = forced_paged_backend()
+        if backend in self._uncapturable or not self._graphs.can_run(step):
             return None
         began, captured = perf_counter(), len(self._graphs)
         try:
             replayed = self._graphs.run(step, self.forward)
             if len(self._graphs) > captured:
-                self._stats.capturing += perf_counter() - began
+                self._stats.capture_seconds += perf_counter() - began
             return replayed
         except NotCapturable as reason:
-            self._refused.add(by)
-            log.warning("decode steps run without graphs: %s", reason)
+            self._uncapturable.add(backend)
+            log.warning("decode steps run without CUDA graphs: %s", reason)
             return None
 
-    def forget_graphs(self) -> None:
-        """Drop captured graphs: weights have moved, or other adapters are on."""
+    def drop_graphs(self) -> None:
+        """Drop captured graphs: the weights have moved, or the adapters have changed."""
         if self._graphs is not None:
-            self._graphs = DecodeGraphs(self.cache, self._newest, self._room)
+            self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(self.cache, self._last_tokens, self._graph_byte_budget)
 
     def _forward(self, step: Step) -> Tensor:
-        """Logits [R, V] of the wanted rows."""
-        ids, positions, cu_seqlens, lengths, table, slots, rows = self._staging.put(
+        """Return the logits [R, V] of the rows to sample or score."""
+        ids, positions, cu_seqlens, seq_lens, table, kv_slots, indices = self._transfer.to_device(
             [
-                step.ids,
+                step.token_ids,
                 step.positions,
                 step.cu_seqlens,
-                step.lengths,
-                step.table,
-                step.slots,
-                step.rows,
+                step.seq_lens,
+                step.page_table,
+                step.kv_slots,
+                step.logits_indices,
             ]
         )
-        pages = Pages(self.cache, table, lengths, slots, step.max_length)
-        varlen = Varlen(cu_seqlens, step.max_tokens, pages)
-        return self.forward(ids, positions, varlen, rows)
+        pages = Pages(self.cache, table, seq_lens, kv_slots, step.max_seq_len)
+        varlen = Varlen(cu_seqlens, step.max_query_len, pages)
+        return self.forward(ids, positions, varlen, indices)
 
-    def forward(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
-        """Run the model on flat tokens; an id below zero names the slot of the token."""
-        ids = _resolved(ids, self._newest)
-        if not self._proven:
+    def forward(
+        self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
+    ) -> Tensor:
+        """Run the model on flat tokens; id -1 - i stands for the last token of batch row i."""
+        ids = _with_last_tokens(ids, self._last_tokens)
+        if not self._layers_checked:
             with check_every_layer(self._model):
-                logits = self._call(ids, positions, varlen, rows)
-            self._proven = True
+                logits = self._call(ids, positions, varlen, logits_to_keep)
+            self._layers_checked = True
             return logits
-        return self._call(ids, positions, varlen, rows)
+        return self._call(ids, positions, varlen, logits_to_keep)
 
-    def _call(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
-        with forward_context(varlen):
+    def _call(
+        self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
+    ) -> Tensor:
+        with step_context(self._model, varlen):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=rows,
+                logits_to_keep=logits_to_keep,
                 varlen=varlen,
             )
         return output.logits[0]
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
-        """Choose the tokens and keep them for the next step."""
-        slots, positions = self._staging.put([step.yield_slots, step.yield_positions])
-        tokens = sample(logits, self._choice(step))
-        kept = tokens.clamp(min=0)
-        self._newest.index_copy_(0, slots, kept)
-        if self._history.numel():
-            within = positions.clamp(max=self._history.shape[1] - 1)
-            self._history.index_put_((slots, within), kept)
+        """Choose the tokens, and keep them on the device for the next step."""
+        rows, positions = self._transfer.to_device([step.sampled_rows, step.sampled_positions])
+        tokens = sample(logits, self._sampling_inputs(step))
+        valid = tokens.clamp(min=0)
+        self._last_tokens.index_copy_(0, rows, valid)
+        if self._token_history.numel():
+            positions = positions.clamp(max=self._token_history.shape[1] - 1)
+            self._token_history.index_put_((rows, positions), valid)
         return tokens
 
-    def _choice(self, step: Step) -> SamplingInputs:
-        """The sampler's inputs, on the device."""
-        c = step.choice
-        if c.plain:
+    def _sampling_inputs(self, step: Step) -> SamplingInputs:
+        """Copy the sampler's inputs to the device."""
+        c = step.sampling
+        if c.argmax_only:
             return SamplingInputs()
         temperature = uniform = None
         if c.temperature is not None and c.uniform is not None:
-            temperature, uniform = self._staging.put([c.temperature, c.uniform])
-        edits = None if c.edits is None else LogitEdits(*self._staging.put(list(c.edits)))
+            temperature, uniform = self._transfer.to_device([c.temperature, c.uniform])
+        edits = None if c.edits is None else LogitEdits(*self._transfer.to_device(list(c.edits)))
         filters = penalties = None
-        if c.filter_rows is not None:
-            slot, k = step.yield_slots[c.filter_rows], self._columns
-            columns = [c.filter_rows, k.top_k[slot], k.top_p[slot], k.min_p[slot]]
-            filters = Filters(*self._staging.put(columns))
-        if c.penalty_rows is not None:
-            penalties = self._penalties(step, c.penalty_rows)
+        if c.filter_indices is not None:
+            rows, params = step.sampled_rows[c.filter_indices], self._row_params
+            columns = [c.filter_indices, params.top_k[rows], params.top_p[rows], params.min_p[rows]]
+            filters = Filters(*self._transfer.to_device(columns))
+        if c.penalty_indices is not None:
+            penalties = self._penalties(step, c.penalty_indices)
         return SamplingInputs(edits, penalties, temperature, uniform, filters)
 
-    def _penalties(self, step: Step, rows: np.ndarray) -> Penalties:
-        slot, k = step.yield_slots[rows], self._columns
-        self._remember(step, rows)
-        at, index, prompts, lengths, repetition, presence, frequency = self._staging.put(
+    def _penalties(self, step: Step, indices: np.ndarray) -> Penalties:
+        rows, params = step.sampled_rows[indices], self._row_params
+        self._seed_history(step, indices)
+        logit_rows, batch_rows, *columns = self._transfer.to_device(
             [
+                indices,
                 rows,
-                slot,
-                k.prompt_length[slot],
-                step.yield_positions[rows],
-                k.repetition[slot],
-                k.presence[slot],
-                k.frequency[slot],
+                params.prompt_len[rows],
+                step.sampled_positions[indices],
+                params.repetition_penalty[rows],
+                params.presence_penalty[rows],
+                params.frequency_penalty[rows],
             ]
         )
-        history = self._history[index]
-        return Penalties(at, history, prompts, lengths, repetition, presence, frequency)
+        return Penalties(logit_rows, self._token_history[batch_rows], *columns)
 
-    def _remember(self, step: Step, rows: np.ndarray) -> None:
-        """Write what the host knows of a penalised request into its history, once it starts.
+    def _seed_history(self, step: Step, indices: np.ndarray) -> None:
+        """Write the tokens the host knows of a request with penalties, once, when it starts.
 
-        Tokens that come later are added on the device as they are chosen.
+        Later tokens are added on the device as they are sampled.
         """
-        fresh = [step.yielding[row] for row in rows.tolist() if not step.yielding[row].in_flight]
-        wide = max((r.limit for r in fresh), default=0)
-        if wide > self._history.shape[1]:
-            grown = self._newest.new_zeros(len(self._newest), 1 << (wide - 1).bit_length())
-            grown[:, : self._history.shape[1]] = self._history
-            self._history = grown
+        requests = [step.sampled_requests[index] for index in indices.tolist()]
+        fresh = [request for request in requests if not request.num_in_flight]
+        width = max((r.max_len for r in fresh), default=0)
+        if width > self._token_history.shape[1]:
+            shape = len(self._last_tokens), 1 << (width - 1).bit_length()
+            wider = self._last_tokens.new_zeros(*shape)
+            wider[:, : self._token_history.shape[1]] = self._token_history
+            self._token_history = wider
         for request in fresh:
-            known = request.tokens(0, request.length)
-            self._history[request.slot, : len(known)] = torch.from_numpy(known).to(self._device)
+            known = torch.from_numpy(request.token_ids(0, request.num_tokens))
+            self._token_history[request.row, : len(known)] = known.to(self._device)
 
 
-def _resolved(ids: Tensor, newest: Tensor) -> Tensor:
-    if ids.is_cuda and resolve is not None:
-        return resolve(ids, newest)
-    return torch.where(ids < 0, newest[(-1 - ids).clamp_(min=0)], ids)
+def _with_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:
+    """Replace the ids below zero: -1 - i becomes the last token of batch row i."""
+    if ids.is_cuda and fill_last_tokens is not None:
+        return fill_last_tokens(ids, last_tokens)
+    return torch.where(ids < 0, last_tokens[(-1 - ids).clamp_(min=0)], ids)

@@ -1,4 +1,4 @@
-"""Small arrays between host and device: many in one copy, none that waits."""
+"""Transfers of small arrays between host and device: many in one copy, without waiting."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGN = 16
-_KINDS = {
+_ALIGNMENT = 16
+_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
@@ -18,56 +18,58 @@ _KINDS = {
 
 
 class HostDeviceCopy:
-    """Packs arrays into pinned memory and copies them in one go; on a CPU, nothing is copied."""
+    """Copy several arrays at once through pinned memory; on a CPU nothing is copied."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pinned = device.type == "cuda"
 
-    def put(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Bring arrays to the device."""
+    def to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Copy arrays to the device."""
         if not self._pinned:
             return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-        packed, places = pack(arrays)
-        return views(packed.to(self._device, non_blocking=True), arrays, places)
+        packed, offsets = pack_arrays(arrays)
+        return unpack_views(packed.to(self._device, non_blocking=True), arrays, offsets)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[np.ndarray]]:
-        """Start the way back to the host; calling the result waits for it."""
+    def to_host(self, tensors: Sequence[Tensor]) -> Callable[[], list[np.ndarray]]:
+        """Start a copy to the host; calling the result waits for it."""
         if not self._pinned:
             return lambda: [t.numpy() for t in tensors]
-        held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for host, t in zip(held, tensors, strict=True):
-            host.copy_(t, non_blocking=True)
+        buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for buffer, t in zip(buffers, tensors, strict=True):
+            buffer.copy_(t, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
 
         def read() -> list[np.ndarray]:
             done.synchronize()
-            return [t.numpy() for t in held]
+            return [buffer.numpy() for buffer in buffers]
 
         return read
 
 
-def pack(arrays: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
-    """Lay arrays into one pinned buffer; say where each begins.
+def pack_arrays(arrays: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
+    """Copy arrays into one pinned buffer; return it and the offset of each array.
 
-    Pinned memory comes from torch's caching allocator, which hands a block out again only when the
-    copies that read it are done.
+    Pinned memory comes from torch's caching allocator, which reuses a block only after the copies
+    that read it have finished.
     """
-    places, size = [], 0
+    offsets, size = [], 0
     for a in arrays:
-        places.append(size)
-        size += -(-a.nbytes // _ALIGN) * _ALIGN
+        offsets.append(size)
+        size += -(-a.nbytes // _ALIGNMENT) * _ALIGNMENT
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     raw = packed.numpy()
-    for a, place in zip(arrays, places, strict=True):
-        raw[place : place + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
-    return packed, places
+    for a, offset in zip(arrays, offsets, strict=True):
+        raw[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+    return packed, offsets
 
 
-def views(packed: Tensor, arrays: Sequence[np.ndarray], places: Sequence[int]) -> list[Tensor]:
-    """The arrays' shapes and kinds over a packed buffer."""
+def unpack_views(
+    packed: Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]
+) -> list[Tensor]:
+    """Return views into a packed buffer, with the arrays' shapes and dtypes."""
     return [
-        packed[place : place + a.nbytes].view(_KINDS[a.dtype]).view(a.shape)
-        for a, place in zip(arrays, places, strict=True)
+        packed[offset : offset + a.nbytes].view(_DTYPES[a.dtype]).view(a.shape)
+        for a, offset in zip(arrays, offsets, strict=True)
     ]

@@ -1,6 +1,7 @@
-"""lm-evaluation-harness tasks through the engine."""
+"""lm-evaluation-harness tasks on a live model, through the engine."""
 
-from .tasks import EngineLM, Harness, find_tasks
+from .engine_lm import EngineLM
+from .tasks import Harness, find_tasks
 
 __all__ = [
     "EngineLM",

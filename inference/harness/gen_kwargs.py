@@ -1,22 +1,22 @@
-"""How a text of a harness task is continued: by what the task asks for, and the model's defaults.
+"""A task's generation settings, and the model's generation_config, as sampling parameters.
 
     task: {until, max_gen_toks, do_sample ...} ─┐
                                                 ├─▶ SamplingParams
     model.generation_config ────────────────────┘
 
-lm_eval's own `hf` model calls `generate`, which takes what the task does not say from the model's
-generation_config: so the answers are the same only if that is done here, too. A setting that the
-engine does not do is refused by name, wherever it stands.
+lm_eval's own `hf` model calls `generate`, which takes settings that the task does not give from the
+model's generation_config. Doing the same here gives the same answers. A setting that the engine
+does not support is refused by name, in the task as in the generation_config.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_KNOBS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_TOP_K = 50
-"""What `generate` draws from where neither the task nor the model says it."""
-_ALWAYS = {
+_SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULT_TOP_K = 50
+"""`generate` samples from the top 50 if neither the task nor the model gives a top_k."""
+_UNSUPPORTED = {
     "num_beams": 1,
     "min_length": 0,
     "min_new_tokens": 0,
@@ -33,43 +33,53 @@ _ALWAYS = {
     "exponential_decay_length_penalty": None,
     "watermarking_config": None,
 }
-_DRAWING = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-"""Settings that change what comes out, always or where tokens are drawn, and what is none."""
+"""Settings that change the output, each with the value that has no effect."""
+_UNSUPPORTED_SAMPLING = {
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""The same for settings that only matter when tokens are sampled."""
 
 
-def settle(wishes: dict[str, Any], defaults: Any) -> dict[str, Any]:
-    """Name the settings of `SamplingParams` that continue a prompt as it is wished.
+def to_sampling_kwargs(gen_kwargs: dict[str, Any], generation_config: Any) -> dict[str, Any]:
+    """Return the arguments of `SamplingParams` for a task's generation settings.
 
-    wishes: settings of the task, beyond where to stop and how many tokens.
-    defaults: the model's generation_config, or None.
+    gen_kwargs: settings of the task, without stop strings and token limit.
+    generation_config: the model's, or None.
 
-    >>> settle({"do_sample": False, "temperature": 0.0}, None)
+    >>> to_sampling_kwargs({"do_sample": False, "temperature": 0.0}, None)
     {'temperature': 0.0}
-    >>> settle({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, None)
+    >>> to_sampling_kwargs({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, None)
     {'top_k': 50, 'temperature': 0.7, 'top_p': 0.9}
     """
-    wishes = {"temperature": 0.0, **wishes}
-    wishes.pop("do_sample", None)
-    if (beams := wishes.pop("num_beams", 1)) != 1:
-        raise ValueError(f"num_beams is {beams}: there is no beam search; set it to 1")
-    unknown = set(wishes) - set(_KNOBS)
+    gen_kwargs = {"temperature": 0.0, **gen_kwargs}
+    gen_kwargs.pop("do_sample", None)
+    if (beams := gen_kwargs.pop("num_beams", 1)) != 1:
+        raise ValueError(f"num_beams is {beams}: beam search is not supported; set it to 1")
+    unknown = set(gen_kwargs) - set(_SUPPORTED)
     if unknown:
-        raise ValueError(f"generation setting {sorted(unknown)[0]!r}: there are {_KNOBS}")
-    drawing = wishes["temperature"] != 0
-    check_defaults(defaults, drawing)
-    own = {"top_k": _TOP_K} if drawing else {}
-    for name in _KNOBS if drawing else ("repetition_penalty",):
-        if (value := getattr(defaults, name, None)) is not None:
-            own[name] = value
-    return {**own, **wishes}
+        raise ValueError(
+            f"generation setting {sorted(unknown)[0]!r} is not supported; supported are "
+            f"{', '.join(_SUPPORTED)}"
+        )
+    is_sampled = gen_kwargs["temperature"] != 0
+    check_generation_config(generation_config, is_sampled)
+    defaults = {"top_k": _DEFAULT_TOP_K} if is_sampled else {}
+    for name in _SUPPORTED if is_sampled else ("repetition_penalty",):
+        if (value := getattr(generation_config, name, None)) is not None:
+            defaults[name] = value
+    return {**defaults, **gen_kwargs}
 
 
-def check_defaults(defaults: Any, drawing: bool = False) -> None:
-    """Refuse a generation_config with settings that the engine does not do."""
-    for name, none in {**_ALWAYS, **(_DRAWING if drawing else {})}.items():
-        value = getattr(defaults, name, None)
-        if value is not None and value != none and value != []:
+def check_generation_config(generation_config: Any, is_sampled: bool = False) -> None:
+    """Raise ValueError for a generation_config with settings that the engine does not support."""
+    for name, neutral in (_UNSUPPORTED | (_UNSUPPORTED_SAMPLING if is_sampled else {})).items():
+        value = getattr(generation_config, name, None)
+        if value is not None and value != neutral and value != []:
             raise ValueError(
                 f"the model's generation_config sets {name} to {value!r}, which the engine does "
-                f"not do: take it out, model.generation_config.{name} = None, or of its file"
+                f"not support: set model.generation_config.{name} = None, or remove it from "
+                "generation_config.json"
             )

@@ -1,10 +1,9 @@
-"""Use a model that is being trained, and hand it back as it was.
+"""Use a model that is being trained, and return it unchanged.
 
-Everything the engine changes for its forwards is noted first and put back whatever happens: the
-training flag of each submodule, the attention implementation, the random states (Python, NumPy,
-torch on each device), the current device, autocast and gradient mode. Gradients, weights, dtypes
-and hooks are not touched at all; gradient checkpointing sleeps while a layer is not in training
-mode.
+Everything the engine changes for its forwards is saved first and restored in any case: the training
+flag of each submodule, the attention implementation, the random states (Python, NumPy, torch on
+each device), the current device, autocast and gradient mode. Gradients, weights, dtypes and hooks
+are not touched; gradient checkpointing is inactive in layers that are not in training mode.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ def borrow_model(
     autocast: torch.dtype | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> Iterator[None]:
-    """Set a model up for generation; on leaving, nothing shows that it was.
+    """Set a model up for generation, and leave no trace on exit.
 
-    modules: all of the model's, if the caller has them at hand: finding them takes a while.
+    modules: all modules of the model, if the caller has them: collecting them takes time.
     """
     device = next(model.parameters()).device
     modules = list(model.modules()) if modules is None else modules
     with ExitStack() as stack:
-        # What is made here, pages of the cache for instance, outlives the caller's mode.
+        # Tensors created here, such as cache pages, outlive the caller's inference mode.
         stack.enter_context(torch.inference_mode(False))
-        if device.type == "cuda":  # kernels are launched on the current device, wherever data lies
+        if device.type == "cuda":  # kernels run on the current device, not on that of their data
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(preserve_rng(device))
-        stack.enter_context(_training_flags(modules))
-        stack.enter_context(_attention(modules))
+        stack.enter_context(_eval_mode(modules))
+        stack.enter_context(_use_nopad_attention(modules))
         stack.enter_context(torch.no_grad())
         dtype = autocast or torch.bfloat16
         stack.enter_context(
@@ -49,22 +48,22 @@ def borrow_model(
 
 
 @contextmanager
-def _training_flags(modules: Sequence[nn.Module]) -> Iterator[None]:
-    # The flag itself, not train()/eval(): some modules override those and do more.
+def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    # Set the flag itself: some modules override train() and eval() and do more there.
     training = [vars(module) for module in modules if module.training]
     try:
-        for own in training:
-            own["training"] = False
+        for attributes in training:
+            attributes["training"] = False
         yield
     finally:
-        for own in training:
-            own["training"] = True
+        for attributes in training:
+            attributes["training"] = True
 
 
 @contextmanager
-def _attention(modules: Sequence[nn.Module]) -> Iterator[None]:
-    # Layers read the name from their config at each call; setting it there, and not through
-    # set_attn_implementation, has no side effects to undo.
+def _use_nopad_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
+    # Layers read the name from their config at each call. Unlike set_attn_implementation, setting
+    # it there has no side effects to undo.
     configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
     before = [
         (config, config._attn_implementation_internal)

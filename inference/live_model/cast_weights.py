@@ -1,4 +1,4 @@
-"""Computing in a narrower dtype than the weights': which one, and copies of the weights in it."""
+"""Low-precision copies of matmul weights, and the dtype that a wrapped forward casts to."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ...attention import layer_shapes
 
 
 def detect_autocast_dtype(model: Any) -> torch.dtype | None:
-    """The dtype a wrapped forward casts to by itself, as trainers of mixed precision make it do."""
-    kind = next(model.parameters()).device.type
-    seen: list[torch.dtype] = []
+    """Return the autocast dtype that a mixed-precision trainer put into the model's forward."""
+    device_type = next(model.parameters()).device.type
+    dtypes: list[torch.dtype] = []
 
-    def look(*_: Any) -> None:
-        if torch.is_autocast_enabled(kind):
-            seen.append(torch.get_autocast_dtype(kind))
+    def record_dtype(*_: Any) -> None:
+        if torch.is_autocast_enabled(device_type):
+            dtypes.append(torch.get_autocast_dtype(device_type))
 
-    watched = next(module for module in model.modules() if is_matmul(module))
-    hook = watched.register_forward_pre_hook(look)
+    layer = next(module for module in model.modules() if is_matmul(module))
+    hook = layer.register_forward_pre_hook(record_dtype)
     try:
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(device_type, enabled=False):
             layer_shapes(model)
     finally:
         hook.remove()
-    return seen[0] if seen else None
+    return dtypes[0] if dtypes else None
 
 
 class CastWeights:
-    """Narrow copies of the matrix weights of a model whose own are wider.
+    """Low-precision copies of a model's matmul weights.
 
-    Under autocast every matrix product would cast its weight anew. The copies stand in for the
-    weights while `active`, and give what autocast would. Between calls a trainer may replace, tie,
-    resize or load parameters: what counts is what the modules hold now, and that is put back.
+    Under autocast every matmul would cast its weight again. While `active`, the copies replace the
+    weights, with the same results as autocast. Between calls a trainer may replace, tie, resize or
+    load parameters: the parameters that the modules hold now are copied, and restored.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype):
@@ -49,37 +49,37 @@ class CastWeights:
         return sum({copy.data_ptr(): copy.nbytes for copy in self._copies.values()}.values())
 
     def refresh(self, modules: Sequence[nn.Module]) -> bool:
-        """Bring the copies up to date; say whether one moved: graphs hold addresses."""
+        """Update the copies; return whether one has a new address, which graphs hold."""
         before, self._copies = self._copies, {}
-        free = {id(copy) for copy in before.values()}
-        made: dict[int, Tensor] = {}  # of each parameter: tied ones share a copy
+        reusable = {id(copy) for copy in before.values()}
+        copies: dict[int, Tensor] = {}  # by parameter: tied ones share a copy
         moved = False
-        for module, name, parameter in self._wider(modules):
-            copy = made.get(id(parameter))
+        for module, name, parameter in self._to_cast(modules):
+            copy = copies.get(id(parameter))
             if copy is None:
                 copy = before.get((module, name))
-                if copy is None or copy.shape != parameter.shape or id(copy) not in free:
+                if copy is None or copy.shape != parameter.shape or id(copy) not in reusable:
                     copy, moved = torch.empty_like(parameter, dtype=self._dtype), True
-                free.discard(id(copy))
-                made[id(parameter)] = copy.copy_(parameter.detach())
+                reusable.discard(id(copy))
+                copies[id(parameter)] = copy.copy_(parameter.detach())
             self._copies[module, name] = copy
         return moved
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the copies stand in for the weights."""
-        found = [(m._parameters, name, m._parameters[name]) for m, name in self._copies]
+        """Replace the weights by the copies inside the block."""
+        originals = [(m._parameters, name, m._parameters[name]) for m, name in self._copies]
         copies: list[Any] = list(self._copies.values())
         try:
-            for (holder, name, _), copy in zip(found, copies, strict=True):
+            for (holder, name, _), copy in zip(originals, copies, strict=True):
                 holder[name] = copy
             yield
         finally:
-            for (holder, name, parameter), copy in zip(found, copies, strict=True):
-                if holder.get(name) is copy:  # sharded models put theirs in by themselves
+            for (holder, name, parameter), copy in zip(originals, copies, strict=True):
+                if holder.get(name) is copy:  # FSDP may have set its own parameter meanwhile
                     holder[name] = parameter
 
-    def _wider(self, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    def _to_cast(self, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module in filter(is_matmul, modules):
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.is_floating_point():
@@ -89,5 +89,5 @@ class CastWeights:
 
 
 def is_matmul(module: nn.Module) -> bool:
-    """Whether a module is a product with a matrix of weights."""
+    """Return whether a module multiplies its input by a weight matrix."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

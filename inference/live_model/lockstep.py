@@ -1,14 +1,14 @@
-"""Sharded models whose whole parameters do not fit: all ranks step together.
+"""Lockstep generation for FSDP2 models whose unsharded parameters do not fit on one device.
 
-Under FSDP2 a forward gathers each layer's parameters from all ranks, so all of them must run it. A
-rank that has nothing to run, or nothing any more, runs a forward of one token and throws it away:
+An FSDP2 forward gathers each layer's parameters from all ranks, so all ranks must run it. A rank
+without a step of its own runs a forward of one token and discards it:
 
-    rank 0   step   step   step   step    ┐ a vote before each: who has a step of its own?
-    rank 1   step   step   dummy  dummy   ┘ nobody: all are done
+    rank 0   step   step   step   step    ┐ before each forward, the ranks vote:
+    rank 1   step   step   dummy  dummy   ┘ does any rank still have a step?
 
-It costs a gathering of all parameters for every step; with room for them, gather them once instead.
-A forward that fails half-way on one rank alone cannot be made up for: the others wait in it until
-the process group's time limit.
+Every step gathers all parameters. If they fit into memory, gather them once before generating.
+A forward that fails on one rank alone cannot be recovered: the others wait in it until the process
+group's timeout.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from .borrow import borrow_model
 
 
 def gathers_parameters(model: Any) -> bool:
-    """Whether forwards of a model gather its parameters from other ranks."""
-    parts: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return any(_hook(part) in part._forward_pre_hooks for part in parts)
+    """Return whether forwards of a model gather its parameters from other ranks."""
+    sharded: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return any(_pre_forward_hook(m) in m._forward_pre_hooks for m in sharded)
 
 
 @contextmanager
 def lockstep(model: Any) -> Iterator[None]:
-    """Run forwards together with the other ranks; leave when none of them has any left."""
+    """Run forwards together with the other ranks; leave once no rank has any left."""
     device = next(model.parameters()).device
 
-    def vote(*_: Any) -> None:  # what a hook returns would become the forward's arguments
-        _vote(True, device)
+    def vote(*_: Any) -> None:  # a hook's return value would replace the forward's arguments
+        _any_rank_busy(True, device)
 
-    votes = model.register_forward_pre_hook(vote, prepend=True)
+    hook = model.register_forward_pre_hook(vote, prepend=True)
     try:
         yield
     finally:
-        votes.remove()
+        hook.remove()
         with borrow_model(model):
-            while _vote(False, device):
+            while _any_rank_busy(False, device):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
-def _vote(busy: bool, device: torch.device) -> bool:
-    """Tell whether this rank has a step to run; return whether any has."""
+def _any_rank_busy(busy: bool, device: torch.device) -> bool:
+    """Tell the other ranks whether this one has a step to run; return whether any has."""
     votes = torch.tensor([int(busy)], device=device)
     dist.all_reduce(votes)
     return bool(votes.item())
 
 
-def _hook(part: Any) -> int:
-    return part._get_fsdp_state()._pre_forward_hook_handle.id
+def _pre_forward_hook(module: Any) -> int:
+    return module._get_fsdp_state()._pre_forward_hook_handle.id

@@ -1,60 +1,72 @@
-"""Put things in objects' places for a while, on those objects alone.
+"""Reversible patches of single objects' attributes.
 
-An engine that is asked for one step at a time takes the model and hands it back at every step. What
-it puts in stays the same from step to step, so it is remembered, and put in again by plain lookups.
+An engine that runs one step at a time borrows and returns the model at every step. Its patches are
+the same each time, so they are remembered and applied again by plain dict writes.
 
-    put, put, put ──▶ out ──▶ back ──▶ out ──▶ back ──▶ …
+    set, set, set ──▶ restore ──▶ reapply ──▶ restore ──▶ reapply ──▶ …
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    attributes: dict[str, Any]
+    """`vars()` of the patched object."""
+    name: str
+    original: Any
+    """The object's own attribute before the first patch; None if it had none."""
+    value: Any
+
+
 class Patches:
-    """What stands in for attributes of objects, and what is to be done whenever it is taken out."""
+    """Patched attributes of objects, and callbacks for when they are restored."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, str], tuple[dict[str, Any], str, Any, Any]] = {}
-        """Of each object's attribute: where it lies, its name, what it was and what it is now."""
-        self._after: list[Callable[[], None]] = []
+        self._patches: dict[tuple[int, str], _Patch] = {}
+        self._callbacks: list[Callable[[], None]] = []
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of one object until `out`.
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of one object until `restore`.
 
-        A module whose forward someone else already replaced keeps theirs.
+        A module whose forward someone else has already replaced keeps that forward.
         """
-        own = vars(owner)
-        before = own.get(name)
-        if isinstance(owner, nn.Module) and before is not None and not hasattr(before, "ours"):
+        attributes = vars(owner)
+        current = attributes.get(name)
+        is_foreign = current is not None and not hasattr(current, "_nopad_patch")
+        if isinstance(owner, nn.Module) and is_foreign:
             return
-        value.ours = True
-        _, _, first, _ = self._places.get((id(owner), name), (None, None, before, None))
-        self._places[id(owner), name] = own, name, first, value
-        own[name] = value
+        value._nopad_patch = True
+        earlier = self._patches.get((id(owner), name))
+        original = current if earlier is None else earlier.original
+        self._patches[id(owner), name] = _Patch(attributes, name, original, value)
+        attributes[name] = value
 
-    def after(self, forget: Callable[[], None]) -> None:
-        """Have something done at each `out`."""
-        self._after.append(forget)
+    def on_restore(self, callback: Callable[[], None]) -> None:
+        """Call a function at each `restore`."""
+        self._callbacks.append(callback)
 
-    def out(self) -> None:
-        """Leave every object as it was found."""
-        for own, name, before, _ in self._places.values():
-            if before is None:
-                own.pop(name, None)
+    def restore(self) -> None:
+        """Give every object its original attributes back."""
+        for patch in self._patches.values():
+            if patch.original is None:
+                patch.attributes.pop(patch.name, None)
             else:
-                own[name] = before
-        for forget in self._after:
-            forget()
+                patch.attributes[patch.name] = patch.original
+        for callback in self._callbacks:
+            callback()
 
-    def back(self) -> bool:
-        """Put everything in again, unless some object is no longer as it was left."""
-        places = self._places.values()
-        if any(own.get(name) is not before for own, name, before, _ in places):
+    def reapply(self) -> bool:
+        """Apply all patches again; return False if an attribute was changed in between."""
+        patches = self._patches.values()
+        if any(patch.attributes.get(patch.name) is not patch.original for patch in patches):
             return False
-        for own, name, _, value in places:
-            own[name] = value
+        for patch in patches:
+            patch.attributes[patch.name] = patch.value
         return True

@@ -1,46 +1,53 @@
-"""The weights as the engine sees them: whether they are still those of the last call.
+"""Have the weights or adapters of a live model changed since the KV cache was filled?
 
-Cached keys are only good for the weights that made them. Every in-place update raises a tensor's
-version counter; writes through `.data` do not, so a checksum over a sample of every tensor goes
-with it. Which adapters are on, and how strongly, counts as well: no tensor shows it.
+Cached keys are only valid for the weights that computed them. Every in-place update raises a
+tensor's version counter. Writes through `.data` do not, so a checksum over a sample of every tensor
+is compared too. Disabling, selecting or scaling adapters (LoRA and similar, as PEFT adds them)
+changes the forward without changing any tensor, so their state is compared as well. PEFT is not
+imported: its layers are recognized by a property they all have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .adapters import AdapterState, Layer, adapted_layers, adapter_state, adapters_changed
-
 _SAMPLES = 32
+"""Elements of each tensor in the checksum."""
+
+AdapterLayer = Mapping[str, Any]
+"""The `vars()` of a layer with adapters: read at every step, so without attribute lookups."""
+AdapterState = list[tuple[Any, ...]]
+"""For every such layer: adapters disabled, active ones, merged ones, their scales."""
 
 
 class WeightsVersion:
-    """Tell whether a model's weights are still those of the last call."""
+    """Tell whether a model's weights are still those of the last check."""
 
     def __init__(self, model: nn.Module):
         self._model = model
         self.number = 0
-        self._seen: list[tuple[Mapping[str, Tensor | None], str, Tensor, int]] = []
-        """Who holds each tensor under which name, and the tensor's version counter."""
+        self._tensors_seen: list[tuple[Mapping[str, Tensor | None], str, Tensor, int]] = []
+        """The dict that holds each tensor, its name there, the tensor and its version counter."""
         self._checksum = 0.0
-        self._places: tuple[int, ...] = ()
-        self._adapted: list[Layer] = []
+        self._addresses: tuple[int, ...] = ()
+        self._adapter_layers: list[AdapterLayer] = []
         self.adapters: AdapterState = []
-        """Which adapters were on at the last look."""
+        """Which adapters were active at the last check."""
 
     def refresh(self) -> bool:
-        """Look at the weights; say whether they changed since the last look."""
-        unchanged, checksum = bool(self._seen) and self.unchanged(), self._sample()
+        """Check all weights; return whether they changed since the last check."""
+        unchanged, checksum = bool(self._tensors_seen) and self.unchanged(), self._sample_checksum()
         changed = not unchanged or checksum != self._checksum
         self._checksum = checksum
-        self._adapted = adapted_layers(self._model.modules())
-        self.adapters = adapter_state(self._adapted)
-        self._seen = [
+        self._adapter_layers = adapter_layers(self._model.modules())
+        self.adapters = adapter_state(self._adapter_layers)
+        self._tensors_seen = [
             (holder, name, tensor, _version(tensor))
             for module in self._model.modules()
             for holder in (module._parameters, module._buffers)
@@ -50,46 +57,78 @@ class WeightsVersion:
         self.number += changed
         return changed
 
-    def unchanged(self, look: bool = False) -> bool:
-        """Whether tensors, their counters and adapters are those of the last look: no device.
+    def unchanged(self, sample: bool = False) -> bool:
+        """Return whether tensors, version counters and adapters are those of the last check.
 
-        With `look` their sample too: the device is waited for.
+        sample: compare the checksum as well, which waits for the device.
         """
         same = all(
             holder.get(name) is tensor and _version(tensor) == version
-            for holder, name, tensor, version in self._seen
+            for holder, name, tensor, version in self._tensors_seen
         )
-        same = same and not adapters_changed(self._adapted, self.adapters)
-        return same and (not look or self._sample() == self._checksum)
+        same = same and not adapters_changed(self._adapter_layers, self.adapters)
+        return same and (not sample or self._sample_checksum() == self._checksum)
 
     def moved(self) -> bool:
-        """Whether a parameter lies elsewhere than at the last look: graphs hold addresses."""
-        before, self._places = self._places, tuple(t.data_ptr() for t in self._tensors())
-        return before != self._places
+        """Return whether a tensor has a new address since the last call: graphs hold addresses."""
+        before, self._addresses = self._addresses, tuple(t.data_ptr() for t in self._tensors())
+        return before != self._addresses
 
     def _tensors(self) -> Iterator[Tensor]:
         for tensor in chain(self._model.parameters(), self._model.buffers()):
             yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def _sample(self) -> float:
-        """Sum samples of every tensor, each with a weight of its own."""
-        parts = []
+    def _sample_checksum(self) -> float:
+        """Sum a sample of every tensor, each element with its own weight."""
+        samples = []
         for tensor in self._tensors():
             count = tensor.numel()
             if count:
-                apart = max(1, count // _SAMPLES)
-                few = min(_SAMPLES + 1, -(-count // apart))
+                stride = max(1, count // _SAMPLES)
+                size = min(_SAMPLES + 1, -(-count // stride))
                 flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().reshape(-1)
-                part = flat.as_strided((few,), (apart,))
-                # Floats of one byte mix with no others; their bits do.
-                parts.append(part.view(torch.uint8) if part.itemsize == 1 else part)
-        if not parts:
+                sample = flat.as_strided((size,), (stride,))
+                # 8-bit floats cannot be concatenated with other dtypes; their bytes can.
+                samples.append(sample.view(torch.uint8) if sample.itemsize == 1 else sample)
+        if not samples:
             return 0.0
-        with torch.autocast(parts[0].device.type, enabled=False):  # it may refuse such a mixture
-            sample = torch.cat(parts).double()
-        order = torch.arange(1, len(sample) + 1, device=sample.device, dtype=torch.float64)
-        return float((sample.nan_to_num() * order.sin()).sum())
+        # Autocast may refuse to concatenate several dtypes.
+        with torch.autocast(samples[0].device.type, enabled=False):
+            values = torch.cat(samples).double()
+        order = torch.arange(1, len(values) + 1, device=values.device, dtype=torch.float64)
+        return float((values.nan_to_num() * order.sin()).sum())
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def adapter_layers(modules: Iterable[nn.Module]) -> list[AdapterLayer]:
+    """Return the layers that have adapters."""
+    modules = list(modules)
+    types = {each for each in {type(module) for module in modules} if _has_adapters(each)}
+    return [vars(module) for module in modules if type(module) in types]
+
+
+def adapter_state(layers: Sequence[AdapterLayer]) -> AdapterState:
+    """Return which adapters these layers apply, and how strongly."""
+    return [tuple(map(_copied, _current(layer))) for layer in layers]
+
+
+def adapters_changed(layers: Sequence[AdapterLayer], before: AdapterState) -> bool:
+    """Return whether the adapters of these layers differ from an earlier state."""
+    return any(_current(layer) != then for layer, then in zip(layers, before, strict=True))
+
+
+def _current(layer: AdapterLayer) -> tuple[Any, ...]:
+    get = layer.get
+    return get("_disable_adapters"), get("_active_adapter"), get("merged_adapters"), get("scaling")
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _has_adapters(module_type: type[nn.Module]) -> bool:
+    # A property in PEFT's layers; Transformers models have a method of the same name.
+    return isinstance(getattr(module_type, "disable_adapters", None), property)

@@ -1,172 +1,122 @@
-"""What the engine was busy with over time, drawn as SVG: requests above, pages of the cache below.
+"""Plot of the engine's load over time: requests above, pages of the KV cache below.
 
-    slots   ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄
-    running ▄▄████████████████▅▃▁     waiting: a line, with an axis of its own on the right
+    max_num_seqs ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄
+    running      ▄▄████████████████▅▃▁     waiting: a line with its own axis on the right
 
-    pages   ▁▃▄▅▅▆▆▆▆▅▅▆▆▅▄▄▃▂▁▁▁
-            0        1        2  seconds
+    pages        ▁▃▄▅▅▆▆▆▆▅▅▆▆▅▄▄▃▂▁▁▁
+                 0        1        2  seconds
 
-What a step runs holds until the next one begins, so all lines are stairs.
+The state of a step holds until the next one starts, so all lines are step functions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from html import escape
-from math import floor, log10
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-WIDTH, HEIGHT, LEFT, RIGHT = 820, 448, 56, 760
-INK, BLUE, FILL, BROWN = "#333333", "#3f77ad", "#abcbe6", "#a63603"
-"""Light, middle and dark: told apart in grey, too."""
-GRID = 'stroke="black" stroke-opacity="0.12"'
-NOTHING = np.array([[0.0, 0, 0, 0, 0, 1, 1]])
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BLUE, _LIGHT_BLUE, _BROWN, _INK = "#3f77ad", "#abcbe6", "#a63603", "#333333"
+"""Of different lightness, so that they also differ in grayscale."""
+_EMPTY_LOG = np.array([[0.0, 0, 0, 0, 0, 1, 1]])
+_SHORTEST_STEP = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A frame from 0 to `most`."""
+def write_occupancy_plot(path: str | Path, log: np.ndarray, idle: np.ndarray, title: str) -> None:
+    """Write the plot of a `Stats.steps_log` to a file, as SVG unless its suffix says otherwise.
 
-    top: float
-    bottom: float
-    most: float
-
-    def y(self, value: float) -> float:
-        return self.bottom - value * (self.bottom - self.top) / self.most
-
-
-def occupancy_svg(log: np.ndarray, idle: np.ndarray, title: str) -> str:
-    """Draw the steps of a `Stats.steps_log`.
-
-    idle: times from which on nothing was left to do, until the next step.
+    idle: times at which the engine ran out of work, until the next step.
     """
-    log = _with_pauses(log, idle) if len(log) else NOTHING
+    figure = occupancy_figure(log, idle, title)
+    from matplotlib import rc_context
+
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    format = suffix if suffix in figure.canvas.get_supported_filetypes() else "svg"
+    with rc_context({"svg.fonttype": "none"}):  # text instead of outlines: searchable and short
+        figure.savefig(path, format=format, metadata={"Title": title})
+
+
+def occupancy_figure(log: np.ndarray, idle: np.ndarray, title: str) -> Figure:
+    """Draw the plot of a `Stats.steps_log`."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise ImportError("matplotlib is not installed: pip install 'nopad[bench]'") from None
+    log = _with_idle_rows(log, idle) if len(log) else _EMPTY_LOG
     times = log[:, 0] - log[0, 0]
-    span = float(times[-1]) + _usual(times)
-    x = LEFT + np.append(times, span) * ((RIGHT - LEFT) / span)
-    running, waiting, used, slots, pages = log[:, [1, 2, 4, 5, 6]].T
-    use = 100 * used / pages
-    requests = Panel(68, 248, 1.12 * max(float(slots.max()), 1))
-    queue = Panel(68, 248, 1.3 * max(float(waiting.max()), 1))
-    cache = Panel(292, 402, 100)
-    parts = [
-        _area(x, running, requests),
-        _area(x, use, cache),
-        *_time_axis(span, requests, cache),
-        *_value_axis(requests, ticks(requests.most, 6, least=1)),
-        *_value_axis(cache, [0, 25, 50, 75, 100]),
-        *_right_axis(queue, ticks(queue.most, 6, least=1)),
-        _line(x, slots, requests, f'stroke="{INK}" stroke-dasharray="5 3"'),
-        _line(x, waiting, queue, f'stroke="{BROWN}"'),
-        _legend(requests, "requests", (BLUE, "■", "running"),
-                (INK, "- -", f"slots ({_number(slots.max())})"),
-                (BROWN, "—", "waiting, by the axis on the right")),
-        _legend(cache, "pages", (BLUE, "■", f"in use, % of {_number(pages[-1])}")),
-        _text(LEFT, 28, title, 'font-size="16" font-weight="bold"'),
-    ]  # fmt: skip
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12" fill="{INK}">'
-        f"<title>{escape(title)}</title>"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{"".join(parts)}</svg>\n'
-    )
+    running, waiting, used_pages, max_running, num_pages = log[:, [1, 2, 4, 5, 6]].T
+    figure = Figure(figsize=(8.2, 4.5), layout="constrained")
+    requests, pages = figure.subplots(2, 1, sharex=True, height_ratios=(5, 3))
+    queue = requests.twinx()
+    figure.suptitle(title, fontweight="bold")
+    times = np.append(times, times[-1] + _usual_step(times))
+    _step_area(requests, times, running, "running")
+    label = f"max_num_seqs ({max_running.max():,.0f})"
+    _step_line(requests, times, max_running, label, color=_INK, linestyle="--")
+    _step_line(queue, times, waiting, "waiting", color=_BROWN)
+    _step_area(pages, times, 100 * used_pages / num_pages, f"used, % of {num_pages[-1]:,.0f}")
+    requests.set(ylabel="requests", ylim=(0, 1.12 * max(max_running.max(), 1)))
+    queue.set_ylabel("waiting", color=_BROWN)
+    queue.set_ylim(0, 1.3 * max(waiting.max(), 1))
+    pages.set(xlabel="seconds", ylabel="pages", ylim=(0, 100), xlim=(0, times[-1]))
+    for axes in (requests, queue):
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    lines = [*requests.lines, *queue.lines]
+    requests.legend(handles=lines, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    pages.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    for axes in (requests, pages):
+        axes.grid(alpha=0.3)
+    return figure
 
 
-def ticks(most: float, count: int, least: float = 0) -> list[float]:
-    """Round numbers from 0 to `most`, at most `count` steps of 1, 2 or 5 times a power of ten.
+def thin_steps(x: np.ndarray, y: np.ndarray, bins: int = 330) -> np.ndarray:
+    """Indices of the points to draw: at most three per bin of x (min, max, last), no repeats of y.
 
-    >>> ticks(17, 4), ticks(1.1, 4, least=1)
-    ([0.0, 5.0, 10.0, 15.0], [0, 1])
-    """
-    power = 10.0 ** floor(log10(most / count))
-    step = max(next(k * power for k in (1, 2, 5, 10) if k * power * count >= most), least)
-    return [round(i * step, 12) for i in range(int(most / step) + 1)]
-
-
-def thinned(x: np.ndarray, y: np.ndarray, bins: int = 330) -> np.ndarray:
-    """Which points to keep, at most three a bin of x: the least, the largest and the last.
-
-    >>> thinned(np.arange(6), np.array([1, 5, 2, 0, 3, 3]), bins=1).tolist()
+    >>> thin_steps(np.arange(6), np.array([1, 5, 2, 0, 3, 3]), bins=1).tolist()
     [1, 3, 5]
     """
-    if len(x) <= 3 * bins:
-        return np.arange(len(x))
-    edges = np.searchsorted(x, np.linspace(x[0], x[-1], bins + 1)[1:-1])
-    kept: set[int] = set()
-    for places in np.split(np.arange(len(x)), edges):
-        if len(places):
-            within = y[places]
-            kept |= {int(places[i]) for i in (within.argmin(), within.argmax(), -1)}
-    return np.array(sorted(kept))
+    kept = np.arange(len(x))
+    if len(x) > 3 * bins:
+        edges = np.searchsorted(x, np.linspace(x[0], x[-1], bins + 1)[1:-1])
+        chosen: set[int] = set()
+        for indices in np.split(kept, edges):
+            if len(indices):
+                values = y[indices]
+                chosen |= {int(indices[i]) for i in (values.argmin(), values.argmax(), -1)}
+        kept = np.array(sorted(chosen))
+    is_new = np.append(True, np.diff(y[kept]) != 0)
+    return kept[is_new]
 
 
-def _with_pauses(log: np.ndarray, idle: np.ndarray) -> np.ndarray:
-    """The steps, and rows of nothing where there was nothing to do."""
+def _with_idle_rows(log: np.ndarray, idle: np.ndarray) -> np.ndarray:
+    """The steps, with rows of zeros where the engine ran out of work."""
     after = np.searchsorted(log[:, 0], idle, side="right")
     idle, after = idle[after > 0], after[after > 0]
-    pauses = log[after - 1] * [0, 0, 0, 0, 0, 1, 1]
-    pauses[:, 0] = idle
-    return np.insert(log, after, pauses, axis=0)
+    rows = log[after - 1] * [0, 0, 0, 0, 0, 1, 1]
+    rows[:, 0] = idle
+    return np.insert(log, after, rows, axis=0)
 
 
-def _usual(times: np.ndarray) -> float:
-    """How long a step takes: the last one is drawn so long, since nothing tells when it ended."""
-    return float(np.median(np.diff(times))) or 1e-3 if len(times) > 1 else 1e-3
+def _usual_step(times: np.ndarray) -> float:
+    """Median duration of a step: the last one is drawn so long, since its end is not recorded."""
+    return float(np.median(np.diff(times))) or _SHORTEST_STEP if len(times) > 1 else _SHORTEST_STEP
 
 
-def _stairs(x: np.ndarray, y: np.ndarray, panel: Panel) -> str:
-    """The path along all steps; x has one more: where the last one ends."""
-    kept = thinned(x[:-1], y)
-    first, *heights = map(panel.y, y[kept].tolist())
-    moves = (f"H{a:.1f}V{b:.1f}" for a, b in zip(x[kept[1:]].tolist(), heights, strict=True))
-    return f"M{x[0]:.1f} {first:.1f}{''.join(moves)}H{x[-1]:.1f}"
+def _step_line(axes: Axes, times: np.ndarray, values: np.ndarray, label: str, **style) -> None:
+    """Draw a step function; `times` has one more entry, where the last step ends."""
+    kept = thin_steps(times[:-1], values)
+    x, y = np.append(times[kept], times[-1]), np.append(values[kept], values[-1])
+    x[0] = times[0]
+    axes.plot(x, y, drawstyle="steps-post", linewidth=1.2, label=label, **style)
 
 
-def _line(x: np.ndarray, y: np.ndarray, panel: Panel, style: str) -> str:
-    return f'<path d="{_stairs(x, y, panel)}" fill="none" stroke-width="1.4" {style}/>'
-
-
-def _area(x: np.ndarray, y: np.ndarray, panel: Panel) -> str:
-    path = f"{_stairs(x, y, panel)}V{panel.bottom}H{x[0]:.1f}Z"
-    return f'<path d="{path}" fill="{FILL}" stroke="{BLUE}" stroke-width="0.8"/>'
-
-
-def _time_axis(span: float, *panels: Panel) -> list[str]:
-    """Frames, lines through all of them, and seconds below the last."""
-    parts, below = [], panels[-1].bottom + 16
-    for panel in panels:
-        size = f'width="{RIGHT - LEFT}" height="{panel.bottom - panel.top}"'
-        parts.append(f'<rect x="{LEFT}" y="{panel.top}" {size} fill="none" stroke="{INK}"/>')
-    for value in ticks(span, 12):
-        x = LEFT + value / span * (RIGHT - LEFT)
-        parts += (f'<path d="M{x:.1f} {panel.top}V{panel.bottom}" {GRID}/>' for panel in panels)
-        parts.append(_text(x, below, _number(value), 'text-anchor="middle"'))
-    return [*parts, _text((LEFT + RIGHT) / 2, below + 18, "seconds", 'text-anchor="middle"')]
-
-
-def _value_axis(panel: Panel, values: list[float]) -> list[str]:
-    parts = [f'<path d="M{LEFT} {panel.y(value):.1f}H{RIGHT}" {GRID}/>' for value in values]
-    right = 'text-anchor="end"'
-    return parts + [_text(LEFT - 6, panel.y(v) + 4, _number(v), right) for v in values]
-
-
-def _right_axis(panel: Panel, values: list[float]) -> list[str]:
-    return [_text(RIGHT + 6, panel.y(v) + 4, _number(v), f'fill="{BROWN}"') for v in values]
-
-
-def _legend(panel: Panel, name: str, *entries: tuple[str, str, str]) -> str:
-    marks = (
-        f'<tspan dx="14" fill="{colour}" font-weight="bold">{mark}</tspan> {what}'
-        for colour, mark, what in entries
-    )
-    words = f'<tspan font-weight="bold">{name}</tspan>{"".join(marks)}'
-    return f'<text x="{LEFT}" y="{panel.top - 9}">{words}</text>'
-
-
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
-
-
-def _number(value: float) -> str:
-    return f"{value:,.10g}"
+def _step_area(axes: Axes, times: np.ndarray, values: np.ndarray, label: str) -> None:
+    _step_line(axes, times, values, label, color=_BLUE)
+    (line,) = axes.lines[-1:]
+    x, y = line.get_data()
+    axes.fill_between(x, y, step="post", color=_LIGHT_BLUE, linewidth=0)

@@ -1,4 +1,4 @@
-"""What happened to each request, and when: JSON lines, or a file for Perfetto."""
+"""Events of each request over time, as JSON lines or for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,55 +16,58 @@ _PHASES = {
     "prefilled": "decode",
     "preempted": "waiting",
 }
+"""Phase that starts with each event."""
 
 
 class RequestTrace:
-    """Moments of the latest call, the newest if they are many; never prompts or texts."""
+    """Events of the latest call, the newest if there are many; never prompts or text."""
 
     def __init__(self, limit: int = 200_000, clock: Callable[[], float] = perf_counter):
         self.events: deque[tuple[float, int, str, dict[str, Any]]] = deque(maxlen=limit)
+        """(time, request id, event, details)."""
         self.dropped = 0
         self._clock = clock
 
-    def add(self, request: int, what: str, **detail: Any) -> None:
-        """Note a moment of a request's life."""
+    def add(self, request_id: int, event: str, **details: Any) -> None:
+        """Record an event of a request."""
         self.dropped += len(self.events) == self.events.maxlen
-        self.events.append((self._clock(), request, what, detail))
+        self.events.append((self._clock(), request_id, event, details))
 
     def clear(self) -> None:
-        """Forget everything noted so far."""
+        """Drop all events."""
         self.events.clear()
         self.dropped = 0
 
     def write_jsonl(self, path: str | Path) -> None:
-        """Write one JSON object a line: time, request, event and its details."""
+        """Write one JSON object per line: time, request, event and its details."""
         lines = (
-            json.dumps({"time": time, "request": request, "event": what, **detail})
-            for time, request, what, detail in self.events
+            json.dumps({"time": time, "request": request_id, "event": event, **details})
+            for time, request_id, event, details in self.events
         )
         Path(path).write_text("".join(line + "\n" for line in lines))
 
     def write_chrome(self, path: str | Path) -> None:
-        """Write the events as spans, one row per request, for chrome://tracing or Perfetto."""
-        spans, since = [], {}
-        for time, request, what, detail in self.events:
-            if request in since:
-                begun, phase, before = since.pop(request)
-                spans.append(_span(request, phase, begun, time, before))
-            if what in _PHASES:
-                since[request] = (time, _PHASES[what], detail)
-            elif what == "finished":
-                spans.append(_span(request, f"finished: {detail.get('why')}", time, time, detail))
+        """Write the phases as spans, one row per request, for chrome://tracing or Perfetto."""
+        spans, open_phases = [], {}
+        for time, request_id, event, details in self.events:
+            if request_id in open_phases:
+                start, phase, phase_details = open_phases.pop(request_id)
+                spans.append(_span(request_id, phase, start, time, phase_details))
+            if event in _PHASES:
+                open_phases[request_id] = (time, _PHASES[event], details)
+            elif event == "finished":
+                name = f"finished: {details.get('why')}"
+                spans.append(_span(request_id, name, time, time, details))
         Path(path).write_text(json.dumps({"traceEvents": spans}))
 
 
-def _span(request: int, name: str, begun: float, ended: float, detail: dict[str, Any]) -> dict:
+def _span(request_id: int, name: str, start: float, end: float, details: dict[str, Any]) -> dict:
     return {
         "name": name,
         "ph": "X",
         "pid": 0,
-        "tid": request,
-        "ts": begun * 1e6,
-        "dur": (ended - begun) * 1e6,
-        "args": detail,
+        "tid": request_id,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": details,
     }

@@ -1,1 +1,24 @@
-"""From a prompt to a request and from tokens to a completion: no model, no scheduling."""
+"""Prompts to requests, and sampled tokens to completions, scores and stream events."""
+
+from .detokenizer import Detokenizer
+from .output_processor import OutputProcessor
+from .outputs import Completion, Score, StreamEvent, TokenLogprob
+from .request import Request
+from .request_builder import RequestBuilder
+from .request_group import RequestGroup
+from .sampling_params import SamplingParams
+from .tokenization import TokenizerAdapter
+
+__all__ = [
+    "Completion",
+    "Detokenizer",
+    "OutputProcessor",
+    "Request",
+    "RequestBuilder",
+    "RequestGroup",
+    "SamplingParams",
+    "Score",
+    "StreamEvent",
+    "TokenLogprob",
+    "TokenizerAdapter",
+]

@@ -1,8 +1,8 @@
-"""Where a text ends: stop strings, found also across the borders of tokens.
+"""Incremental detokenization, and stop strings that may span several tokens.
 
-Tokens do not split text at characters: the bytes of one letter may come in two of them. So text is
-decoded from a window of the newest tokens, and what still may grow into another character is held
-back until it has.
+A token is not a whole number of characters: the bytes of one character may arrive in two tokens.
+Text is therefore decoded from the newest few tokens, and the end of it that may still become
+another character is held back until it is complete.
 """
 
 from __future__ import annotations
@@ -11,62 +11,67 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_HELD = "\N{REPLACEMENT CHARACTER}"
-_MOST_HELD = 16
-"""Tokens; where more are no text, they never become it."""
-_CHARACTER = 4
-"""Bytes, so tokens at most, of the longest character."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MAX_PENDING = 16
+"""Tokens held back; longer runs that do not decode never will."""
+_MAX_CHARACTER = 4
+"""Bytes, and therefore tokens, of the longest character."""
+CONTEXT_TOKENS = 4
+"""Prompt tokens that the text of the first new token may depend on."""
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, each token decoded a bounded number of times."""
+    """Text of a growing list of tokens; each token is decoded a bounded number of times."""
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens = list(context[-4:])
+        self._tokens = list(context[-CONTEXT_TOKENS:])
         self._start = 0
-        self._read = len(self._tokens)
+        """First token that is decoded again, as context of the next ones."""
+        self._end = len(self._tokens)
+        """Tokens before this one are part of `text`."""
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens; return the text that is settled by them."""
+        """Add tokens; return the text that they complete."""
         self._tokens.extend(tokens)
-        before, now = self._window(self._read), self._window()
+        old, new = self._decode_to(self._end), self._decode_to(None)
         end = len(self._tokens)
-        if now.endswith(_HELD) or len(now) <= len(before):
-            if end - self._read <= _MOST_HELD:
+        if new.endswith(_INCOMPLETE) or len(new) <= len(old):
+            if end - self._end <= _MAX_PENDING:
                 return ""
-            end, now = self._border(now)
-        return self._settle(end, now[len(before) :])
+            end, new = self._last_boundary(new)
+        return self._append(end, new[len(old) :])
 
     def flush(self) -> str:
-        """Return what was held back, as it is."""
-        before = self._window(self._read)
-        return self._settle(len(self._tokens), self._window()[len(before) :])
+        """Return the text held back, complete or not."""
+        old = self._decode_to(self._end)
+        return self._append(len(self._tokens), self._decode_to(None)[len(old) :])
 
-    def _window(self, end: int | None = None) -> str:
+    def _decode_to(self, end: int | None) -> str:
         return self._decode(self._tokens[self._start : end])
 
-    def _settle(self, end: int, new: str) -> str:
-        self._start, self._read = self._read, end
-        self.text += new
-        return new
+    def _append(self, end: int, text: str) -> str:
+        self._start, self._end = self._end, end
+        self.text += text
+        return text
 
-    def _border(self, now: str) -> tuple[int, str]:
-        """Where to cut bytes that are no text: not within a character, nor where one may begin."""
-        last = len(self._tokens) - _CHARACTER
-        ends = range(last, last - _MOST_HELD + _CHARACTER, -1)
-        said = ((end, self._window(end)) for end in ends)
-        return next((cut for cut in said if now.startswith(cut[1])), (last, self._window(last)))
+    def _last_boundary(self, text: str) -> tuple[int, str]:
+        """Where to split bytes that do not decode: outside characters, where none may start."""
+        last = len(self._tokens) - _MAX_CHARACTER
+        ends = range(last, last - _MAX_PENDING + _MAX_CHARACTER, -1)
+        prefixes = ((end, self._decode_to(end)) for end in ends)
+        fallback = (last, self._decode_to(last))
+        return next((prefix for prefix in prefixes if text.startswith(prefix[1])), fallback)
 
 
-def find_stop(text: str, new: int, stops: Sequence[str]) -> int | None:
-    """Find where the first stop string begins that ends within the last `new` characters.
+def find_stop(text: str, num_new: int, stops: Sequence[str]) -> int | None:
+    """Return where the first stop string starts that ends within the last `num_new` characters.
 
     >>> find_stop("one two\\n\\nthree", 7, ["\\n\\n", "three"])
     7
     >>> find_stop("one two", 7, ["\\n"]) is None
     True
     """
-    places = [text.find(s, max(0, len(text) - new - len(s) + 1)) for s in stops]
-    return min((p for p in places if p >= 0), default=None)
+    starts = [text.find(s, max(0, len(text) - num_new - len(s) + 1)) for s in stops]
+    return min((start for start in starts if start >= 0), default=None)

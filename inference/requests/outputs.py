@@ -1,4 +1,4 @@
-"""What comes back for a request: always exactly one value, whatever happened to it."""
+"""Results of the engine's calls: each request gets exactly one Completion or Score."""
 
 from __future__ import annotations
 
@@ -7,35 +7,39 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the model's own distribution, before any sampling knob."""
+    """Log-probability of a token under the model's own distribution, before sampling parameters."""
 
-    token: int
+    token_id: int
     logprob: float
-    top: dict[int, float] = field(default_factory=dict)
-    """The likeliest tokens, as many as were asked for, likeliest first."""
+    top_logprobs: dict[int, float] = field(default_factory=dict)
+    """The most likely tokens, as many as were requested, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The tokens a request produced, and why they end."""
+    """The tokens a request generated, and why they end."""
 
-    tokens: list[int]
+    token_ids: list[int]
     text: str | None
+    """None without a tokenizer."""
     finish_reason: str
-    """"stop", "length", "deadline", "cancelled" or "error"."""
+    """"stop", "length", "deadline", "abort" or "error"."""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """The prompt as the model saw it; None if it could not be tokenized."""
     others: tuple[Completion, ...] = ()
-    """With `n` > 1: the other completions of the same prompt."""
+    """The other n - 1 completions of the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One moment of a streamed request: new tokens and text, and the whole of it at its end."""
+    """One increment of a streamed request: new tokens and text; the last one has the completion."""
 
-    request: int
-    tokens: list[int]
+    request_id: int
+    """What `add_request` returned; in `stream`, the index of the prompt."""
+    token_ids: list[int]
     text: str
     completion: Completion | None = None
     sample_index: int = 0
@@ -47,7 +51,7 @@ class Score:
     """Log-likelihood of a continuation given its context."""
 
     logprob: float
-    greedy: bool
-    """Whether each token was the likeliest one at its place."""
+    is_greedy: bool
+    """Whether every token of the continuation was the most likely one."""
     token_logprobs: list[float]
     error: str | None = None

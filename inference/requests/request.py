@@ -1,15 +1,14 @@
-"""A request on its way through the engine.
+"""One sequence on its way through the engine, described by a few counters.
 
-Two counters say where it stands, a third what the next step does with it:
+    tokens         [ p p p p p p p p | o o o ]        prompt, then output
+    num_computed     ───────────▶                     keys and values are in the cache up to here
+    num_scheduled               ────▶                 tokens the next step runs
+    num_tokens       ─────────────────────▶           tokens that exist (the last may still be on
+                                                      the device only)
 
-    tokens   [ p p p p p p p p | o o o ]        prompt, then output
-    computed   ───────────▶                     keys and values are in the cache up to here
-    planned                ────▶                what the next step runs
-    length     ─────────────────────▶           tokens that exist (the newest maybe not on the host)
-
-A fresh prompt, a chunk of one, what a prefix hit leaves, a decode and a restart after preemption
-differ only in these numbers. When `computed` reaches `length`, the step yields one token more.
-A request to be scored is one whose limit is its prompt: it never gets there.
+A new prompt, a chunk of one, the rest after a prefix hit, a decode and a restart after preemption
+differ only in these numbers. When `num_computed` reaches `num_tokens`, the step samples one token.
+A request that is only scored has its prompt's length as `max_len`, so it never samples.
 """
 
 from __future__ import annotations
@@ -23,76 +22,83 @@ from .sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to be continued or scored."""
+    """One sequence to continue or to score."""
 
     id: int
-    prompt: np.ndarray
-    """int64 token ids, at least one; at least two if it is only scored."""
-    limit: int
-    """Tokens it may reach, prompt included."""
+    prompt_token_ids: np.ndarray
+    """int64 token ids: at least one, at least two if the request is only scored."""
+    max_len: int
+    """Maximum number of tokens, prompt included."""
     params: SamplingParams
     seed: int = 0
-    """What its draws are keyed by, together with the position."""
+    """Key of the random numbers, together with the position."""
     priority: int = 0
-    """Lower runs first and is preempted last."""
+    """Lower values run first and are preempted last."""
     deadline: float = float("inf")
-    """Clock time at which it returns what it has."""
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that end it."""
+    """Clock time at which the request returns what it has."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end it, end-of-text tokens included."""
     score_from: int | None = None
-    """First position of the prompt whose own log-probability is wanted; None: none."""
-    watched: bool = False
-    """Whether each new token is looked at one by one: streamed, stop strings, log-probabilities."""
+    """First prompt position whose log-probability is wanted; None: none."""
+    needs_host_check: bool = False
+    """Whether every step reports it: it is streamed, or has stop strings or log-probabilities."""
 
-    order: int = 0
-    """Place in the queue among equals; kept through preemption."""
-    computed: int = 0
-    planned: int = 0
-    length: int = 0
-    output: list[int] = field(default_factory=list)
-    """New tokens the host has seen."""
+    arrival: int = 0
+    """Position in the arrival order, kept through preemption; 0: never queued."""
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    """New tokens that the host has read."""
     logprobs: list[tuple[int, float, list[int], list[float]]] = field(default_factory=list)
-    """Of each new token, if asked for: itself, its log-probability, the likeliest and theirs."""
+    """Per new token, if requested: token, log-probability, top tokens, their log-probabilities."""
     scores: dict[int, tuple[float, bool, list[int], list[float]]] = field(default_factory=dict)
-    """By position: log-probability, whether it was the likeliest, the likeliest and theirs."""
-    slot: int = -1
-    """Its row in the device's and the host's per-request columns while it runs."""
-    held: int = 0
+    """By position: log-probability, is greedy, top tokens, their log-probabilities."""
+    row: int = -1
+    """Row in the batch (page table and per-row parameters) while it runs; -1 otherwise."""
+    num_pages: int = 0
     """Pages it holds."""
-    preempted: int = 0
-    """How often it had to give them back."""
+    num_preemptions: int = 0
     finish_reason: str | None = None
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.length = len(self.prompt)
+        self.num_tokens = len(self.prompt_token_ids)
 
     @property
-    def need(self) -> int:
-        """Tokens to run until it yields something; the last token is never fed back."""
-        return min(self.length, self.limit - 1) - self.computed
+    def num_remaining(self) -> int:
+        """Tokens to run until it samples or is scored; the last token is never fed back."""
+        return min(self.num_tokens, self.max_len - 1) - self.num_computed
 
     @property
-    def in_flight(self) -> int:
+    def num_in_flight(self) -> int:
         """Tokens sampled on the device that the host has not read yet."""
-        return self.length - len(self.prompt) - len(self.output)
+        return self.num_tokens - len(self.prompt_token_ids) - len(self.output_token_ids)
 
     @property
-    def reusable(self) -> int:
-        """Leading tokens a prefix hit may cover: rows that yield something must be computed."""
-        rows = self.length if self.score_from is None else min(self.score_from, self.length)
-        return max(rows - 1, 0)
+    def at_max_len(self) -> bool:
+        """Whether the host has read all tokens that `max_len` allows."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) >= self.max_len
 
-    def scored_rows(self, start: int, stop: int) -> range:
-        """Positions in [start, stop) whose logits are needed to score the token after them."""
+    @property
+    def max_prefix_hit(self) -> int:
+        """Leading tokens that a prefix hit may cover; positions with logits must be computed."""
+        end = self.num_tokens
+        if self.score_from is not None:
+            end = min(self.score_from, end)
+        return max(end - 1, 0)
+
+    def scored_positions(self, start: int, stop: int) -> range:
+        """Positions in [start, stop) whose logits score the token after them."""
         if self.score_from is None:
             return range(0)
-        return range(max(start, self.score_from - 1), min(stop, len(self.prompt) - 1))
+        return range(max(start, self.score_from - 1), min(stop, len(self.prompt_token_ids) - 1))
 
-    def tokens(self, start: int, stop: int) -> np.ndarray:
+    def token_ids(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions [start, stop), all known to the host."""
-        n = len(self.prompt)
-        if stop <= n:
-            return self.prompt[start:stop]
-        made = np.asarray(self.output[max(start - n, 0) : stop - n], dtype=np.int64)
-        return made if start >= n else np.concatenate([self.prompt[start:], made])
+        prompt_len = len(self.prompt_token_ids)
+        if stop <= prompt_len:
+            return self.prompt_token_ids[start:stop]
+        output = self.output_token_ids[max(start - prompt_len, 0) : stop - prompt_len]
+        new = np.asarray(output, dtype=np.int64)
+        return new if start >= prompt_len else np.concatenate([self.prompt_token_ids[start:], new])

@@ -1,143 +1,160 @@
-"""Requests from what callers give: checked, limited, seeded; a bad one is refused alone."""
+"""Prompts to requests: validated, limited and seeded; an invalid prompt fails alone."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .request import Request
 from .request_group import RequestGroup
 from .rng import stream_seed
 from .sampling_params import SamplingParams
 from .scoring import ScoreJob
-from .tokenization import Prompt, TokenizerAdapter, identity
+from .tokenization import Prompt, TokenizerAdapter, prompt_hash
 
 Params = SamplingParams | Mapping[str, Any] | None
-PromptSpec = tuple[Prompt, Params, int, float | None]
-"""A prompt, its parameters, priority and deadline."""
+
+
+class PromptSpec(NamedTuple):
+    """A prompt with its own parameters, priority and deadline in seconds."""
+
+    prompt: Prompt
+    params: Params
+    priority: int
+    deadline: float | None
 
 
 class RequestBuilder:
-    """Make groups of requests, numbered as they come."""
+    """Build groups of requests, numbered in the order they arrive."""
 
-    def __init__(self, tongue: TokenizerAdapter, seed: int, max_length: int):
-        self._tongue = tongue
+    def __init__(self, tokenizer: TokenizerAdapter, seed: int, max_model_len: int):
+        self._tokenizer = tokenizer
         self._seed = seed
-        self._max_length = max_length
-        self._next = 0
+        self._max_model_len = max_model_len
+        self._next_id = 0
 
     def generation_requests(
         self,
-        asked: Sequence[PromptSpec],
+        specs: Sequence[PromptSpec],
         now: float,
-        room: int,
+        cache_tokens: int,
         streaming: bool,
-        twins: Counter[int] | None = None,
+        repeats: Counter[int] | None = None,
     ) -> list[RequestGroup]:
-        """One group a prompt.
+        """One group per prompt.
 
-        room: tokens the cache holds.
-        twins: how often each prompt was given before, and is to be answered anew; counted on.
+        cache_tokens: tokens that the KV cache holds.
+        repeats: how often each prompt was submitted before; repeats are sampled differently, and
+            counted here.
         """
-        twins = Counter() if twins is None else twins
-        checked: dict[int, SamplingParams] = {}  # by identity: most often all get the same
+        repeats = Counter() if repeats is None else repeats
+        checked: dict[int, SamplingParams] = {}  # by object: prompts usually share their params
         groups = []
-        for prompt, params, priority, deadline in asked:
-            group = RequestGroup(self._number(), self._tongue, streaming)
+        for prompt, params, priority, deadline in specs:
+            group = RequestGroup(self._new_id(), self._tokenizer, streaming)
             try:
+                group.prompt_token_ids = ids = self._tokenizer.encode(prompt)
                 if id(params) not in checked:
-                    checked[id(params)] = self._tongue.check_params(params)
-                how = checked[id(params)], priority, now + seconds(deadline)
-                group.requests = self._requests(prompt, *how, room, twins, streaming)
+                    checked[id(params)] = self._tokenizer.check_params(params)
+                expires = now + deadline_seconds(deadline)
+                if not isinstance(priority, Integral):
+                    raise ValueError(f"priority is {priority!r}; give {_EXPECTED['priority']}")
+                max_len = self._max_len(len(ids), checked[id(params)].max_tokens, cache_tokens)
+                group.requests = self._samples(
+                    ids, max_len, checked[id(params)], priority, expires, repeats, streaming
+                )
             except ValueError as error:
-                group.refuse(str(error))
+                group.fail(str(error))
             groups.append(group)
         return groups
 
     def scoring_requests(
-        self, jobs: Sequence[ScoreJob], until: float, room: int
+        self, jobs: Sequence[ScoreJob], expires: float, cache_tokens: int
     ) -> list[RequestGroup]:
-        """One group a job."""
+        """One group per job."""
         groups = []
         for job in jobs:
-            group = RequestGroup(self._number(), self._tongue, streaming=False)
+            group = RequestGroup(self._new_id(), self._tokenizer, streaming=False)
             try:
                 if isinstance(job, str):
                     raise ValueError(job)
-                ids, first = job
-                limit = self._fit(len(ids), 0, room)
-                params = SamplingParams()
-                group.requests = [
-                    Request(self._number(), ids, limit, params, deadline=until, score_from=first)
-                ]
+                ids, score_from = job
+                max_len = self._max_len(len(ids), 0, cache_tokens)
+                request = Request(
+                    self._new_id(),
+                    ids,
+                    max_len,
+                    SamplingParams(),
+                    deadline=expires,
+                    score_from=score_from,
+                )
+                group.requests = [request]
             except ValueError as error:
-                group.refuse(str(error))
+                group.fail(str(error))
             groups.append(group)
         return groups
 
-    def _requests(
+    def _samples(
         self,
-        prompt: Prompt,
-        settings: SamplingParams,
+        ids: np.ndarray,
+        max_len: int,
+        params: SamplingParams,
         priority: int,
-        until: float,
-        room: int,
-        twins: Counter[int],
+        expires: float,
+        repeats: Counter[int],
         streaming: bool,
     ) -> list[Request]:
         """The `n` requests of one prompt."""
-        if not isinstance(priority, Integral):
-            raise ValueError(f"priority is {priority!r}; give {_GIVE['priority']}")
-        ids = self._tongue.encode(prompt)
-        limit = self._fit(len(ids), settings.max_tokens, room)
-        ends = self._tongue.stop_ids(settings)
-        if settings.min_tokens and len(ends) >= self._tongue.vocabulary:
+        stop_token_ids = self._tokenizer.stop_token_ids(params)
+        if params.min_tokens and len(stop_token_ids) >= self._tokenizer.vocab_size:
             raise ValueError(
-                f"min_tokens is {settings.min_tokens}, but every token ends the text: "
+                f"min_tokens is {params.min_tokens}, but every token ends the text: "
                 "name fewer stop_token_ids"
             )
-        who = identity(ids)
-        # Without a seed of its own, the same prompt given twice is to be answered twice.
-        salt = 0 if settings.seed is not None else twins[who] << 16
-        twins[who] += 1
-        seed = self._seed if settings.seed is None else settings.seed
+        key = prompt_hash(ids)
+        # Without a seed of its own, a prompt submitted twice gets two different samples.
+        salt = 0 if params.seed is not None else repeats[key] << 16
+        repeats[key] += 1
+        seed = self._seed if params.seed is None else params.seed
         return [
             Request(
-                id=self._number(),
-                prompt=ids,
-                limit=limit,
-                params=settings,
-                seed=stream_seed(seed, who, salt + sample_index),
+                id=self._new_id(),
+                prompt_token_ids=ids,
+                max_len=max_len,
+                params=params,
+                seed=stream_seed(seed, key, salt + sample_index),
                 priority=priority,
-                deadline=until,
-                stop_ids=ends,
-                score_from=None if settings.prompt_logprobs is None else 1,
-                watched=streaming or bool(settings.stop) or settings.logprobs is not None,
+                deadline=expires,
+                stop_token_ids=stop_token_ids,
+                score_from=None if params.prompt_logprobs is None else 1,
+                needs_host_check=streaming or bool(params.stop) or params.logprobs is not None,
             )
-            for sample_index in range(settings.n)
+            for sample_index in range(params.n)
         ]
 
-    def _fit(self, prompt: int, new: int, room: int) -> int:
-        """Tokens a request may reach; ValueError where model or cache cannot hold it."""
-        longest = self._max_length
-        if prompt + (new > 0) > longest:
+    def _max_len(self, prompt_len: int, max_tokens: int, cache_tokens: int) -> int:
+        """Tokens a request may reach; ValueError if the model or the cache cannot hold it."""
+        longest = self._max_model_len
+        if prompt_len + (max_tokens > 0) > longest:
             raise ValueError(
-                f"the prompt has {prompt} tokens and the engine's max_length is {longest}: "
-                "shorten it, or raise max_length if the model allows"
+                f"the prompt has {prompt_len} tokens and the engine's max_model_len is {longest}: "
+                "shorten it, or raise max_model_len if the model allows"
             )
-        limit = min(prompt + new, longest)
-        if limit - 1 > room:
+        max_len = min(prompt_len + max_tokens, longest)
+        if max_len - 1 > cache_tokens:
             raise ValueError(
-                f"prompt and max_tokens may reach {limit} tokens, the cache holds {room}: "
-                "lower max_tokens or give the engine more memory"
+                f"prompt and max_tokens may reach {max_len} tokens, the cache holds "
+                f"{cache_tokens}: lower max_tokens or give the engine more memory"
             )
-        return limit
+        return max_len
 
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
 
 
 def broadcast_params(
@@ -149,33 +166,35 @@ def broadcast_params(
     """Give every prompt its own parameters, priority and deadline."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts is one {type(prompts).__name__}; give a list of prompts")
-    each = _for_each("params", params, len(prompts), (SamplingParams, Mapping, type(None)))
-    priorities = _for_each("priority", priority, len(prompts), (Integral,))
-    deadlines = _for_each("deadline", deadline, len(prompts), (Real, type(None)))
-    return list(zip(prompts, each, priorities, deadlines, strict=True))
+    num_prompts = len(prompts)
+    all_params = _broadcast("params", params, num_prompts, (SamplingParams, Mapping, type(None)))
+    priorities = _broadcast("priority", priority, num_prompts, (Integral,))
+    deadlines = _broadcast("deadline", deadline, num_prompts, (Real, type(None)))
+    columns = zip(prompts, all_params, priorities, deadlines, strict=True)
+    return [PromptSpec(*values) for values in columns]
 
 
-def seconds(deadline: Any) -> float:
-    """The seconds a deadline leaves; None leaves all there are."""
+def deadline_seconds(deadline: Any) -> float:
+    """Seconds that a deadline allows; None allows any time."""
     if deadline is None:
         return float("inf")
     if not isinstance(deadline, Real) or deadline != deadline:
-        raise ValueError(f"deadline is {deadline!r}; give {_GIVE['deadline']}")
+        raise ValueError(f"deadline is {deadline!r}; give {_EXPECTED['deadline']}")
     return float(deadline)
 
 
-_GIVE = {
+_EXPECTED = {
     "params": "SamplingParams or a dict",
     "priority": "a whole number",
     "deadline": "seconds or None",
 }
 
 
-def _for_each(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
-    if isinstance(value, single):
+def _broadcast(name: str, value: Any, count: int, scalar_types: tuple[type, ...]) -> list[Any]:
+    if isinstance(value, scalar_types):
         return [value] * count
     if isinstance(value, str) or not hasattr(value, "__len__"):
-        raise ValueError(f"{name} is {value!r}; give {_GIVE[name]}, or one for each prompt")
+        raise ValueError(f"{name} is {value!r}; give {_EXPECTED[name]}, or one for each prompt")
     if len(value) != count:
         raise ValueError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
     return list(value)

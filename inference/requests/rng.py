@@ -1,8 +1,8 @@
-"""Random numbers that depend on (seed, position) alone.
+"""Counter-based random numbers: a function of (seed, position) alone.
 
-A counter-based generator has no state to advance: number `i` of stream `s` is a hash of both. So a
-request draws the same numbers whatever else is in the batch, however its prompt was chunked, on
-whichever rank, and after a preemption. The global generators are never touched.
+Number `i` of stream `s` is a hash of both, so there is no state to advance. A request draws the
+same numbers whatever else is in the batch, however its prompt is chunked, on any rank, and after a
+preemption. The global generators are never used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Hash 64-bit words, each on its own (the finaliser of SplitMix64)."""
+    """Hash each 64-bit word (the finalizer of SplitMix64)."""
     x = np.atleast_1d(np.asarray(x, dtype=np.uint64))  # arrays wrap around, scalars would warn
     x = (x ^ (x >> np.uint64(30))) * _MIX1
     x = (x ^ (x >> np.uint64(27))) * _MIX2
@@ -38,7 +38,7 @@ def stream_seed(seed: int, request: int, sample_index: int = 0) -> int:
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Draw one number in [0, 1) for each (seed, position) pair.
 
-    >>> uniforms(np.array([7, 7]), np.array([0, 1])).round(3).tolist()
+    >>> uniform(np.array([7, 7]), np.array([0, 1])).round(3).tolist()
     [0.39, 0.017]
     """
     words = np.asarray(seeds, np.uint64) + np.asarray(positions, np.uint64) * _GOLDEN + _GOLDEN

@@ -1,9 +1,9 @@
-"""Log-likelihoods as requests: which tokens to run, which of them to score, and how to add up.
+"""Log-likelihoods as requests: which tokens to run, which of them to score, how to sum the scores.
 
     context [ c c c c ] + continuation [ x y ]   ->   ids c c c c x y, scored from position 4
 
-Continuations of one context become requests that begin alike, so the cache computes the context
-once. Only rows whose next token is scored ever meet the vocabulary.
+Continuations of one context are requests with a common prefix, so the prefix cache computes the
+context once. Logits are computed only at positions whose next token is scored.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from .request_group import RequestGroup
 from .tokenization import TokenizerAdapter
 
 ScoreJob = tuple[np.ndarray, int] | str
-"""Token ids and the first position scored; or why there is nothing to score."""
+"""Token ids and the first position to score; or the reason why there is nothing to score."""
 
 
-def pairs(
-    tongue: TokenizerAdapter, contexts: Sequence[Any], continuations: Sequence[Any]
+def flatten_pairs(
+    tokenizer: TokenizerAdapter, contexts: Sequence[Any], continuations: Sequence[Any]
 ) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Any]]]:
-    """Flatten contexts and continuations to jobs; the second value undoes that for scores."""
+    """Flatten contexts and continuations to jobs; the second value regroups their scores."""
     check_pairs(contexts, continuations)
     jobs: list[ScoreJob] = []
     counts: list[int | None] = []
-    for context, given in zip(contexts, continuations, strict=True):
-        several = _several(given)
-        jobs += [_job(tongue, context, one) for one in (given if several else [given])]
-        counts.append(len(given) if several else None)
+    for context, value in zip(contexts, continuations, strict=True):
+        is_list = _is_list_of_continuations(value)
+        jobs += [_job(tokenizer, context, item) for item in (value if is_list else [value])]
+        counts.append(len(value) if is_list else None)
 
-    def shape(scores: list[Score]) -> list[Any]:
+    def regroup(scores: list[Score]) -> list[Any]:
         rest = iter(scores)
         return [next(rest) if n is None else [next(rest) for _ in range(n)] for n in counts]
 
-    return jobs, shape
+    return jobs, regroup
 
 
 def check_pairs(contexts: Any, continuations: Any) -> None:
-    """See that there is a continuation, or a list of them, for every context."""
+    """Raise unless every context has a continuation, or a list of them."""
     _check_list("contexts", contexts)
     _check_list("continuations", continuations)
     if len(contexts) != len(continuations):
@@ -50,11 +50,11 @@ def check_pairs(contexts: Any, continuations: Any) -> None:
 
 
 def rolling_windows(
-    tongue: TokenizerAdapter, texts: Sequence[Any], length: int | None, longest: int
+    tokenizer: TokenizerAdapter, texts: Sequence[Any], max_length: int | None, max_model_len: int
 ) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Score]]]:
-    """Cut texts to windows that predict every token once; the second value joins their scores."""
+    """Split texts into windows that predict each token once; the second value sums their scores."""
     _check_list("texts", texts)
-    length = longest if length is None else length
+    length = max_model_len if max_length is None else max_length
     if isinstance(length, bool) or not isinstance(length, Integral) or length < 2:
         raise ValueError(
             f"max_length is {length!r}; it must be a whole number from 2, to predict one token"
@@ -63,25 +63,24 @@ def rolling_windows(
     counts = []
     for text in texts:
         try:
-            windows: list[ScoreJob] = [
-                *scoring_windows(_with_start(tongue, text), min(length, longest))
-            ]
+            ids = _with_start_token(tokenizer, text)
+            text_jobs: list[ScoreJob] = [*scoring_windows(ids, min(length, max_model_len))]
         except ValueError as error:
-            windows = [str(error)]
-        jobs += windows
-        counts.append(len(windows))
+            text_jobs = [str(error)]
+        jobs += text_jobs
+        counts.append(len(text_jobs))
 
     def join(scores: list[Score]) -> list[Score]:
         rest = iter(scores)
-        return [_joined([next(rest) for _ in range(n)]) for n in counts]
+        return [_sum_scores([next(rest) for _ in range(n)]) for n in counts]
 
     return jobs, join
 
 
 def scoring_windows(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
-    """Windows of at most `length` tokens, each opening with the last token of the one before.
+    """Windows of at most `length` tokens, each starting with the last token of the previous one.
 
-    What has nothing to predict has no windows.
+    Fewer than two tokens give no windows.
 
     >>> [(w.tolist(), first) for w, first in scoring_windows(np.arange(6), 3)]
     [([0, 1, 2], 1), ([2, 3, 4], 1), ([3, 4, 5], 2)]
@@ -96,87 +95,87 @@ def scoring_windows(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]
     return windows
 
 
-def scored(group: RequestGroup) -> Score:
-    """Add up what a finished job found."""
+def to_score(group: RequestGroup) -> Score:
+    """Sum the log-probabilities of a finished job."""
     if group.error is not None or not group.requests:
         return Score(float("nan"), False, [], group.error)
     (request,) = group.requests
     assert request.score_from is not None
-    wanted = range(request.score_from, len(request.prompt))
-    found = [request.scores[p] for p in wanted if p in request.scores]
-    if len(found) < len(wanted):
+    positions = range(request.score_from, len(request.prompt_token_ids))
+    entries = [request.scores[p] for p in positions if p in request.scores]
+    if len(entries) < len(positions):
         return Score(float("nan"), False, [], f"not scored: {request.finish_reason}")
-    logprobs = [f[0] for f in found]
-    return Score(sum(logprobs), all(f[1] for f in found), logprobs)
+    logprobs = [entry[0] for entry in entries]
+    return Score(sum(logprobs), all(entry[1] for entry in entries), logprobs)
 
 
-def _joined(parts: list[Score]) -> Score:
-    error = next((p.error for p in parts if p.error), None)
-    logprobs = [x for part in parts for x in part.token_logprobs]
-    total = sum((p.logprob for p in parts), 0.0)
-    return Score(total, all(p.greedy for p in parts), logprobs, error)
+def _sum_scores(scores: list[Score]) -> Score:
+    error = next((s.error for s in scores if s.error), None)
+    logprobs = [logprob for s in scores for logprob in s.token_logprobs]
+    total = sum((s.logprob for s in scores), 0.0)
+    return Score(total, all(s.is_greedy for s in scores), logprobs, error)
 
 
-def _job(tongue: TokenizerAdapter, context: Any, continuation: Any) -> ScoreJob:
+def _job(tokenizer: TokenizerAdapter, context: Any, continuation: Any) -> ScoreJob:
     try:
         if isinstance(context, str) and isinstance(continuation, str):
-            return _split_text(tongue, context, continuation)
-        before = tongue.encode(context)
-        return np.concatenate([before, _continuation(tongue, continuation)]), len(before)
+            return _encode_text_pair(tokenizer, context, continuation)
+        ids = tokenizer.encode(context)
+        return np.concatenate([ids, _encode_continuation(tokenizer, continuation)]), len(ids)
     except ValueError as error:
         return str(error)
 
 
-def _split_text(tongue: TokenizerAdapter, context: str, continuation: str) -> ScoreJob:
-    """Encode both together, so that the border is where the tokenizer would put it.
+def _encode_text_pair(tokenizer: TokenizerAdapter, context: str, continuation: str) -> ScoreJob:
+    """Encode both together, so that the boundary is where the tokenizer would put it.
 
     A space at the end of the context belongs to the continuation's first token.
     """
-    kept = context.rstrip()
-    continuation = context[len(kept) :] + continuation
-    if not kept:
-        start = np.array([_start_token(tongue)])
-        return np.concatenate([start, _continuation(tongue, continuation)]), 1
-    whole = tongue.encode(kept + continuation)
-    before = tongue.encode(kept)
-    if len(whole) <= len(before):
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    if not stripped:
+        start = np.array([_start_token(tokenizer)])
+        return np.concatenate([start, _encode_continuation(tokenizer, continuation)]), 1
+    ids = tokenizer.encode(stripped + continuation)
+    context_ids = tokenizer.encode(stripped)
+    if len(ids) <= len(context_ids):
         raise ValueError(_EMPTY)
-    return whole, len(before)
+    return ids, len(context_ids)
 
 
 _EMPTY = "the continuation is empty; give at least one token"
 
 
-def _continuation(tongue: TokenizerAdapter, given: Any) -> np.ndarray:
-    ids = tongue.encode(given, special=False, empty=True)
+def _encode_continuation(tokenizer: TokenizerAdapter, continuation: Any) -> np.ndarray:
+    ids = tokenizer.encode(continuation, add_special_tokens=False, allow_empty=True)
     if not len(ids):
         raise ValueError(_EMPTY)
     return ids
 
 
-def _with_start(tongue: TokenizerAdapter, text: Any) -> np.ndarray:
-    ids = tongue.encode(text, special=False, empty=True)
-    return np.concatenate([np.array([_start_token(tongue)]), ids])
+def _with_start_token(tokenizer: TokenizerAdapter, text: Any) -> np.ndarray:
+    ids = tokenizer.encode(text, add_special_tokens=False, allow_empty=True)
+    return np.concatenate([np.array([_start_token(tokenizer)]), ids])
 
 
-def _start_token(tongue: TokenizerAdapter) -> int:
-    tokenizer = tongue.tokenizer
+def _start_token(tokenizer: TokenizerAdapter) -> int:
     for name in ("bos_token_id", "eos_token_id"):
-        token = getattr(tokenizer, name, None)
-        if token is not None and token < tongue.vocabulary:
+        token = getattr(tokenizer.tokenizer, name, None)
+        if token is not None and token < tokenizer.vocab_size:
             return token
-    if (first := min(tongue.ends, default=tongue.vocabulary)) < tongue.vocabulary:
-        return first
+    first_eos = min(tokenizer.eos_token_ids, default=tokenizer.vocab_size)
+    if first_eos < tokenizer.vocab_size:
+        return first_eos
     raise ValueError("no beginning-of-text token is known to predict the first token from")
 
 
-def _check_list(name: str, given: Any) -> None:
-    if isinstance(given, str) or not hasattr(given, "__len__"):
-        raise ValueError(f"{name} is one {type(given).__name__}; give a list of {name}")
+def _check_list(name: str, value: Any) -> None:
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        raise ValueError(f"{name} is one {type(value).__name__}; give a list of {name}")
 
 
-def _several(continuation: Any) -> bool:
-    """Whether this is a list of continuations, maybe of none, and not one of them."""
-    if not isinstance(continuation, (list, tuple)):
+def _is_list_of_continuations(value: Any) -> bool:
+    """Whether this is a list of continuations, maybe empty, rather than one of token ids."""
+    if not isinstance(value, (list, tuple)):
         return False
-    return not continuation or not isinstance(continuation[0], (int, np.integer))
+    return not value or not isinstance(value[0], (int, np.integer))

@@ -1,4 +1,4 @@
-"""From what a caller gives to token ids and back: text, ids or chat messages in, text out."""
+"""Prompts to token ids and back: text, ids or chat messages in, text out."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 
 
 class TokenizerAdapter:
-    """What a tokenizer and a model's settings say about tokens; the tokenizer may be missing."""
+    """A model's tokenizer, which may be missing, with its vocabulary and end-of-text tokens."""
 
     def __init__(self, model: Any, tokenizer: Any | None):
         self.tokenizer = tokenizer
-        self._among, self._name = _embeddings(model)
-        self.ends = _end_tokens(model, tokenizer)
+        self._siblings, self._name = _find_embeddings(model)
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
     @property
-    def vocabulary(self) -> int:
-        """Tokens the model knows now: embeddings may be resized."""
-        return int(self._among[self._name].weight.shape[0])
+    def has_tokenizer(self) -> bool:
+        return self.tokenizer is not None
 
-    def encode(self, prompt: Any, special: bool = True, empty: bool = False) -> np.ndarray:
-        """Turn a prompt into token ids the model can take; raise ValueError if it is none.
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embeddings, read each time: they may be resized."""
+        return int(self._siblings[self._name].weight.shape[0])
 
-        special: let the tokenizer add its own tokens, such as that of the beginning.
-        empty: take a prompt of no tokens as well.
-        """
+    def encode(
+        self, prompt: Any, add_special_tokens: bool = True, allow_empty: bool = False
+    ) -> np.ndarray:
+        """Return the token ids of a prompt; ValueError if the model cannot take it."""
         if isinstance(prompt, str):
-            ids = _ids_of(self._require("text"), prompt, add_special_tokens=special)
+            tokenizer = self._require("text")
+            ids = _call_tokenizer(tokenizer, prompt, add_special_tokens=add_special_tokens)
         elif _is_messages(prompt):
             tokenizer = self._require("messages")
             if getattr(tokenizer, "chat_template", "") is None:
                 raise ValueError("messages need a chat template, and the tokenizer has none")
             template = tokenizer.apply_chat_template
-            how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-            ids = _ids_of(template, prompt, **how)
+            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+            ids = _call_tokenizer(template, prompt, **options)
         else:
             ids = prompt
-        array = self._checked(ids)
-        if not array.size and not empty:
+        array = self._check_ids(ids)
+        if not array.size and not allow_empty:
             raise ValueError("the prompt is empty; give at least one token")
         return array
 
@@ -54,7 +57,7 @@ class TokenizerAdapter:
         return self._require("text").decode(tokens, skip_special_tokens=True)
 
     def check_params(self, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Make sampling settings of what was given, and see that this model can follow them."""
+        """Return valid sampling parameters; ValueError if they do not suit this model."""
         if params is None:
             params = SamplingParams()
         if isinstance(params, Mapping):
@@ -67,43 +70,44 @@ class TokenizerAdapter:
                 f"sampling parameters are a {type(params).__name__}; give SamplingParams"
             )
         if params.stop:
-            params = self._stopping_by_ids(params)
+            params = self._special_stops_to_ids(params)
         for token in (*params.logit_bias, *params.stop_token_ids):
-            if token >= self.vocabulary:
-                raise ValueError(self._unknown(token))
+            if token >= self.vocab_size:
+                raise ValueError(self._out_of_vocab(token))
         return params
 
-    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a request with these settings."""
-        own = () if params.ignore_eos else (end for end in self.ends if end < self.vocabulary)
-        return frozenset((*own, *params.stop_token_ids))
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a request with these parameters."""
+        eos = () if params.ignore_eos else (t for t in self.eos_token_ids if t < self.vocab_size)
+        return frozenset((*eos, *params.stop_token_ids))
 
-    def _stopping_by_ids(self, params: SamplingParams) -> SamplingParams:
-        """Let stop strings that are special tokens stop by their ids: no text ever shows them."""
-        found = {stop: self._special(stop) for stop in params.stop}
-        ids = [token for token in found.values() if token is not None]
+    def _special_stops_to_ids(self, params: SamplingParams) -> SamplingParams:
+        """Turn stop strings that are special tokens into stop token ids: text never shows them."""
+        token_of = {stop: self._special_token_id(stop) for stop in params.stop}
+        ids = [token for token in token_of.values() if token is not None]
         if not ids:
             return params
-        texts = [stop for stop, token in found.items() if token is None]
-        return replace(params, stop=texts, stop_token_ids=[*params.stop_token_ids, *ids])
+        strings = [stop for stop, token in token_of.items() if token is None]
+        return replace(params, stop=strings, stop_token_ids=[*params.stop_token_ids, *ids])
 
-    def _special(self, stop: str) -> int | None:
-        """The token of this name, if decoding leaves it out and the model can make it."""
+    def _special_token_id(self, name: str) -> int | None:
+        """Id of the special token with this name, if decoding hides it and the model knows it."""
         tokenizer = self._require("stop strings")
         if not hasattr(tokenizer, "convert_tokens_to_ids"):
             return None
-        token = tokenizer.convert_tokens_to_ids(stop)
-        if token is None or tokenizer.convert_ids_to_tokens(token) != stop:  # or it is unknown
+        token = tokenizer.convert_tokens_to_ids(name)
+        # Unknown names give the id of the unknown token.
+        if token is None or tokenizer.convert_ids_to_tokens(token) != name:
             return None
         hidden = tokenizer.decode([token], skip_special_tokens=False) and not self.decode([token])
-        return token if hidden and token < self.vocabulary else None
+        return token if hidden and token < self.vocab_size else None
 
-    def _require(self, what: str) -> Any:
+    def _require(self, purpose: str) -> Any:
         if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer: Engine(model, tokenizer)")
+            raise ValueError(f"{purpose} needs a tokenizer: Engine(model, tokenizer)")
         return self.tokenizer
 
-    def _checked(self, ids: Any) -> np.ndarray:
+    def _check_ids(self, ids: Any) -> np.ndarray:
         try:
             array = np.asarray(ids)
         except Exception:
@@ -114,25 +118,27 @@ class TokenizerAdapter:
             raise ValueError(
                 f"a prompt is a {type(ids).__name__}; give text, a flat list of ids, or messages"
             )
-        if array.size and (array.min() < 0 or array.max() >= self.vocabulary):
-            worst = int(array.min()) if array.min() < 0 else int(array.max())
-            raise ValueError(self._unknown(worst))
+        if array.size and (array.min() < 0 or array.max() >= self.vocab_size):
+            bad = int(array.min()) if array.min() < 0 else int(array.max())
+            raise ValueError(self._out_of_vocab(bad))
         return np.ascontiguousarray(array, dtype=np.int64)
 
-    def _unknown(self, token: int) -> str:
-        known = f"the vocabulary of {self.vocabulary}"
-        return f"token id {token} is not in {known}: is the tokenizer this model's?"
+    def _out_of_vocab(self, token: int) -> str:
+        return (
+            f"token id {token} is not in the vocabulary of {self.vocab_size}: "
+            "is the tokenizer this model's?"
+        )
 
 
-def identity(prompt: np.ndarray) -> int:
-    """A number for a prompt's content, the same wherever it runs."""
-    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
+def prompt_hash(token_ids: np.ndarray) -> int:
+    """Hash of a prompt's tokens, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(token_ids.tobytes(), digest_size=8).digest(), "little")
 
 
-def _ids_of(read: Callable[..., Any], prompt: Any, **how: Any) -> Any:
-    """Let a tokenizer read a prompt: whatever it raises, and it may be anything, is about that."""
+def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -> Any:
+    """Tokenize; any exception, of whatever type, means that this prompt cannot be tokenized."""
     try:
-        return read(prompt, **how)["input_ids"]
+        return function(prompt, **options)["input_ids"]
     except Exception as error:
         raise ValueError(
             f"the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
@@ -148,20 +154,20 @@ def _is_messages(prompt: Any) -> bool:
     )
 
 
-def _embeddings(model: Any) -> tuple[dict[str, Any], str]:
-    """Where a model keeps its input embeddings: asking it each time takes long."""
-    own = model.get_input_embeddings()
-    places = ((m._modules, name) for m in model.modules() for name in m._modules)
-    return next((among, name) for among, name in places if among[name] is own)
+def _find_embeddings(model: Any) -> tuple[dict[str, Any], str]:
+    """The module dict and name of the input embeddings: asking the model each time is slow."""
+    embeddings = model.get_input_embeddings()
+    children = ((m._modules, name) for m in model.modules() for name in m._modules)
+    return next((modules, name) for modules, name in children if modules[name] is embeddings)
 
 
-def _end_tokens(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    found: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config):
-        ends = getattr(holder, "eos_token_id", None)
-        if ends is not None:
-            found.update([ends] if isinstance(ends, int) else ends)
+def _eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for config in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            ids.update([eos] if isinstance(eos, int) else eos)
             break
     if getattr(tokenizer, "eos_token_id", None) is not None:
-        found.add(tokenizer.eos_token_id)  # pyright: ignore[reportOptionalMemberAccess]
-    return frozenset(found)
+        ids.add(tokenizer.eos_token_id)  # pyright: ignore[reportOptionalMemberAccess]
+    return frozenset(ids)

@@ -1,8 +1,8 @@
-"""A debug switch: a tag for every slot of the cache, checked before every step.
+"""Debug check: before every step, every KV slot it reads holds the token that it should.
 
-A tag names what a slot should hold: token, position and version of the weights. The host follows
-the same tables, slots and copies as the device, so a wrong slot, a stale page, a shifted position
-or keys of other weights show as a wrong tag before they can become a wrong token.
+Each KV slot has a tag: a hash of token, position and version of the weights. The host follows the
+same page tables, slots and copies as the device, so a wrong slot, a stale page, a shifted position
+or keys of other weights show as a wrong tag before they become a wrong token.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ from .step import Step
 
 
 class CacheChecker:
-    """What each slot of the cache should hold."""
+    """The tag of every KV slot."""
 
     def __init__(self, num_pages: int, page_size: int):
-        self._size = page_size
+        self._page_size = page_size
         self._tags = np.zeros((num_pages, page_size), dtype=np.uint64)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Follow page copies, all reads before any write."""
+        """Follow page copies; all sources are read before any target is written."""
         sources = self._tags[[c.source for c in copies]]
         self._tags[[c.target for c in copies]] = sources
 
-    def check(self, step: Step, scope: str) -> None:
+    def check(self, step: Step, cache_salt: str) -> None:
         """Raise if a sequence would read or write anything but its own tokens."""
-        assert (step.slots >= 0).all(), "a token has no slot"
-        assert len(np.unique(step.slots)) == len(step.slots), "two tokens share a slot"
+        assert (step.kv_slots >= 0).all(), "a token has no KV slot"
+        assert len(np.unique(step.kv_slots)) == len(step.kv_slots), "two tokens share a KV slot"
         tags = self._tags.reshape(-1)
-        tags[step.slots] = _tag(step.positions, step.ids, scope)
-        for row, request in enumerate(step.requests):
-            length = int(step.lengths[row])
-            place = np.arange(length)
-            slots = step.table[row, place // self._size] * self._size + place % self._size
-            wrong = tags[slots] != _tag(place, request.tokens(0, length), scope)
+        tags[step.kv_slots] = _tag(step.positions, step.token_ids, cache_salt)
+        for index, request in enumerate(step.requests):
+            positions = np.arange(step.seq_lens[index])
+            pages = step.page_table[index, positions // self._page_size]
+            kv_slots = pages * self._page_size + positions % self._page_size
+            tokens = request.token_ids(0, len(positions))
+            wrong = tags[kv_slots] != _tag(positions, tokens, cache_salt)
             if wrong.any():
-                at = int(wrong.argmax())
+                position = int(wrong.argmax())
                 raise AssertionError(
-                    f"request {request.id}: slot {int(slots[at])} does not hold its token {at}"
+                    f"request {request.id}: KV slot {int(kv_slots[position])} does not hold its "
+                    f"token {position}"
                 )
 
 
-def _tag(positions: np.ndarray, tokens: np.ndarray, scope: str) -> np.ndarray:
-    key = np.uint64(int.from_bytes(scope.encode()[-8:].rjust(8, b"\0"), "little"))
+def _tag(positions: np.ndarray, tokens: np.ndarray, cache_salt: str) -> np.ndarray:
+    key = np.uint64(int.from_bytes(cache_salt.encode()[-8:].rjust(8, b"\0"), "little"))
     words = np.asarray(positions, np.uint64) << np.uint64(32) | np.asarray(tokens, np.uint64)
     return splitmix64(words ^ splitmix64(np.array([key]))) | np.uint64(1)

@@ -1,18 +1,18 @@
-"""The engine's heart: plan a step, launch it, and read the step before while it runs.
+"""Asynchronous step loop: plan and launch step k+1, then read the results of step k.
 
     plan k+1 ─▶ launch k+1 ─▶ read k ─▶ plan k+2 ─▶ …        host
     ───── k ──────┬───── k+1 ─────┬──── …                    device
 
-The token a step yields stays on the device and feeds the next one; the host learns it one step
-late. So an end of text is noticed one step late as well, and that step's token for it is dropped.
-Only token ids here: no text, no model.
+A sampled token stays on the device as the input of the next step; the host reads it one step late.
+An end of text is therefore noticed one step late, and the extra token sampled for it is dropped.
+The loop knows token ids only; the caller detokenizes and reports stop strings
+(`apply_stop_strings`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from time import perf_counter
 from typing import Protocol
 
@@ -22,31 +22,20 @@ from ...attention.paging import PageCopy
 from ..metrics.stats import Stats
 from ..requests.request import Request
 from .cache_checker import CacheChecker
+from .row_params import RowParams
 from .scheduler import Plan, Scheduler
-from .slot_params import SlotParams
-from .step import Step, build
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
-    """What a step gave, on the host; the arrays of likelihoods have one row per row of logits."""
-
-    tokens: np.ndarray
-    logprob: np.ndarray | None = None
-    greedy: np.ndarray | None = None
-    top_tokens: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
+from .step import Step, StepOutput, build_step
 
 
 class OutOfMemory(RuntimeError):
-    """A step did not fit; nothing of it counts."""
+    """A step did not fit into memory; it has no effect."""
 
 
 class Runner(Protocol):
-    """Runs steps. `launch` may return before the step is done; what it returns waits for it."""
+    """Runs steps. `launch` may return before the step is done; its result waits for it."""
 
-    depth: int
-    """Steps that may be under way while the next one is planned."""
+    lookahead: int
+    """Steps that may be in flight while the next one is planned: 0 or 1."""
 
     def copy_pages(self, copies: list[PageCopy]) -> None: ...
     def launch(self, step: Step) -> Callable[[], StepOutput]: ...
@@ -59,142 +48,161 @@ class Loop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        columns: SlotParams,
+        row_params: RowParams,
         stats: Stats,
         clock: Callable[[], float] = perf_counter,
-        ends: Callable[[Request], bool] = lambda request: False,
-        canary: CacheChecker | None = None,
+        cache_checker: CacheChecker | None = None,
     ):
         self.scheduler = scheduler
         self.stats = stats
         self.clock = clock
         self._runner = runner
-        self._columns = columns
-        self._ends = ends
-        self._canary = canary
-        self._depth = 0 if canary is not None else runner.depth
-        self._flying: deque[tuple[Step, Callable[[], StepOutput], Plan]] = deque()
+        self._row_params = row_params
+        self._cache_checker = cache_checker
+        # The checker follows token ids, so it needs every one on the host.
+        self._lookahead = 0 if cache_checker is not None else runner.lookahead
+        self._in_flight: deque[tuple[Step, Callable[[], StepOutput], Plan]] = deque()
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to do."""
-        return bool(self._flying or self.scheduler.running or self.scheduler.waiting)
+        """Whether requests or steps are left."""
+        return bool(self._in_flight or self.scheduler.running or self.scheduler.num_waiting)
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that ended, and the watched ones with a new token."""
-        began = self.clock()
+        """Run one step; return finished requests, and those with a new token that are checked.
+
+        Requests with stop strings are not finished here: pass the result to `apply_stop_strings`
+        before the next step.
+        """
+        start = self.clock()
         try:
             return self._step()
         finally:
-            self.stats.note_time(self.clock() - began)
+            self.stats.record_step_time(self.clock() - start)
+
+    def apply_stop_strings(self, updated: list[Request], stopped: Collection[int]) -> None:
+        """Finish requests with stop strings: those in `stopped`, and those at their `max_len`.
+
+        updated: what `step` or `drain` returned.
+        stopped: ids of the requests whose text reached a stop string with its newest token.
+        """
+        for request in updated:
+            if request.finish_reason is None and request.params.stop:
+                if request.id in stopped:
+                    self._finish(request, "stop")
+                elif request.at_max_len:
+                    self._finish(request, "length")
+
+    def abort(self, request: Request) -> None:
+        """End a request now, with the tokens it has."""
+        if request.finish_reason is None:
+            self._finish(request, "abort")
+
+    def drain(self) -> list[Request]:
+        """Wait for the steps in flight; return what `step` returns."""
+        updated = []
+        while self._in_flight:
+            updated += self._receive(*self._in_flight.popleft())
+        return updated
 
     def _step(self) -> list[Request]:
-        news = self._expire()
+        updated = self._expire_overdue()
         plan = self.scheduler.plan()
         if plan.copies:
             self._runner.copy_pages(plan.copies)
         if plan.requests:
-            began = self.clock()
-            page = self.scheduler.pages.page_size
-            step = build(plan.requests, self.scheduler.table, page, self._columns)
-            if self._canary is not None:
-                self._canary.copy(plan.copies)
-                self._canary.check(step, self.scheduler.scope)
+            start = self.clock()
+            scheduler = self.scheduler
+            page_size = scheduler.pages.page_size
+            step = build_step(plan.requests, scheduler.page_table, page_size, self._row_params)
+            if self._cache_checker is not None:
+                self._cache_checker.copy(plan.copies)
+                self._cache_checker.check(step, scheduler.cache_salt)
             try:
-                self._flying.append((step, self._runner.launch(step), plan))
+                self._in_flight.append((step, self._runner.launch(step), plan))
             except OutOfMemory:
-                self.scheduler.shrink()
-                return news + self.drain()
-            self.scheduler.commit(plan)
-            self.stats.note_step(began, step, self.scheduler)
-        while self._flying and (len(self._flying) > self._depth or not plan.requests):
-            news += self._receive(*self._flying.popleft())
-        return news
+                scheduler.reduce_load()
+                return updated + self.drain()
+            scheduler.commit(plan)
+            self.stats.record_step(start, step, scheduler)
+        while self._in_flight and (len(self._in_flight) > self._lookahead or not plan.requests):
+            updated += self._receive(*self._in_flight.popleft())
+        return updated
 
-    def cancel(self, request: Request) -> None:
-        """End a request now with what it has."""
-        if request.finish_reason is None:
-            self._finish(request, "cancelled")
-
-    def drain(self) -> list[Request]:
-        """Wait for the steps under way."""
-        news = []
-        while self._flying:
-            news += self._receive(*self._flying.popleft())
-        return news
-
-    def _expire(self) -> list[Request]:
-        late = self.scheduler.overdue(self.clock())
-        for request in late:
+    def _expire_overdue(self) -> list[Request]:
+        overdue = self.scheduler.pop_overdue(self.clock())
+        for request in overdue:
             self._finish(request, "deadline")
-        return late
+        return overdue
 
     def _receive(self, step: Step, read: Callable[[], StepOutput], plan: Plan) -> list[Request]:
-        """Take in what a step gave; requests that ended meanwhile get nothing more."""
-        results, now = read(), self.clock()
-        self.scheduler.note_prefilled(plan.prefilled)
-        if results.logprob is not None:
-            self._score(step, results)
-        news: list[Request] = []
+        """Read the results of a step; requests that ended meanwhile drop their token."""
+        output, now = read(), self.clock()
+        self.scheduler.on_prefilled(plan.prefilled)
+        if output.logprob is not None:
+            self._store_scores(step, output)
+        updated: list[Request] = []
         dropped: list[int] = []
-        for row, (request, token) in enumerate(
-            zip(step.yielding, results.tokens.tolist(), strict=True)
+        for index, (request, token) in enumerate(
+            zip(step.sampled_requests, output.sampled_token_ids.tolist(), strict=True)
         ):
             if request.finish_reason is not None:
-                dropped.append(row)
+                dropped.append(index)
                 continue
-            if request.watched or token < 0:
-                self._accept(request, token, row, results)
-                news.append(request)
+            if token < 0:
+                error = "the model's logits are not numbers (NaN or infinite)"
+                self._finish(request, "error", error)
+                updated.append(request)
                 continue
-            output = request.output
-            output.append(token)
-            if token in request.stop_ids:
+            tokens = request.output_token_ids
+            tokens.append(token)
+            if request.needs_host_check:
+                updated.append(request)
+                if (top := request.params.logprobs) is not None:
+                    request.logprobs.append((token, *_logprobs(output, index, top)))
+            if token in request.stop_token_ids:
                 self._finish(request, "stop")
-                news.append(request)
-            elif len(output) >= request.limit - len(request.prompt):
+            elif (
+                len(tokens) >= request.max_len - len(request.prompt_token_ids)
+                and not request.params.stop
+            ):
                 self._finish(request, "length")
-                news.append(request)
-        slots = np.delete(step.yield_slots, dropped) if dropped else step.yield_slots
-        self.stats.note_tokens(slots, now)
+            else:
+                continue
+            if not request.needs_host_check:
+                updated.append(request)
+        rows = np.delete(step.sampled_rows, dropped) if dropped else step.sampled_rows
+        self.stats.record_tokens(rows, now)
+        return updated + self._finish_scored(step)
+
+    def _finish_scored(self, step: Step) -> list[Request]:
+        """Finish the requests that were only scored, once their last token is."""
+        finished = []
         for request, span in step.scored:
-            whole = request.limit == len(request.prompt) == span.stop + 1
-            if whole and request.finish_reason is None:
+            is_done = request.max_len == len(request.prompt_token_ids) == span.stop + 1
+            if is_done and request.finish_reason is None:
                 self._finish(request, "length")
-                news.append(request)
-        return news
+                finished.append(request)
+        return finished
 
-    def _accept(self, request: Request, token: int, row: int, results: StepOutput) -> None:
-        """Add a token to a request whose every token is looked at."""
-        if token < 0:
-            self._finish(request, "error", "the model's logits are not numbers (NaN or infinite)")
-            return
-        request.output.append(token)
-        if request.params.logprobs is not None:
-            request.logprobs.append((token, *_likelihood(results, row, request.params.logprobs)))
-        if self._ends(request) or token in request.stop_ids:
-            self._finish(request, "stop")
-        elif len(request.prompt) + len(request.output) == request.limit:
-            self._finish(request, "length")
-
-    def _score(self, step: Step, results: StepOutput) -> None:
-        assert results.greedy is not None
-        row = len(step.yielding)
+    def _store_scores(self, step: Step, output: StepOutput) -> None:
+        assert output.is_greedy is not None
+        index = len(step.sampled_requests)
         for request, span in step.scored:
             top = request.params.prompt_logprobs or 0
             for position in span:
-                logprob, best, others = _likelihood(results, row, top)
-                likeliest = bool(results.greedy[row])
-                request.scores[position + 1] = (logprob, likeliest, best, others)
-                row += 1
+                logprob, top_tokens, top_logprobs = _logprobs(output, index, top)
+                is_greedy = bool(output.is_greedy[index])
+                request.scores[position + 1] = (logprob, is_greedy, top_tokens, top_logprobs)
+                index += 1
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         self.scheduler.finish(request, reason, error)
-        self.stats.note_finish(request, self.clock())
+        self.stats.record_finish(request, self.clock())
 
 
-def _likelihood(results: StepOutput, row: int, top: int) -> tuple[float, list[int], list[float]]:
-    assert results.logprob is not None
-    assert results.top_tokens is not None and results.top_logprobs is not None
-    best = results.top_tokens[row, :top].tolist()
-    return float(results.logprob[row]), best, results.top_logprobs[row, :top].tolist()
+def _logprobs(output: StepOutput, index: int, top: int) -> tuple[float, list[int], list[float]]:
+    assert output.logprob is not None
+    assert output.top_tokens is not None and output.top_logprobs is not None
+    top_tokens = output.top_tokens[index, :top].tolist()
+    return float(output.logprob[index]), top_tokens, output.top_logprobs[index, :top].tolist()

@@ -1,12 +1,13 @@
-"""Which requests run how many tokens in the next step: pure integers, no tensors.
+"""Continuous-batching scheduler: how many tokens of which requests the next step runs.
 
     waiting (heap) ──admit──▶ running (oldest first) ──finish──▶
                    ◀─preempt──
 
-One walk over the running requests gives each what it needs, as far as the step's tokens go; what
-is left of them admits waiting ones. Nothing tells a prefill from a decode: a request just needs
-more or fewer tokens. Order is (priority, arrival) throughout, so the first request is never
-preempted and always gets its pages: something finishes, whatever the load.
+One pass over the running requests gives each the tokens it needs, within the token budget of a
+step; the rest of the budget admits waiting requests. Prefill and decode are not distinguished: a
+request needs more or fewer tokens. The order is (priority, arrival) throughout, so the first
+request is never preempted and always gets its pages: every load makes progress. Pure integers, no
+tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from ...attention.paging import STRIDE, PageAllocator, PageCopy, PrefixHit
 from ..metrics.request_trace import RequestTrace
 from ..requests.request import Request
 
-_LOOK_AHEAD = 32
-"""Requests passed over in a step because their prefix is just being computed."""
+_MAX_DEFERRED = 32
+"""Requests skipped per step because another one is computing their prefix."""
+_MIN_BATCHED_TOKENS = 64
+"""`reduce_load` lowers the tokens per step to this before it lowers the number of requests."""
 
 
 @dataclass(slots=True)
@@ -31,11 +34,11 @@ class Plan:
     """What the next step does."""
 
     requests: list[Request] = field(default_factory=list)
-    """Each with `planned` set."""
+    """Each with `num_scheduled` set."""
     copies: list[PageCopy] = field(default_factory=list)
-    """Pages to copy before it."""
+    """Pages to copy before the step."""
     prefilled: list[Request] = field(default_factory=list)
-    """Those whose prompt it completes, once it is committed."""
+    """Requests whose prompt the step completes; filled in when the plan is committed."""
 
 
 class Scheduler:
@@ -47,267 +50,309 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_length: int,
-        rows_per_step: int = 1024,
-        admit_at_once: int = 1,
-        admit: Callable[[Request], None] = lambda request: None,
+        max_model_len: int,
+        max_waiting: int | None = None,
+        max_scored_positions: int = 1024,
+        min_admissions: int = 1,
+        on_admit: Callable[[Request], None] = lambda request: None,
         trace: RequestTrace | None = None,
     ):
+        """Start with nothing queued.
+
+        max_waiting: requests that may be queued; None: any number. Callers ask `queue_error`.
+        max_scored_positions: positions scored per step; each needs a row of logits.
+        min_admissions: admit waiting requests this many at a time, or a quarter of `max_num_seqs`.
+        """
         self.pages = pages
+        self.max_waiting = max_waiting
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.rows_per_step = rows_per_step
-        self.admit_at_once = admit_at_once
-        """So many of those that wait join those that run together, or a quarter of the slots."""
-        self.scope = ""
-        """Which weights the cached prefixes belong to."""
-        self.table = np.zeros((max_num_seqs, -(-max_length // pages.page_size)), dtype=np.int32)
-        """Pages of each slot, in order."""
+        self.max_scored_positions = max_scored_positions
+        self.min_admissions = min_admissions
+        self.cache_salt = ""
+        """Version of the weights; prefixes are shared only within one."""
+        max_pages = -(-max_model_len // pages.page_size)
+        self.page_table = np.zeros((max_num_seqs, max_pages), dtype=np.int32)
+        """Pages of each row, in order."""
         self.running: list[Request] = []
-        self.preemptions = 0
-        self.prefix_hits = 0
-        self.prompt_tokens = 0
-        self._on_admit = admit
+        self.num_preemptions = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_admitted_tokens = 0
+        self._on_admit = on_admit
         self._trace = trace or RequestTrace()
         self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._stale = 0
-        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_finished_waiting = 0
+        """Requests that finished while they waited and are still in the heap."""
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._orders = 0
+        self._num_arrivals = 0
 
     @property
-    def waiting(self) -> int:
-        """Requests not running."""
-        return len(self._waiting) - self._stale
+    def num_waiting(self) -> int:
+        """Unfinished requests that do not run."""
+        return len(self._waiting) - self._num_finished_waiting
+
+    def queue_error(self, count: int) -> str | None:
+        """Why `count` more requests cannot be queued, if they cannot."""
+        limit, num_waiting = self.max_waiting, self.num_waiting
+        if limit is None or num_waiting + count <= limit:
+            return None
+        if count > limit:
+            return f"n is {count}, and max_waiting is {limit}: lower n or raise max_waiting"
+        return f"the queue is full ({num_waiting} waiting, at most {limit}): step() first"
 
     def add(self, request: Request) -> None:
-        """Queue a request; it must be able to fit the cache alone."""
-        size = self.pages.page_size
-        assert request.limit >= 2 and -(-(request.limit - 1) // size) <= self.pages.num_pages
-        request.order = self._orders = self._orders + 1
-        heappush(self._waiting, (_rank(request), request))
+        """Queue a request; the cache must be large enough for it alone."""
+        page_size = self.pages.page_size
+        assert request.max_len >= 2
+        assert -(-(request.max_len - 1) // page_size) <= self.pages.num_pages
+        request.arrival = self._num_arrivals = self._num_arrivals + 1
+        heappush(self._waiting, (_sort_key(request), request))
         if request.deadline != float("inf"):
-            heappush(self._deadlines, (request.deadline, request.order, request))
-        self._trace.add(request.id, "queued", prompt=len(request.prompt), limit=request.limit)
+            heappush(self._deadlines, (request.deadline, request.arrival, request))
+        prompt_len = len(request.prompt_token_ids)
+        self._trace.add(request.id, "queued", prompt=prompt_len, limit=request.max_len)
 
-    def overdue(self, now: float) -> list[Request]:
-        """Take out the requests whose deadline has passed."""
-        late = []
+    def pop_overdue(self, now: float) -> list[Request]:
+        """Return the unfinished requests whose deadline has passed, each once."""
+        overdue = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heappop(self._deadlines)[-1]
             if request.finish_reason is None:
-                late.append(request)
-        return late
+                overdue.append(request)
+        return overdue
 
     def plan(self) -> Plan:
         """Choose what the next step runs."""
         plan = Plan()
-        tokens, rows, size = self.max_num_batched_tokens, self.rows_per_step, self.pages.page_size
-        before, place = self.preemptions, 0
-        while place < len(self.running) and tokens > 0:
-            request = self.running[place]
-            computed = request.computed
-            need = min(request.length, request.limit - 1) - computed
-            # Those after it shall get a token each, too.
-            run = min(need, max(1, tokens - len(self.running) + place + 1))
+        tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
+        page_size = self.pages.page_size
+        preemptions_before, index = self.num_preemptions, 0
+        while index < len(self.running) and tokens_left > 0:
+            request = self.running[index]
+            start = request.num_computed
+            num_remaining = min(request.num_tokens, request.max_len - 1) - start
+            # Leave one token for each request after this one.
+            num_tokens = min(num_remaining, max(1, tokens_left - len(self.running) + index + 1))
             if request.score_from is not None:
-                run = self._scorable(request, run, rows)
-                rows -= len(request.scored_rows(computed, computed + run))
-            if computed + run > request.held * size and not self._grow(request, computed + run):
+                num_tokens = self._limit_scored(request, num_tokens, scored_left)
+                scored_left -= len(request.scored_positions(start, start + num_tokens))
+            end = start + num_tokens
+            if end > request.num_pages * page_size and not self._ensure_pages(request, end):
                 break
-            if run:
-                request.planned = run
+            if num_tokens:
+                request.num_scheduled = num_tokens
                 plan.requests.append(request)
-                tokens -= run
-            place += 1
-        if self.preemptions == before:
-            self._admit(plan, tokens, rows)
+                tokens_left -= num_tokens
+            index += 1
+        if self.num_preemptions == preemptions_before:
+            self._admit_waiting(plan, tokens_left, scored_left)
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """Count a plan as done: its step is on the device, or about to be."""
+        """Advance the counters of a plan whose step was launched."""
         for request in plan.requests:
-            start, request.computed = request.computed, request.computed + request.planned
-            if start < len(request.prompt):
-                self._offer(request, start)
-                if request.computed >= len(request.prompt):
+            start = request.num_computed
+            request.num_computed += request.num_scheduled
+            prompt_len = len(request.prompt_token_ids)
+            if start < prompt_len:
+                self._register_prefix(request, start)
+                if request.num_computed >= prompt_len:
                     plan.prefilled.append(request)
-            if request.computed == request.length:
-                request.length += 1
+            if request.num_computed == request.num_tokens:
+                request.num_tokens += 1
 
-    def note_prefilled(self, requests: list[Request]) -> None:
-        """Let the trace know that a step is done which completed these requests' prompts."""
+    def on_prefilled(self, requests: list[Request]) -> None:
+        """Trace that the step which completed these requests' prompts is done."""
         for request in requests:
-            if request.slot >= 0:  # else it was ended, or sent back, while the step ran
+            if request.row >= 0:  # otherwise it finished or was preempted during the step
                 self._trace.add(request.id, "prefilled")
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Take a request out, wherever it is."""
+        """End a request, running or waiting."""
         assert request.finish_reason is None, f"request {request.id} ends twice"
         request.finish_reason, request.error = reason, error
-        self._trace.add(request.id, "finished", why=reason, tokens=len(request.output))
-        self._forget_deadlines()
-        if request.slot >= 0:
+        self._trace.add(request.id, "finished", why=reason, tokens=len(request.output_token_ids))
+        self._prune_deadlines()
+        if request.row >= 0:
             self._release(request)
-        elif request.order:  # without one, it was never queued
-            self._stale += 1
-            self._sweep()
+        elif request.arrival:  # otherwise it was never queued
+            self._num_finished_waiting += 1
+            self._prune_waiting()
 
-    def shrink(self) -> None:
-        """Make steps smaller after one did not fit: fewer tokens, then fewer requests at a time."""
-        if self.max_num_batched_tokens > 64:
+    def reduce_load(self) -> None:
+        """Shrink steps after one ran out of memory: fewer tokens first, then fewer requests."""
+        if self.max_num_batched_tokens > _MIN_BATCHED_TOKENS:
             self.max_num_batched_tokens //= 2
         elif len(self.running) > 1:
             self.max_num_seqs = len(self.running) // 2
             for request in self.running[self.max_num_seqs :]:
                 self._preempt(request, by=request, why="a step did not fit the memory")
         else:
-            raise MemoryError("one request with 64 tokens a step does not fit the memory")
+            raise MemoryError(
+                f"one request with {_MIN_BATCHED_TOKENS} tokens a step does not fit the memory"
+            )
 
-    def restart(self, why: str) -> None:
-        """Send every running request back to the queue, to be computed anew."""
+    def preempt_all(self, why: str) -> None:
+        """Send every running request back to the queue, to be recomputed."""
         for request in list(self.running):
             self._preempt(request, by=request, why=why)
 
     def check(self) -> None:
-        """Assert that pages, slots and counters agree."""
+        """Assert that pages, rows and counters agree."""
         self.pages.check()
-        assert sorted(self._slots + [r.slot for r in self.running]) == list(range(len(self.table)))
+        rows = sorted(self._free_rows + [r.row for r in self.running])
+        assert rows == list(range(len(self.page_table))), "a row is lost or used twice"
         assert {r.id for r in self.running} == set(self.pages.owners), "a page has no request"
-        assert self.running == sorted(self.running, key=_rank), "running requests are out of order"
+        in_order = self.running == sorted(self.running, key=_sort_key)
+        assert in_order, "running requests are out of order"
         for r in self.running:
-            held = self.pages.pages(r.id)
-            assert r.held == len(held), f"request {r.id} miscounts its pages"
-            assert r.computed <= len(held) * self.pages.page_size, f"request {r.id} lacks pages"
-            assert self.table[r.slot, : len(held)].tolist() == held, f"request {r.id}: wrong table"
+            pages = self.pages.pages(r.id)
+            capacity = len(pages) * self.pages.page_size
+            assert r.num_pages == len(pages), f"request {r.id} miscounts its pages"
+            assert r.num_computed <= capacity, f"request {r.id} lacks pages"
+            table = self.page_table[r.row, : len(pages)].tolist()
+            assert table == pages, f"request {r.id}: wrong page table"
 
-    def _scorable(self, request: Request, run: int, rows: int) -> int:
-        """How many of `run` tokens a request may take, with so many scored rows left."""
-        scored = request.scored_rows(request.computed, request.computed + run)
-        return run if len(scored) <= rows else max(scored.start + rows - request.computed, 0)
+    def _limit_scored(self, request: Request, num_tokens: int, scored_left: int) -> int:
+        """How many of `num_tokens` a request may run if `scored_left` positions may be scored."""
+        start = request.num_computed
+        scored = request.scored_positions(start, start + num_tokens)
+        if len(scored) <= scored_left:
+            return num_tokens
+        return max(scored.start + scored_left - start, 0)
 
-    def _grow(self, request: Request, length: int) -> bool:
-        """Give a running request pages for its first `length` tokens, preempting if need be."""
-        size = self.pages.page_size
+    def _ensure_pages(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request pages for its first `num_tokens`, preempting others if needed.
+
+        False if the request itself had to be preempted.
+        """
         while True:
-            missing = -(-length // size) - request.held
+            missing = -(-num_tokens // self.pages.page_size) - request.num_pages
             if missing <= 0:
                 return True
             if missing <= self.pages.available:
-                self._append(request, missing)
+                self._append_pages(request, missing)
                 return True
             victim = self.running[-1]
             self._preempt(victim, by=request)
             if victim is request:
                 return False
 
-    def _admit(self, plan: Plan, tokens: int, rows: int) -> None:
-        """Start waiting requests while slots, pages and tokens last."""
-        brewing = {self._next_stride(r, r.computed) for r in plan.requests if r.planned > 1}
-        free = self.max_num_seqs - len(self.running)
-        at_once = min(self.admit_at_once, max(1, self.max_num_seqs // 4))
-        if self.running and free < min(self.waiting, at_once):
+    def _admit_waiting(self, plan: Plan, tokens_left: int, scored_left: int) -> None:
+        """Admit waiting requests while rows, pages and tokens last."""
+        prefixes_in_progress = {
+            self._next_prefix_key(r, r.num_computed) for r in plan.requests if r.num_scheduled > 1
+        }
+        num_free = self.max_num_seqs - len(self.running)
+        min_admissions = min(self.min_admissions, max(1, self.max_num_seqs // 4))
+        if self.running and num_free < min(self.num_waiting, min_admissions):
             return
-        waits: list[tuple[tuple[int, int], Request]] = []
-        while tokens > 0 and len(self.running) < self.max_num_seqs and len(waits) < _LOOK_AHEAD:
-            self._sweep()
+        deferred: list[tuple[tuple[int, int], Request]] = []
+        while (
+            tokens_left > 0
+            and len(self.running) < self.max_num_seqs
+            and len(deferred) < _MAX_DEFERRED
+        ):
+            self._prune_waiting()
             if not self._waiting:
                 break
             request = self._waiting[0][1]
-            hit = self.pages.adopt(
-                request.id, request.tokens(0, request.reusable).tolist(), self.scope
-            )
-            if self._is_brewing(request, hit, brewing):
+            prefix = request.token_ids(0, request.max_prefix_hit).tolist()
+            hit = self.pages.attach_prefix(request.id, prefix, self.cache_salt)
+            if self._prefix_in_progress(request, hit, prefixes_in_progress):
                 self.pages.free(request.id)
-                waits.append(heappop(self._waiting))
+                deferred.append(heappop(self._waiting))
                 continue
-            if not self._start(request, hit, plan):
+            if not self._try_admit(request, hit, plan):
                 break
             heappop(self._waiting)
-            run = min(request.need, tokens)
+            start = request.num_computed
+            num_tokens = min(request.num_remaining, tokens_left)
             if request.score_from is not None:
-                run = self._scorable(request, run, rows)
-                rows -= len(request.scored_rows(request.computed, request.computed + run))
-            if run:
-                request.planned = run
+                num_tokens = self._limit_scored(request, num_tokens, scored_left)
+                scored_left -= len(request.scored_positions(start, start + num_tokens))
+            if num_tokens:
+                request.num_scheduled = num_tokens
                 plan.requests.append(request)
-                tokens -= run
-                brewing.add(self._next_stride(request, request.computed))
-        for entry in waits:
+                tokens_left -= num_tokens
+                prefixes_in_progress.add(self._next_prefix_key(request, start))
+        for entry in deferred:
             heappush(self._waiting, entry)
 
-    def _is_brewing(
-        self, request: Request, hit: PrefixHit, brewing: set[tuple[int, bytes]]
+    def _prefix_in_progress(
+        self, request: Request, hit: PrefixHit, prefixes_in_progress: set[tuple[int, bytes]]
     ) -> bool:
-        """Whether another request computes, in this very step, what would be a hit in the next."""
-        more = hit.tokens + STRIDE <= request.reusable
-        return more and self._next_stride(request, hit.tokens) in brewing
+        """Whether this step computes, for another request, what the next step could reuse."""
+        may_hit_more = hit.tokens + STRIDE <= request.max_prefix_hit
+        return may_hit_more and self._next_prefix_key(request, hit.tokens) in prefixes_in_progress
 
-    def _start(self, request: Request, hit: PrefixHit, plan: Plan) -> bool:
-        """Give a waiting request pages and a slot, if there are enough."""
-        held = self.pages.pages(request.id)
-        wanted = min(request.length, request.limit - 1)
-        missing = -(-wanted // self.pages.page_size) - len(held)
-        spare = self.pages.num_pages // 100 if self.running else 0
-        if missing + spare > self.pages.available:
+    def _try_admit(self, request: Request, hit: PrefixHit, plan: Plan) -> bool:
+        """Give a waiting request pages and a row, if enough pages are free."""
+        pages = self.pages.pages(request.id)
+        num_tokens = min(request.num_tokens, request.max_len - 1)
+        missing = -(-num_tokens // self.pages.page_size) - len(pages)
+        reserve = self.pages.num_pages // 100 if self.running else 0
+        if missing + reserve > self.pages.available:
             self.pages.free(request.id)
             return False
         if hit.copy is not None:
             plan.copies.append(hit.copy)
-        request.computed = hit.tokens
-        request.slot, request.held = self._slots.pop(), len(held)
-        self.table[request.slot, : len(held)] = held
-        self._append(request, missing)
-        insort(self.running, request, key=_rank)
-        self.prefix_hits += hit.tokens
-        self.prompt_tokens += request.length
-        what = "resumed" if request.preempted else "admitted"
-        self._trace.add(request.id, what, hit=hit.tokens)
+        request.num_computed = hit.tokens
+        request.row, request.num_pages = self._free_rows.pop(), len(pages)
+        self.page_table[request.row, : len(pages)] = pages
+        self._append_pages(request, missing)
+        insort(self.running, request, key=_sort_key)
+        self.num_prefix_hit_tokens += hit.tokens
+        self.num_admitted_tokens += request.num_tokens
+        event = "resumed" if request.num_preemptions else "admitted"
+        self._trace.add(request.id, event, hit=hit.tokens)
         self._on_admit(request)
         return True
 
     def _preempt(self, victim: Request, by: Request, why: str = "no page is left") -> None:
-        """Send a request back to the queue; what it cached is computed again."""
-        self.preemptions += 1
-        victim.preempted += 1
+        """Send a request back to the queue; its cache entries will be recomputed."""
+        self.num_preemptions += 1
+        victim.num_preemptions += 1
         self._trace.add(victim.id, "preempted", by=by.id, why=why)
         self._release(victim)
-        victim.computed = 0
-        heappush(self._waiting, (_rank(victim), victim))
+        victim.num_computed = 0
+        heappush(self._waiting, (_sort_key(victim), victim))
 
     def _release(self, request: Request) -> None:
         self.pages.free(request.id)
         self.running.remove(request)
-        self._slots.append(request.slot)
-        request.slot, request.held = -1, 0
+        self._free_rows.append(request.row)
+        request.row, request.num_pages = -1, 0
 
-    def _offer(self, request: Request, start: int) -> None:
-        """Let later requests share what the step just planned adds to the prompt's prefix."""
-        stop = min(request.computed, len(request.prompt))
+    def _register_prefix(self, request: Request, start: int) -> None:
+        """Let later requests share the part of the prompt that the step just planned adds."""
+        stop = min(request.num_computed, len(request.prompt_token_ids))
         if stop // STRIDE > start // STRIDE:
-            self.pages.register(request.id, request.prompt[:stop].tolist(), self.scope)
+            prefix = request.prompt_token_ids[:stop].tolist()
+            self.pages.register(request.id, prefix, self.cache_salt)
 
-    def _append(self, request: Request, count: int) -> None:
-        fresh = self.pages.allocate(request.id, count)
-        self.table[request.slot, request.held : request.held + count] = fresh
-        request.held += count
+    def _append_pages(self, request: Request, count: int) -> None:
+        start, new = request.num_pages, self.pages.allocate(request.id, count)
+        self.page_table[request.row, start : start + count] = new
+        request.num_pages += count
 
-    def _next_stride(self, request: Request, start: int) -> tuple[int, bytes]:
+    def _next_prefix_key(self, request: Request, start: int) -> tuple[int, bytes]:
         start -= start % STRIDE
-        return start, request.prompt[start : start + STRIDE].tobytes()
+        return start, request.prompt_token_ids[start : start + STRIDE].tobytes()
 
-    def _forget_deadlines(self) -> None:
-        """Drop the deadlines of requests that ended in time, once they are the larger part."""
-        if len(self._deadlines) > 2 * (len(self.running) + self.waiting):
+    def _prune_deadlines(self) -> None:
+        """Drop the deadlines of finished requests once they are the majority."""
+        if len(self._deadlines) > 2 * (len(self.running) + self.num_waiting):
             self._deadlines = [d for d in self._deadlines if d[-1].finish_reason is None]
             heapify(self._deadlines)
 
-    def _sweep(self) -> None:
+    def _prune_waiting(self) -> None:
         """Drop finished requests from the head of the queue."""
         while self._waiting and self._waiting[0][1].finish_reason is not None:
             heappop(self._waiting)
-            self._stale -= 1
+            self._num_finished_waiting -= 1
 
 
-def _rank(request: Request) -> tuple[int, int]:
-    return request.priority, request.order
+def _sort_key(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival

@@ -1,10 +1,12 @@
-"""A plan as arrays: all that one step puts on the device, made with whole-array operations.
+"""A plan as flat arrays: everything that one forward needs on the device.
 
-plan   a: 5 tokens from 0    b: 1 from 12    c: 1 from 7
-ids        [ a a a a a b c ]         positions  [ 0 1 2 3 4 12 7 ]
-cu_seqlens [ 0 5 6 7 ]               lengths    [ 5 13 8 ]
-slots      where each token's keys and values go
-rows       tokens whose logits are wanted: the last of a, b and c
+plan       a: 5 tokens from 0    b: 1 from 12    c: 1 from 7
+token_ids  [ a a a a a b c ]         positions  [ 0 1 2 3 4 12 7 ]
+cu_seqlens [ 0 5 6 7 ]               seq_lens   [ 5 13 8 ]
+kv_slots        where in the cache each token's keys and values are written
+logits_indices  tokens whose logits are computed: the last ones of a, b and c
+
+Whole-array operations build all of it, except for what only few requests have.
 """
 
 from __future__ import annotations
@@ -15,160 +17,186 @@ import numpy as np
 
 from ..requests.request import Request
 from ..requests.rng import uniform
-from .slot_params import SlotParams
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One step, on the host. R rows of logits: first those that yield tokens, then the scored."""
-
-    requests: list[Request]
-    ids: np.ndarray
-    """int64 [T]; -1 - slot where the token is still on the device."""
-    positions: np.ndarray
-    cu_seqlens: np.ndarray
-    """int32 [N+1]."""
-    lengths: np.ndarray
-    """int32 [N]: keys of each sequence, this step's included."""
-    table: np.ndarray
-    """int32 [N, P]."""
-    slots: np.ndarray
-    """int64 [T]: place in the cache of each token."""
-    max_tokens: int
-    max_length: int
-    rows: np.ndarray
-    """int64 [R]: indices into the T tokens."""
-    yielding: list[Request]
-    yield_slots: np.ndarray
-    """int64 [Y]: slots of the requests whose row yields a token; the first Y rows are theirs."""
-    yield_positions: np.ndarray
-    """int64 [Y]: positions the new tokens take."""
-    scored: list[tuple[Request, range]]
-    targets: np.ndarray
-    """int64 [R - Y]: the tokens to be scored."""
-    top: int
-    """Alternatives to report beside a token's log-probability; -1: report none at all."""
-    choice: SamplingArrays
+from .row_params import RowParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingArrays:
-    """The sampler's inputs for Y rows; None where no row asks for them."""
+    """The sampler's inputs for S sampled tokens; None where no request needs them."""
 
     temperature: np.ndarray | None
     uniform: np.ndarray | None
-    filter_rows: np.ndarray | None
-    penalty_rows: np.ndarray | None
+    """Random numbers in [0, 1)."""
+    filter_indices: np.ndarray | None
+    """Which of the S have top-k, top-p or min-p."""
+    penalty_indices: np.ndarray | None
+    """Which of the S have penalties."""
     edits: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    """Changes of single logits: index among the S, token id, value to add."""
 
     @property
-    def plain(self) -> bool:
-        """Whether every row just takes its likeliest token."""
-        return self.temperature is None and self.edits is None and self.penalty_rows is None
+    def argmax_only(self) -> bool:
+        """Whether every request takes the most likely token of unchanged logits."""
+        return self.temperature is None and self.edits is None and self.penalty_indices is None
 
 
-def build(requests: list[Request], table: np.ndarray, page_size: int, columns: SlotParams) -> Step:
-    """Lay out the planned tokens of the requests as one step."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step on the host: T tokens of N requests, S tokens to sample, R rows of logits.
+
+    The first S rows of logits are sampled from, the others are scored.
+    """
+
+    requests: list[Request]
+    token_ids: np.ndarray
+    """int64 [T]; -1 - row where the token is still on the device."""
+    positions: np.ndarray
+    """int64 [T]."""
+    cu_seqlens: np.ndarray
+    """int32 [N+1]."""
+    seq_lens: np.ndarray
+    """int32 [N]: keys of each sequence, this step's included."""
+    page_table: np.ndarray
+    """int32 [N, P]."""
+    kv_slots: np.ndarray
+    """int64 [T]."""
+    max_query_len: int
+    max_seq_len: int
+    logits_indices: np.ndarray
+    """int64 [R]: indices into the T tokens."""
+    sampled_requests: list[Request]
+    sampled_rows: np.ndarray
+    """int64 [S]: batch rows of the sampled requests."""
+    sampled_positions: np.ndarray
+    """int64 [S]: positions of the new tokens."""
+    scored: list[tuple[Request, range]]
+    """Requests with positions whose next token is scored, in the order of the logits."""
+    score_targets: np.ndarray
+    """int64 [R - S]: the tokens that are scored."""
+    num_logprobs: int
+    """Alternatives to report beside a token's log-probability; -1: no log-probabilities."""
+    sampling: SamplingArrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """Results of a step on the host; log-probability arrays have one entry per row of logits."""
+
+    sampled_token_ids: np.ndarray
+    """int64 [S]; negative where the logits were not finite."""
+    logprob: np.ndarray | None = None
+    is_greedy: np.ndarray | None = None
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+def build_step(
+    requests: list[Request], page_table: np.ndarray, page_size: int, row_params: RowParams
+) -> Step:
+    """Lay out the scheduled tokens of the requests as one step."""
     count = len(requests)
-    slot = np.fromiter((r.slot for r in requests), np.int64, count)
-    start = np.fromiter((r.computed for r in requests), np.int64, count)
-    run = np.fromiter((r.planned for r in requests), np.int64, count)
-    known = np.fromiter((r.length for r in requests), np.int64, count)
-    ends = start + run
+    rows = np.fromiter((r.row for r in requests), np.int64, count)
+    starts = np.fromiter((r.num_computed for r in requests), np.int64, count)
+    query_lens = np.fromiter((r.num_scheduled for r in requests), np.int64, count)
+    num_tokens = np.fromiter((r.num_tokens for r in requests), np.int64, count)
+    ends = starts + query_lens
     cu_seqlens = np.zeros(count + 1, np.int64)
-    np.cumsum(run, out=cu_seqlens[1:])
+    np.cumsum(query_lens, out=cu_seqlens[1:])
     total = int(cu_seqlens[-1])
-    owner = np.repeat(np.arange(count), run)
-    positions = np.arange(total) + np.repeat(start - cu_seqlens[:-1], run)
-    pages = table[slot[owner], positions // page_size].astype(np.int64)
-    yields = ends == known
-    longest = int(ends.max())
-    yielding = [r for r, y in zip(requests, yields.tolist(), strict=True) if y]
-    scored, score_rows, targets, top = _scored(requests, cu_seqlens)
-    yield_slots = slot[yields]
-    top = max(top, int(columns.logprobs[yield_slots].max(initial=-1)))
+    owners = np.repeat(np.arange(count), query_lens)
+    positions = np.arange(total) + np.repeat(starts - cu_seqlens[:-1], query_lens)
+    pages = page_table[rows[owners], positions // page_size].astype(np.int64)
+    samples = ends == num_tokens
+    max_seq_len = int(ends.max())
+    sampled_requests = [r for r, s in zip(requests, samples.tolist(), strict=True) if s]
+    scored, score_indices, score_targets, num_logprobs = _scored(requests, cu_seqlens)
+    sampled_rows = rows[samples]
+    num_logprobs = max(num_logprobs, int(row_params.num_logprobs[sampled_rows].max(initial=-1)))
     return Step(
         requests=requests,
-        ids=_ids(requests, total, cu_seqlens),
+        token_ids=_token_ids(requests, total, cu_seqlens),
         positions=positions,
         cu_seqlens=cu_seqlens.astype(np.int32),
-        lengths=ends.astype(np.int32),
-        table=table[slot, : -(-longest // page_size)],
-        slots=pages * page_size + positions % page_size,
-        max_tokens=int(run.max()),
-        max_length=longest,
-        rows=np.concatenate([cu_seqlens[1:][yields] - 1, score_rows]),
-        yielding=yielding,
-        yield_slots=yield_slots,
-        yield_positions=ends[yields],
+        seq_lens=ends.astype(np.int32),
+        page_table=page_table[rows, : -(-max_seq_len // page_size)],
+        kv_slots=pages * page_size + positions % page_size,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=max_seq_len,
+        logits_indices=np.concatenate([cu_seqlens[1:][samples] - 1, score_indices]),
+        sampled_requests=sampled_requests,
+        sampled_rows=sampled_rows,
+        sampled_positions=ends[samples],
         scored=scored,
-        targets=targets,
-        top=top,
-        choice=_choice(yielding, yield_slots, ends[yields], columns),
+        score_targets=score_targets,
+        num_logprobs=num_logprobs,
+        sampling=_sampling_arrays(sampled_requests, sampled_rows, ends[samples], row_params),
     )
 
 
-def _ids(requests: list[Request], total: int, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Token ids the host knows; a mark for those only the device does."""
+def _token_ids(requests: list[Request], total: int, cu_seqlens: np.ndarray) -> np.ndarray:
+    """Token ids that the host knows; -1 - row for those still on the device."""
     ids = np.empty(total, np.int64)
-    begins = cu_seqlens.tolist()
-    for request, begin in zip(requests, begins, strict=False):
-        if request.in_flight:
-            assert request.planned == 1, f"request {request.id} runs ahead of its tokens"
-            ids[begin] = -1 - request.slot
+    for request, offset in zip(requests, cu_seqlens.tolist(), strict=False):
+        count = request.num_scheduled
+        if request.num_in_flight:
+            assert count == 1, f"request {request.id} runs ahead of its tokens"
+            ids[offset] = -1 - request.row
         else:
-            start = request.computed
-            ids[begin : begin + request.planned] = request.tokens(start, start + request.planned)
+            start = request.num_computed
+            ids[offset : offset + count] = request.token_ids(start, start + count)
     return ids
 
 
 def _scored(
     requests: list[Request], cu_seqlens: np.ndarray
 ) -> tuple[list[tuple[Request, range]], np.ndarray, np.ndarray, int]:
-    """Rows whose next token is known and to be scored, and those tokens."""
-    scored, rows, targets, top = [], [], [], -1
+    """Scored positions, their indices into the tokens, target tokens, alternatives to report."""
+    scored, indices, targets, num_logprobs = [], [], [], -1
     for i, request in enumerate(requests):
         if request.score_from is None:
             continue
-        span = request.scored_rows(request.computed, request.computed + request.planned)
+        start = request.num_computed
+        span = request.scored_positions(start, start + request.num_scheduled)
         if len(span):
             scored.append((request, span))
-            rows.append(np.arange(span.start, span.stop) - request.computed + cu_seqlens[i])
-            targets.append(request.prompt[span.start + 1 : span.stop + 1])
-            top = max(top, request.params.prompt_logprobs or 0)
-    nothing = np.empty(0, np.int64)
-    return scored, np.concatenate([nothing, *rows]), np.concatenate([nothing, *targets]), top
+            indices.append(np.arange(span.start, span.stop) - start + cu_seqlens[i])
+            targets.append(request.prompt_token_ids[span.start + 1 : span.stop + 1])
+            num_logprobs = max(num_logprobs, request.params.prompt_logprobs or 0)
+    empty = np.empty(0, np.int64)
+    all_indices, all_targets = np.concatenate([empty, *indices]), np.concatenate([empty, *targets])
+    return scored, all_indices, all_targets, num_logprobs
 
 
-def _choice(
-    yielding: list[Request], slot: np.ndarray, positions: np.ndarray, c: SlotParams
+def _sampling_arrays(
+    sampled: list[Request], rows: np.ndarray, positions: np.ndarray, row_params: RowParams
 ) -> SamplingArrays:
-    heat = c.temperature[slot]
-    random = bool(heat.any())
-    filtered = np.flatnonzero(c.filters[slot])
-    penalised = np.flatnonzero(c.penalises[slot])
+    temperature = row_params.temperature[rows]
+    is_random = bool(temperature.any())
+    filter_indices = np.flatnonzero(row_params.has_filters[rows])
+    penalty_indices = np.flatnonzero(row_params.has_penalties[rows])
     return SamplingArrays(
-        temperature=heat if random else None,
-        uniform=uniform(c.seed[slot], positions) if random else None,
-        filter_rows=filtered if len(filtered) else None,
-        penalty_rows=penalised if len(penalised) else None,
-        edits=_edits(yielding, np.flatnonzero(c.edited[slot])),
+        temperature=temperature if is_random else None,
+        uniform=uniform(row_params.seed[rows], positions) if is_random else None,
+        filter_indices=filter_indices if len(filter_indices) else None,
+        penalty_indices=penalty_indices if len(penalty_indices) else None,
+        edits=_logit_edits(sampled, np.flatnonzero(row_params.has_logit_edits[rows])),
     )
 
 
-def _edits(
-    yielding: list[Request], rows: np.ndarray
+def _logit_edits(
+    sampled: list[Request], indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Single logits to change: bias, and no end before `min_tokens`."""
+    """Changes of single logits: a bias, and no stop token before `min_tokens`."""
     entries: list[tuple[int, int, float]] = []
-    for row in rows.tolist():
-        request = yielding[row]
-        made = request.computed + request.planned - len(request.prompt)
-        bias = request.params.logit_bias
-        banned = request.stop_ids if made < request.params.min_tokens else frozenset[int]()
-        entries += [(row, t, -np.inf) for t in banned]
-        entries += [(row, t, b) for t, b in bias.items() if t not in banned]
+    for index in indices.tolist():
+        request = sampled[index]
+        params = request.params
+        num_tokens = request.num_computed + request.num_scheduled
+        num_output = num_tokens - len(request.prompt_token_ids)
+        banned = request.stop_token_ids if num_output < params.min_tokens else frozenset[int]()
+        entries += [(index, token, -np.inf) for token in banned]
+        entries += [(index, t, bias) for t, bias in params.logit_bias.items() if t not in banned]
     if not entries:
         return None
-    at, tokens, values = zip(*entries, strict=True)
-    return np.array(at), np.array(tokens), np.array(values, dtype=np.float32)
+    rows, tokens, values = zip(*entries, strict=True)
+    return np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)

@@ -1,16 +1,16 @@
-"""Rows to samples: text, chats and ready tokens, with a report of rows that were skipped."""
+"""Rows to samples: text, chats and ready tokens, with a report of skipped rows."""
 
-from .ahead import BATCH
 from .chat import encode_chat
-from .encode_rows import encoded, samples_of
+from .encode_rows import ENCODE_BATCH, encode_rows, encode_source, raise_or_skip
 from .encoder import Encoder
 from .report import SkippedRows
 
 __all__ = [
-    "BATCH",
+    "ENCODE_BATCH",
     "Encoder",
     "SkippedRows",
     "encode_chat",
-    "encoded",
-    "samples_of",
+    "encode_rows",
+    "encode_source",
+    "raise_or_skip",
 ]

@@ -1,43 +1,91 @@
-"""Rows to samples with their places: a row that cannot be used is an error that says where."""
+"""Encode rows with their locations: one batch, or a complete small source at once.
+
+A row that cannot be used becomes an error with its location, which is raised or, with
+on_error="skip", counted. If a source is encoded at once, its lengths are known and the run can be
+planned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
-from ..planning.overflow import too_long
+import numpy as np
+
+from ..planning.overflow import too_long_error
 from ..sample import Sample
-from ..sources.source import Row, RowError
+from ..sources.source import Row, RowError, RowSource
+from ..sources.token_store import TokenArray
 from .encoder import Encoder
 from .report import SkippedRows
 
+PRETOKENIZE_UP_TO = 64 << 20
+"""Bytes of a source up to which it is encoded at once by default."""
+ENCODE_BATCH = 256
+"""Rows encoded per call of the tokenizer."""
 
-def encoded(
-    rows: Sequence[Row], encoder: Encoder, longest: int | None = None, source: int = 0
+
+def encode_rows(
+    rows: Sequence[Row], encoder: Encoder, max_length: int | None = None, source: int = 0
 ) -> list[Sample | RowError]:
-    """Give the sample of each row, or why there is none.
+    """Return the sample of each row, or the error if it has none.
 
-    longest: a sample of more tokens is refused, whether or not bad rows are.
+    max_length: a longer sample raises, also if bad rows are skipped.
     """
-    good = [row.value for row in rows if not isinstance(row.value, ValueError)]
-    samples, out = iter(encoder.encode(good)), []
+    readable = [row.value for row in rows if not isinstance(row.value, ValueError)]
+    samples, results = iter(encoder.encode(readable)), []
     for row in rows:
-        one = row.value if isinstance(row.value, ValueError) else next(samples)
-        if not isinstance(one, Sample):
-            out.append(RowError(row.where, one))
+        result = row.value if isinstance(row.value, ValueError) else next(samples)
+        if not isinstance(result, Sample):
+            results.append(RowError(row.location, result))
             continue
-        if longest is not None and len(one) > longest:
-            raise too_long(row.where, len(one), longest)
-        out.append(replace(one, source=source) if source else one)
-    return out
+        if max_length is not None and len(result) > max_length:
+            raise too_long_error(row.location, len(result), max_length)
+        results.append(replace(result, source=source) if source else result)
+    return results
 
 
-def samples_of(found: Iterable[Sample | RowError], skipped: SkippedRows | None) -> Iterator[Sample]:
-    """Give the samples; count the errors, or raise the first."""
-    for one in found:
-        if isinstance(one, Sample):
-            yield one
+def raise_or_skip(
+    results: Iterable[Sample | RowError], skipped: SkippedRows | None
+) -> Iterator[Sample]:
+    """Yield the samples; count the errors in `skipped`, or raise the first if that is None."""
+    for result in results:
+        if isinstance(result, Sample):
+            yield result
         elif skipped is None:
-            raise one
+            raise result
         else:
-            skipped.add(one)
+            skipped.add(result)
+
+
+def encode_source(
+    source: RowSource,
+    encoder: Encoder,
+    skipped: SkippedRows | None,
+    number: int = 0,
+    max_length: int | None = None,
+) -> TokenArray:
+    """Read and encode every row of a source; `number` is its index in a mixture."""
+    rows, samples = source.read(0, 1), []
+    while batch := list(islice(rows, ENCODE_BATCH)):
+        samples += raise_or_skip(encode_rows(batch, encoder, max_length), skipped)
+    return TokenArray.of(samples, source.name, number)
+
+
+def drop_bad_documents(
+    arrays: list[TokenArray], skipped: SkippedRows, vocab_size: int | None = None
+) -> list[TokenArray]:
+    """Remove and count documents that are empty, or have ids outside the vocabulary."""
+    first, filtered = 0, []
+    for array in arrays:
+        valid = array.valid_mask(vocab_size)
+        for number in np.flatnonzero(~valid).tolist():
+            empty = array.lengths[number] == 0
+            reason = "it is empty or has nulls" if empty else "an id is outside the vocabulary"
+            skipped.add(RowError(f"{array.name}, document {first + number}", reason))
+        first += len(valid)
+        if not valid.all():
+            array = replace(array, begins=array.begins[valid], lengths=array.lengths[valid])
+        filtered.append(array)
+    return filtered

@@ -1,13 +1,13 @@
 """Rows to samples: text, prompt and completion, chat messages, or ready token ids.
 
-    {"text": ...}                     ids + eos                 every token but the first counts
-    {"prompt": ..., "completion": ...} ids of the whole + eos   the completion counts
-    {"messages": [...], "tools"?}     the tokenizer's template  the assistant's turns count
-    {"input_ids": [...], "labels"?}   as they are, checked      the labels say what counts
+    {"text": ...}                      ids + eos                 labels: every token but the first
+    {"prompt": ..., "completion": ...} ids of the full text + eos         the completion
+    {"messages": [...], "tools"?}      the tokenizer's template           the assistant's turns
+    {"input_ids": [...], "labels"?}    validated                          the labels
 
-Text is tokenized in batches; a prompt and its completion as the one text they are, and a token
-that holds something of both counts. A row that cannot be read becomes a ValueError in its place,
-so that its neighbours are unharmed and whoever asked can raise it or leave it out.
+Text is tokenized in batches. A prompt and its completion are tokenized as one text, and a token
+that contains parts of both is a label. A row that cannot be read becomes a ValueError in its
+position, so that other rows are unaffected and the caller can raise it or skip it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..sample import IGNORE_INDEX, Sample
-from ..token_ids import check_masks, checked_ids, checked_sample
+from ..token_ids import check_masks, make_sample, validate_token_ids
 from .chat import encode_chat
 
 
 class Encoder:
-    """Turns rows into samples with one tokenizer and one set of choices.
+    """Turns rows into samples with one tokenizer.
 
-    >>> encoder = Encoder(lambda text: [ord(letter) for letter in text], eos=0)
+    >>> encoder = Encoder(lambda text: [ord(letter) for letter in text], add_eos=0)
     >>> encoder.encode([{"text": "ab"}])[0].tokens.tolist()
     [97, 98, 0]
     >>> encoder.encode([{"prompt": "a", "completion": "b"}])[0].labels.tolist()
@@ -37,212 +37,217 @@ class Encoder:
         self,
         tokenizer: Any = None,
         *,
-        column: str = "text",
-        eos: bool | int = True,
+        text_column: str = "text",
+        add_eos: bool | int = True,
         vocab_size: int | None = None,
     ):
         """Choose how rows are read.
 
         tokenizer: a Hugging Face tokenizer, or any function from text to ids.
-        column: where the text stands in a row.
-        eos: end documents with the tokenizer's eos (True), with this id, or not at all (False).
+        text_column: the key of the text in a row.
+        add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
         """
         self.tokenizer = tokenizer
-        self.column = column
-        self.eos = _eos_id(tokenizer, eos)
-        self._lacks_eos = eos is True and self.eos is None and hasattr(tokenizer, "get_vocab")
-        self.vocab_size = _known_ids(tokenizer) if vocab_size is None else vocab_size
+        self.text_column = text_column
+        self.eos_token_id = _eos_token_id(tokenizer, add_eos)
+        missing = add_eos is True and self.eos_token_id is None
+        self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
+        self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
-        """Give the sample of each row, or the reason why there is none."""
-        out: list[Any] = [None] * len(rows)
+        """Return the sample of each row, or the error if it has none."""
+        results: list[Any] = [None] * len(rows)
         texts: dict[int, str] = {}
         prompts: dict[int, str] = {}
-        for i, row in enumerate(map(self._filled, rows)):
+        for i, row in enumerate(map(self._without_nulls, rows)):
             try:
-                found = self._texts_of(row)
-                if found is None:
-                    out[i] = self._encode_row(row)
+                parts = self._text_parts(row)
+                if parts is None:
+                    results[i] = self._encode_row(row)
                     continue
-                texts[i] = "".join(found)
-                if len(found) == 2:
-                    prompts[i] = found[0]
+                texts[i] = "".join(parts)
+                if len(parts) == 2:
+                    prompts[i] = parts[0]
             except Exception as error:  # a tokenizer or its template may raise anything
-                out[i] = _as_value_error(error)
+                results[i] = _as_value_error(error)
         if texts:
-            self._check_end()
-        all_ids = self._ids_of_all(list(texts.values()), ends=bool(prompts))
-        for i, ids in zip(texts, all_ids, strict=True):
+            self._check_eos()
+        tokenized = self._tokenize(list(texts.values()), with_ends=bool(prompts))
+        for i, tokens in zip(texts, tokenized, strict=True):
             try:
-                out[i] = self._sample(ids, prompts.get(i))
+                results[i] = self._text_sample(tokens, prompts.get(i))
             except ValueError as error:
-                out[i] = error
-        return out
+                results[i] = error
+        return results
 
-    def _filled(self, row: Any) -> Any:
-        """Leave null columns out, as tables with rows of several kinds have them."""
+    def _without_nulls(self, row: Any) -> Any:
+        """Remove null columns, which tables with several kinds of rows have."""
         if not isinstance(row, Mapping) or all(value is not None for value in row.values()):
             return row
         filled = {name: value for name, value in row.items() if value is not None}
-        kinds = {self.column}, {"input_ids"}, {"messages"}, {"prompt", "completion"}
-        return filled if any(kind <= filled.keys() for kind in kinds) else row
+        known = {self.text_column}, {"input_ids"}, {"messages"}, {"prompt", "completion"}
+        return filled if any(columns <= filled.keys() for columns in known) else row
 
-    def _texts_of(self, row: Any) -> tuple[str, ...] | None:
-        """Give the row's text, or its prompt and completion; None if it is no such row."""
+    def _text_parts(self, row: Any) -> tuple[str, ...] | None:
+        """Return the row's text, or its prompt and completion; None for other rows."""
         if isinstance(row, str):
-            return (_text(row, "text"),)
+            return (_check_text(row, "text"),)
         if not isinstance(row, Mapping) or "input_ids" in row or "messages" in row:
             return None
-        if self.column in row:
-            return (_text(row[self.column], self.column),)
+        if self.text_column in row:
+            return (_check_text(row[self.text_column], self.text_column),)
         pair = [row.get(name) for name in ("prompt", "completion")]
         if "prompt" not in row or "completion" not in row or any(isinstance(p, list) for p in pair):
             return None
-        return "" if pair[0] == "" else _text(pair[0], "prompt"), _text(pair[1], "completion")
+        prompt = "" if pair[0] == "" else _check_text(pair[0], "prompt")
+        return prompt, _check_text(pair[1], "completion")
 
-    def _sample(self, found: _Ids | ValueError, prompt: str | None) -> Sample:
-        """Build the sample of a text, which may begin with a prompt that does not count."""
-        if isinstance(found, ValueError):
-            raise found
-        ids = self._ended(found.ids)
+    def _text_sample(self, tokens: _Tokens | ValueError, prompt: str | None) -> Sample:
+        """Build the sample of a text; the tokens of a prompt at its beginning are not labels."""
+        if isinstance(tokens, ValueError):
+            raise tokens
+        ids = self._append_eos(tokens.ids)
         if prompt is None:
-            return checked_sample(ids, None, self.vocab_size)
-        first = self._first_behind(prompt, found)
-        after = checked_ids(ids[first:], "completion")
-        labels = np.concatenate([np.full(first, IGNORE_INDEX), after])
-        return checked_sample(ids, labels, self.vocab_size)
+            return make_sample(ids, None, self.vocab_size)
+        first = self._first_after(prompt, tokens)
+        completion = validate_token_ids(ids[first:], "completion")
+        labels = np.concatenate([np.full(first, IGNORE_INDEX), completion])
+        return make_sample(ids, labels, self.vocab_size)
 
-    def _first_behind(self, prompt: str, found: _Ids) -> int:
-        """Find the first token of a text that reaches beyond the prompt it begins with."""
+    def _first_after(self, prompt: str, tokens: _Tokens) -> int:
+        """Find the first token of a text that extends beyond the prompt at its beginning."""
         if not prompt:
             return 0
-        if found.ends is not None:
-            beyond = found.ends > len(prompt)
-            return int(np.argmax(beyond)) if beyond.any() else len(found.ids)
-        (alone,) = self._ids_of_all([prompt])
+        if tokens.ends is not None:
+            beyond = tokens.ends > len(prompt)
+            return int(np.argmax(beyond)) if beyond.any() else len(tokens.ids)
+        (alone,) = self._tokenize([prompt])
         if isinstance(alone, ValueError):
             raise alone
-        shorter = min(len(alone.ids), len(found.ids))
-        differ = alone.ids[:shorter] != found.ids[:shorter]
+        shorter = min(len(alone.ids), len(tokens.ids))
+        differ = alone.ids[:shorter] != tokens.ids[:shorter]
         return int(np.argmax(differ)) if differ.any() else shorter
 
     def _encode_row(self, row: Any) -> Sample:
         if isinstance(row, Sample):
-            return checked_sample(row.tokens, row.labels, self.vocab_size)
+            return make_sample(row.tokens, row.labels, self.vocab_size)
         if isinstance(row, list | tuple) or hasattr(row, "__array__"):
-            return checked_sample(row, None, self.vocab_size)
+            return make_sample(row, None, self.vocab_size)
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must be a dict, text or token ids, got {type(row).__name__}")
         if "input_ids" in row:
             check_masks(row, row.get("attention_mask"))
-            return checked_sample(row["input_ids"], row.get("labels"), self.vocab_size)
+            return make_sample(row["input_ids"], row.get("labels"), self.vocab_size)
         if "messages" in row:
-            return self._encode_turns(row["messages"], 0, row.get("tools"))
+            return self._encode_messages(row["messages"], 0, row.get("tools"))
         if "prompt" in row and "completion" in row:
-            turns = [*row["prompt"], *row["completion"]]
-            return self._encode_turns(turns, len(row["prompt"]), row.get("tools"))
+            messages = [*row["prompt"], *row["completion"]]
+            return self._encode_messages(messages, len(row["prompt"]), row.get("tools"))
         raise ValueError(
-            f"a row with the keys {sorted(map(str, row))[:8]} has neither {self.column!r}, "
-            "input_ids, messages nor prompt and completion: name the text's column with column="
+            f"a row with the keys {sorted(map(str, row))[:8]} has neither {self.text_column!r}, "
+            "input_ids, messages nor prompt and completion: name the text's column with "
+            "text_column="
         )
 
-    def _encode_turns(self, turns: Any, first: int, tools: Any) -> Sample:
-        sample = encode_chat(self._needed_tokenizer(), turns, first, _schemas(tools))
-        return checked_sample(sample.tokens, sample.labels, self.vocab_size)
+    def _encode_messages(self, messages: Any, first: int, tools: Any) -> Sample:
+        sample = encode_chat(self._require_tokenizer(), messages, first, _parse_tools(tools))
+        return make_sample(sample.tokens, sample.labels, self.vocab_size)
 
-    def _check_end(self) -> None:
+    def _check_eos(self) -> None:
         if self._lacks_eos:
             raise ValueError(
                 "the tokenizer has no eos token to end documents with: set its eos_token, "
-                "or pass eos= an id, or eos=False to train without ends"
+                "or pass add_eos= an id, or add_eos=False to train without ends"
             )
-        known = self.vocab_size
-        if self.eos is not None and known is not None and not 0 <= self.eos < known:
-            raise ValueError(f"eos={self.eos}: the vocabulary has the ids from 0 to {known - 1}")
+        eos, size = self.eos_token_id, self.vocab_size
+        if eos is not None and size is not None and not 0 <= eos < size:
+            raise ValueError(f"add_eos={eos}: the vocabulary has the ids from 0 to {size - 1}")
 
-    def _ended(self, ids: np.ndarray) -> np.ndarray:
-        if self.eos is not None and (not len(ids) or ids[-1] != self.eos):
-            return np.append(ids, self.eos)
+    def _append_eos(self, ids: np.ndarray) -> np.ndarray:
+        if self.eos_token_id is not None and (not len(ids) or ids[-1] != self.eos_token_id):
+            return np.append(ids, self.eos_token_id)
         return ids
 
-    def _ids_of_all(self, texts: list[str], ends: bool = False) -> list[_Ids | ValueError]:
-        """Tokenize in one call; if that fails, one by one, to find out which text it was.
+    def _tokenize(self, texts: list[str], with_ends: bool = False) -> list[_Tokens | ValueError]:
+        """Tokenize in one call; if that fails, one by one, to find the text that failed.
 
-        ends: say where tokens end, if the tokenizer knows it.
+        with_ends: also return the character after each token, if the tokenizer knows it.
         """
         if not texts:
             return []
         try:
-            tokenizer = self._needed_tokenizer()
+            tokenizer = self._require_tokenizer()
             if not hasattr(tokenizer, "get_vocab"):
-                return [self._guarded(text) for text in texts]
-            ends = ends and getattr(tokenizer, "is_fast", False)
+                return [self._tokenize_or_error(text) for text in texts]
+            with_ends = with_ends and getattr(tokenizer, "is_fast", False)
             batch = tokenizer(
-                texts, return_attention_mask=False, return_offsets_mapping=ends, verbose=False
+                texts, return_attention_mask=False, return_offsets_mapping=with_ends, verbose=False
             )
-            places = batch["offset_mapping"] if ends else [None] * len(texts)
-            return [_Ids.of(*both) for both in zip(batch["input_ids"], places, strict=True)]
+            offsets = batch["offset_mapping"] if with_ends else [None] * len(texts)
+            return [_Tokens.of(*both) for both in zip(batch["input_ids"], offsets, strict=True)]
         except Exception as error:  # a tokenizer may raise anything on hostile text
             if len(texts) == 1:
                 return [_as_value_error(error)]
-            return [ids for text in texts for ids in self._ids_of_all([text], ends)]
+            return [tokens for text in texts for tokens in self._tokenize([text], with_ends)]
 
-    def _guarded(self, text: str) -> _Ids | ValueError:
+    def _tokenize_or_error(self, text: str) -> _Tokens | ValueError:
         try:
-            return _Ids(checked_ids(self.tokenizer(text), "the tokenizer's output"))
+            return _Tokens(validate_token_ids(self.tokenizer(text), "the tokenizer's output"))
         except Exception as error:  # a tokenizer may raise anything on hostile text
             return _as_value_error(error)
 
-    def _needed_tokenizer(self) -> Any:
+    def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError("a row of text needs a tokenizer: pass tokenizer=")
         return self.tokenizer
 
 
-class _Ids(NamedTuple):
+class _Tokens(NamedTuple):
     """The tokens of one text."""
 
     ids: np.ndarray
     ends: np.ndarray | None = None
-    """The character behind each token; 0 for such as stand for none."""
+    """The character after each token; 0 for tokens without characters."""
 
     @classmethod
-    def of(cls, ids: list[int], places: list[tuple[int, int]] | None) -> _Ids:
-        ends = None if places is None else np.array([end for _, end in places], np.int64)
+    def of(cls, ids: list[int], offsets: list[tuple[int, int]] | None) -> _Tokens:
+        ends = None if offsets is None else np.array([end for _, end in offsets], np.int64)
         return cls(np.asarray(ids, np.int64), ends)
 
 
-def _eos_id(tokenizer: Any, eos: bool | int) -> int | None:
-    if eos is False:
+def _eos_token_id(tokenizer: Any, add_eos: bool | int) -> int | None:
+    if add_eos is False:
         return None
-    if eos is True:
+    if add_eos is True:
         return getattr(tokenizer, "eos_token_id", None)
-    if not isinstance(eos, int | np.integer):
-        raise ValueError(f"eos={eos!r}: True for the tokenizer's own, an id, or False for none")
-    return int(eos)
+    if not isinstance(add_eos, int | np.integer):
+        raise ValueError(
+            f"add_eos={add_eos!r}: True for the tokenizer's own, an id, or False for none"
+        )
+    return int(add_eos)
 
 
-def _known_ids(tokenizer: Any) -> int | None:
-    """Count the ids up to the largest: a vocabulary with gaps has fewer entries than that."""
+def _vocab_size(tokenizer: Any) -> int | None:
+    """Return the largest id plus 1: a vocabulary with gaps has fewer entries than that."""
     if hasattr(tokenizer, "get_vocab"):
         return max(tokenizer.get_vocab().values(), default=-1) + 1 or None
     return len(tokenizer) if hasattr(tokenizer, "__len__") else None
 
 
-def _schemas(tools: Any) -> list | tuple | None:
-    """Give a chat's tools, which many data sets store as JSON text: columns are of one type."""
-    found = tools
+def _parse_tools(tools: Any) -> list | tuple | None:
+    """Return a chat's tools; many datasets store them as JSON text, since columns have one type."""
+    schemas = tools
     if isinstance(tools, str):
         try:
-            found = json.loads(tools or "null")
+            schemas = json.loads(tools or "null")
         except json.JSONDecodeError:
             raise ValueError(f"tools must be a list of schemas, got {tools!r:.60}") from None
-    if found is not None and not isinstance(found, list | tuple):
-        raise ValueError(f"tools must be a list of schemas, got {type(found).__name__}")
-    return found
+    if schemas is not None and not isinstance(schemas, list | tuple):
+        raise ValueError(f"tools must be a list of schemas, got {type(schemas).__name__}")
+    return schemas
 
 
-def _text(value: Any, name: str) -> str:
+def _check_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {type(value).__name__}")
     if not value:

@@ -1,4 +1,4 @@
-"""What became of the data: packed, split, truncated, dropped, left out; and each source's share."""
+"""The report of a run: samples packed, split, truncated, dropped and skipped, and source shares."""
 
 from __future__ import annotations
 
@@ -8,44 +8,48 @@ from dataclasses import asdict, dataclass, field, fields
 from ..planning.overflow import Counts
 from ..sources.source import RowError
 
-NOTHING = "there is nothing to pack: the data is empty, or all was left out or dropped"
+NO_PACKS = "there is nothing to pack: the data is empty, or all of it was skipped or dropped"
+MAX_REASONS = 20
 
 
 @dataclass(slots=True)
 class SkippedRows:
-    """Rows that were left out, and why the first of them were."""
+    """The number of skipped rows, and the reasons of the first ones."""
 
     rows: int = 0
     reasons: list[str] = field(default_factory=list)
 
     def add(self, error: RowError) -> None:
-        """Count one."""
+        """Count one row."""
         self.rows += 1
-        if len(self.reasons) < 20:
-            self.reasons.append(f"{error.where}: {error.reason}")
+        if len(self.reasons) < MAX_REASONS:
+            self.reasons.append(f"{error.location}: {error.reason}")
 
 
-def report(counts: Counts, drawn: Sequence[int], skipped: SkippedRows, budget: int) -> dict:
-    """Put counts into one flat account; `shares` are the sources' shares of all tokens.
+def build_report(
+    counts: Counts, tokens_drawn: Sequence[int], skipped: SkippedRows, budget: int
+) -> dict:
+    """Combine counts into one flat dict; `shares` are the sources' fractions of all tokens.
 
     >>> counts = Counts(items=3, tokens=80, packs=1, packed_tokens=80)
-    >>> account = report(counts, [60, 20], Skipped(), budget=100)
-    >>> account["fill"], account["shares"]
+    >>> report = build_report(counts, [60, 20], SkippedRows(), budget=100)
+    >>> report["fill"], report["shares"]
     (0.8, [0.75, 0.25])
     """
-    room = counts.packs * budget
+    capacity = counts.packs * budget
     return {
         **asdict(counts),
-        "fill": counts.packed_tokens / room if room else 0.0,
-        "shares": [int(own) / max(1, sum(map(int, drawn))) for own in drawn],
+        "fill": counts.packed_tokens / capacity if capacity else 0.0,
+        "shares": [int(tokens) / max(1, sum(map(int, tokens_drawn))) for tokens in tokens_drawn],
         "skipped": {"rows": skipped.rows, "reasons": list(skipped.reasons)},
     }
 
 
 def add_counts(several: Iterable[Counts]) -> Counts:
-    """Add up the counts of several planners."""
+    """Add the counts of several planners."""
     total = Counts()
     for counts in several:
-        for one in fields(Counts):
-            setattr(total, one.name, getattr(total, one.name) + getattr(counts, one.name))
+        for counter in fields(Counts):
+            value = getattr(total, counter.name) + getattr(counts, counter.name)
+            setattr(total, counter.name, value)
     return total

@@ -1,12 +1,13 @@
-"""The order of rows: permutations, epochs, shares of ranks and workers, mixtures. Pure integers."""
+"""The order of a run in pure integers: permutations, epochs, mixtures, shares of the ranks."""
 
 from .mixture import Mixture
-from .permutation import Position, Share, key, shuffled
+from .permutation import permute, shuffle_key
+from .share import Position, Share
 
 __all__ = [
     "Mixture",
     "Position",
     "Share",
-    "key",
-    "shuffled",
+    "permute",
+    "shuffle_key",
 ]

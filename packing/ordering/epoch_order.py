@@ -1,4 +1,4 @@
-"""The documents of an epoch in their order, window by window: shuffled, and mixed by weight."""
+"""The documents of an epoch in order, block by block: shuffled, and mixed by weight."""
 
 from __future__ import annotations
 
@@ -6,77 +6,82 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .mixture import Mixture, Stop, Weight
-from .permutation import key, shuffled
+from .mixture import Mixture, StoppingStrategy, Weight
+from .permutation import permute, shuffle_key
 
-WINDOW = 1 << 16
+ORDER_BLOCK = 1 << 16
 """Documents ordered at a time."""
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, lap: str = "") -> Iterator:
-    """Give the documents 0..n-1 in the order of an epoch, in windows.
+    """Yield the documents 0..n-1 in the order of an epoch, in blocks.
 
-    >>> [window.tolist() for window in epoch_order(3, seed=0, epoch=0, shuffle=False)]
+    >>> [block.tolist() for block in epoch_order(3, seed=0, epoch=0, shuffle=False)]
     [[0, 1, 2]]
     """
-    for begin in range(0, n, WINDOW):
-        places = np.arange(begin, min(begin + WINDOW, n))
-        yield shuffled(places, n, key("epoch", seed, epoch, lap)) if shuffle else places
+    for begin in range(0, n, ORDER_BLOCK):
+        positions = np.arange(begin, min(begin + ORDER_BLOCK, n))
+        key = shuffle_key("epoch", seed, epoch, lap)
+        yield permute(positions, n, key) if shuffle else positions
 
 
 class MixedOrder:
-    """The documents of several sources, numbered through, drawn by weight."""
+    """The documents of several sources, numbered consecutively and drawn by weight."""
 
     def __init__(
         self,
-        firsts: Sequence[int],
+        first_documents: Sequence[int],
         lengths: np.ndarray,
         weights: Sequence[Weight],
-        stop: Stop,
+        stopping_strategy: StoppingStrategy,
         seed: int,
         shuffle: bool,
     ):
-        """Source s holds the documents firsts[s]:firsts[s + 1] of `lengths`."""
-        self.firsts, self.lengths = firsts, lengths
+        """Source s holds the documents first_documents[s]:first_documents[s + 1] of `lengths`."""
+        self.first_documents, self.lengths = first_documents, lengths
         self.weights: Sequence[Weight] = weights
-        self.stop: Stop = stop
+        self.stopping_strategy: StoppingStrategy = stopping_strategy
         self.seed, self.shuffle = seed, shuffle
 
-    def epoch(self, epoch: int, drawn: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Give an epoch's documents; `drawn` are the tokens of each source before it."""
-        mixture = Mixture(self.weights, self.stop)
-        if drawn is not None:
-            mixture.drawn[:] = drawn
-        laps = [0] * len(self.weights)
-        windows = [self._lap(s, epoch, 0) for s in range(len(laps))]
-        coming = [np.zeros(0, np.int64) for _ in laps]
-        while True:
-            choices, short = mixture.draw([self.lengths[documents] for documents in coming])
-            if len(choices):
-                yield self._take(choices, coming)
-            if short < 0:
-                return
-            more = next(windows[short], None)
-            if more is not None:
-                coming[short] = more
-            elif mixture.ran_out(short):
-                return
-            elif self.stop == "cycle":
-                laps[short] += 1
-                windows[short] = self._lap(short, epoch, laps[short])
+    def epoch(self, epoch: int, tokens_drawn: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Yield the documents of an epoch.
 
-    def _take(self, choices: np.ndarray, coming: list[np.ndarray]) -> np.ndarray:
+        tokens_drawn: the tokens drawn from each source before this epoch.
+        """
+        mixture = Mixture(self.weights, self.stopping_strategy)
+        if tokens_drawn is not None:
+            mixture.tokens_drawn[:] = tokens_drawn
+        laps = [0] * len(self.weights)
+        blocks = [self._lap(source, epoch, 0) for source in range(len(laps))]
+        queues = [np.zeros(0, np.int64) for _ in laps]
+        while True:
+            choices, needed = mixture.draw([self.lengths[queue] for queue in queues])
+            if len(choices):
+                yield self._take(choices, queues)
+            if needed < 0:
+                return
+            block = next(blocks[needed], None)
+            if block is not None:
+                queues[needed] = block
+            elif mixture.mark_exhausted(needed):
+                return
+            elif self.stopping_strategy == "all_exhausted":
+                laps[needed] += 1
+                blocks[needed] = self._lap(needed, epoch, laps[needed])
+
+    def _take(self, choices: np.ndarray, queues: list[np.ndarray]) -> np.ndarray:
+        """Remove the chosen documents from the queues and return them in the order of choice."""
         documents = np.empty(len(choices), np.int64)
-        for source in range(len(coming)):
+        for source in range(len(queues)):
             chosen = choices == source
             count = int(chosen.sum())
-            documents[chosen], coming[source] = coming[source][:count], coming[source][count:]
+            documents[chosen], queues[source] = queues[source][:count], queues[source][count:]
         return documents
 
     def _lap(self, source: int, epoch: int, lap: int) -> Iterator[np.ndarray]:
-        first = self.firsts[source]
-        n = self.firsts[source + 1] - first
+        first = self.first_documents[source]
+        n = self.first_documents[source + 1] - first
         if not n:
-            raise ValueError(f"source {source} of the mixture is empty: leave it out")
-        for window in epoch_order(n, self.seed, epoch, self.shuffle, f"{source}.{lap}"):
-            yield first + window
+            raise ValueError(f"source {source} of the mixture is empty: remove it")
+        for block in epoch_order(n, self.seed, epoch, self.shuffle, f"{source}.{lap}"):
+            yield first + block

@@ -1,12 +1,10 @@
-"""Lengths in, plans out: which samples share a pack. Pure integers."""
+"""Lengths to plans in pure integers: which samples share a pack."""
 
-from .cost import Cost
-from .lengths import pack_lengths
-from .leveling import level
+from .leveling import Cost, balance_plan
 from .overflow import Counts, Overflow
 from .packer import Packer
 from .plan import Plan
-from .planner import Planner, whole
+from .planner import Planner, Strategy, check_ints, pack_lengths
 
 __all__ = [
     "Cost",
@@ -15,7 +13,8 @@ __all__ = [
     "Packer",
     "Plan",
     "Planner",
-    "level",
+    "Strategy",
+    "balance_plan",
+    "check_ints",
     "pack_lengths",
-    "whole",
 ]

@@ -1,153 +1,271 @@
-"""Best fit over a small pool: what fills a pack goes out, the rest waits for something better.
+"""Best fit over a small pool: emit packs that are full, defer the rest for a better fit.
 
-    arrivals ─▶ fills a pack with one of the pool? ─ yes ─▶ out
+    arrivals ─▶ completes a pack with a pooled segment? ─ yes ─▶ emit
                   │ no
                   ▼
-                 pool ── full ─▶ a trial pack for every segment ─▶ full enough? ─▶ out
-                  ▲                                                    │ no
-                  └────────────────────────────────────────────────────┘
+                 pool ── full ─▶ trial packs of all segments ─▶ full enough? ─ yes ─▶ emit
+                  ▲                                                 │ no
+                  └─────────────────────────────────────────────────┘
 
-An arrival leaves at once with a segment that waits if the two fill a pack. Where long segments
-make up a good part of the pool, so that most packs are pairs, a pack of two may lack a little:
-nothing up to a pool half full, then more and more up to 0.25 % of the budget. The pool so stays
-nearly full, and only the best of its pairs leave.
+An arrival is emitted at once together with a pooled segment if the two fill a pack. If long
+segments (over half a pack) are over a third of the pool, so that most packs are pairs, such a pair
+may be slightly underfull: by nothing while the pool is at most half full, then by up to 0.25 % of
+the budget. The pool thus stays nearly full, and only the best pairs leave it.
 
-A round happens when the pool is full, at the latest after 4 · `pool` arrivals: everything goes into
-trial packs (see `trial_packs`), long segments first, so what is hard to place has the whole pool to
-choose from. A pack is full enough if it lacks at most 0.5 % of the budget, or belongs to the
-fullest 30 % of its round. While the pool holds many segments longer than half a pack, packs
-without one stay: the short segments are what the long ones wait for.
+A sweep takes place when the pool is full, at the latest after 4 · `pool` arrivals. It puts all
+segments into trial packs by best-fit decreasing: the longest segment opens a pack, then follows
+the largest that fits, or a pair that fills the rest exactly. A pack is full enough if its slack is
+at most 0.5 % of the budget, or if it is among the fullest 30 % of its sweep. While the pool holds
+many long segments, packs without one are deferred: the long segments need the short ones.
 
-Each time a segment is put back its next pack may lack half as much again, so after PATIENCE times
-any pack will do (0.5 % · 1.5^14 > 100 %): a segment sees at most 15 rounds. What happens depends on
-the pool and the arrivals since the last round alone, so the packs do not depend on how the
-arrivals were cut into calls.
+Each deferral of a segment raises the slack allowed for its next pack by half, so after
+MAX_DEFERRALS any pack is full enough (0.5 % · 1.5^14 > 100 %): a segment takes part in at most 15
+sweeps. The result depends only on the pool and the arrivals since the last sweep, so the packs do
+not depend on how the arrivals were cut into calls.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from ..jit import jit
-from .bitset import add, at, discard, empty_bitset, largest_within
-from .trial_packs import trial_packs
+from .bitset import add, contains, discard, empty_bitset, largest_at_most, largest_within, unsigned
 
-PATIENCE = 14
-"""How often a segment may be put back."""
-LAPS = 4
-"""Pools of arrivals after which a round comes even though the pool is not full."""
-PROBES, PROBES_OF_MANY, MANY = 4, 2, 4096
+MAX_DEFERRALS = 14
+"""How often a segment may be deferred."""
+MAX_POOLS_PER_SWEEP = 4
+"""A sweep takes place after this many pools of arrivals even if the pool is not full."""
+PAIR_PROBES, LARGE_POOL_PAIR_PROBES, LARGE_POOL = 4, 2, 4096
 """Pairs tried, from the most unequal to the most equal, for one that fills a pack exactly.
 
-More would fill more packs exactly, and use up the short segments that the long ones need; the
-larger the pool, the more often a pair is found. On hard mixes these leave 0.2 to 6 points less
-empty than best-fit decreasing, whatever the pool; sixteen pairs would leave up to 1 point more."""
-ALLOWANCE = 1.5 ** np.arange(PATIENCE + 1)
-"""By what factor a pack may be less full when its most patient segment was put back n times."""
-LOOSE = 400
-"""A pair may lack one part in so many of the budget when the pool is full."""
+More probes would fill more packs exactly, and use up the short segments that the long ones need;
+the larger the pool, the more often a pair is found. On hard length distributions these values
+leave 0.2 to 6 points less empty than best-fit decreasing for any pool; sixteen probes would leave
+up to 1 point more."""
+SLACK_GROWTH = 1.5 ** np.arange(MAX_DEFERRALS + 1)
+"""Factor on the allowed slack of a pack, by the highest deferral count of its segments."""
+PAIR_SLACK_DIVISOR = 400
+"""With a full pool, a pair may lack budget / PAIR_SLACK_DIVISOR."""
+
+
+class Buckets(NamedTuple):
+    """The pooled segments by size: a linked list of slots per size, newest first, and a bitset."""
+
+    heads: Any
+    """int32 [budget + 1]: the first slot of each size, or -1."""
+    links: Any
+    """int32 [slots]: the next slot of the same size, or -1."""
+    low: Any
+    high: Any
+    """The bitset of sizes whose list is not empty."""
+
+
+class Output(NamedTuple):
+    """The emitted packs: the segments in order, and the offsets of the packs."""
+
+    order: Any
+    offsets: Any
+
+
+class PoolState(NamedTuple):
+    """Counters of the pool."""
+
+    arrived: int
+    """Segments taken from the arrivals."""
+    used: int
+    """Slots used since the last sweep."""
+    pooled: int
+    """Segments in the pool."""
+    long: int
+    """Those of them longer than half a pack."""
+    packs: int
+    """Packs emitted."""
+
+
+class TrialPacks(NamedTuple):
+    """The trial packs of a sweep."""
+
+    slots: Any
+    """int64 [pool]: the slots of all packs."""
+    ends: Any
+    """int64 [pool + 1]: where each pack ends in `slots`."""
+    slack: Any
+    """int64 [pool]: the unused capacity of each pack."""
+    deferrals: Any
+    """int64 [pool]: the highest deferral count among the segments of each pack."""
 
 
 @jit
-def best_fit(places, waits, since, budget, pool, final):
-    """Pack segments of these places (rounded lengths), given in order of arrival.
+def best_fit(sizes, deferrals, since, budget, pool, final):
+    """Pack segments of these sizes (rounded lengths), given in order of arrival.
 
-    `waits` says how often each of the first ones was put back, for those that were looked at
-    before; `since` how many slots are used since the last round. Gives the segments of the packs
-    that go out, the offsets of these packs, the segments held back, their waits and `since`.
+    `deferrals` are the deferral counts of the first segments, those that an earlier call pooled;
+    `since` is the number of slots used since the last sweep. Returns the segments of the emitted
+    packs, the offsets of these packs, the pending segments, their deferral counts and `since`.
     """
-    n, slots = len(places), LAPS * pool
-    out = np.empty(n, np.int64), np.zeros(n + 1, np.int64)
-    held, wait = np.arange(slots), np.zeros(slots, np.int64)
-    packed = np.empty(pool, np.int64), np.zeros(pool + 1, np.int64)
-    slack, oldest = np.empty(pool, np.int64), np.empty(pool, np.int64)
-    lists = np.full(budget + 1, -1, np.int32), np.empty(slots, np.int32)
-    levels = empty_bitset(budget)
-    probes = PROBES if pool <= MANY else PROBES_OF_MANY
-    source = m = len(waits)
-    packs, used = 0, since
-    wait[:m], wait[m:used] = waits, -1
-    long = _file(places, held[:m], budget, lists, levels)
+    n, num_slots = len(sizes), MAX_POOLS_PER_SWEEP * pool
+    out = Output(np.empty(n, np.int64), np.zeros(n + 1, np.int64))
+    segment_of, deferral_counts = np.arange(num_slots), np.zeros(num_slots, np.int64)
+    trial = TrialPacks(
+        np.empty(pool, np.int64),
+        np.zeros(pool + 1, np.int64),
+        np.empty(pool, np.int64),
+        np.empty(pool, np.int64),
+    )
+    low, high = empty_bitset(budget)
+    heads = np.full(budget + 1, -1, np.int32)
+    buckets = Buckets(heads, np.empty(num_slots, np.int32), low, high)
+    probes = PAIR_PROBES if pool <= LARGE_POOL else LARGE_POOL_PAIR_PROBES
+    pooled = len(deferrals)
+    deferral_counts[:pooled], deferral_counts[pooled:since] = deferrals, -1
+    long = _insert_all(sizes, segment_of[:pooled], budget, buckets)
+    state = PoolState(pooled, since, pooled, long, 0)
     while True:
-        at_hand = source, used, m, long, packs
-        at_hand = _arrive(places, at_hand, budget, pool, held, wait, lists, levels, out)
-        source, used, m, long, packs = at_hand
-        last = final and source == n
-        if m == 0 or (m < pool and used < slots and not last):
+        state = _take_arrivals(
+            sizes, state, budget, pool, segment_of, deferral_counts, buckets, out
+        )
+        last = final and state.arrived == n
+        if state.pooled == 0 or (state.pooled < pool and state.used < num_slots and not last):
             break
-        k, halves = trial_packs(lists, levels, wait, budget, probes, packed, slack, oldest)
-        if last or 5 * long <= 2 * m:
-            halves = k
-        limit = budget if last else _slack_limit(slack[:halves], budget)
-        may_lack = slack[:k], oldest, limit, halves
-        leaving, m = _let_go(held, wait, packed, may_lack, out, packs)
-        packs, used = packs + leaving, m
-        long = _file(places, held[:m], budget, lists, levels)
-    order, offsets = out
-    left = np.flatnonzero(wait[:used] >= 0)
-    return order[: offsets[packs]], offsets[: packs + 1], held[left], wait[left], used
+        count, num_long = _build_trial_packs(buckets, deferral_counts, budget, probes, trial)
+        if last or 5 * state.long <= 2 * state.pooled:
+            num_long = count
+        limit = budget if last else _slack_limit(trial.slack[:num_long], budget)
+        emitted, pooled = _emit_full_packs(
+            segment_of, deferral_counts, trial, count, num_long, limit, out, state.packs
+        )
+        long = _insert_all(sizes, segment_of[:pooled], budget, buckets)
+        state = PoolState(state.arrived, pooled, pooled, long, state.packs + emitted)
+    pending = np.flatnonzero(deferral_counts[: state.used] >= 0)
+    return (
+        out.order[: out.offsets[state.packs]],
+        out.offsets[: state.packs + 1],
+        segment_of[pending],
+        deferral_counts[pending],
+        state.used,
+    )
 
 
 @jit
-def _file(places, held, budget, lists, levels):
-    """Put the segments of the first slots into their lists; gives how many are long."""
-    heads, links = lists
-    low, high = levels
+def _insert_all(sizes, segment_of, budget, buckets):
+    """Insert the segments of the first slots into the buckets; return how many are long."""
+    heads, links, low, high = buckets
     long = 0
-    for s in range(len(held)):
-        place = places[held[s]]
-        links[at(s)] = heads[at(place)]
-        heads[at(place)] = s
-        add(low, high, place)
-        long += 2 * place > budget
+    for s in range(len(segment_of)):
+        size = sizes[segment_of[s]]
+        links[unsigned(s)] = heads[unsigned(size)]
+        heads[unsigned(size)] = s
+        add(low, high, size)
+        long += 2 * size > budget
     return long
 
 
 @jit
-def _arrive(places, at_hand, budget, pool, held, wait, lists, levels, out):
-    """Take arrivals until the pool is full: each leaves with a partner, or is filed in a slot.
+def _take_arrivals(sizes, state, budget, pool, segment_of, deferral_counts, buckets, out):
+    """Take arrivals until the pool is full: each is emitted with a partner, or pooled in a slot.
 
-    A slot that was left carries the wait -1; with the last, all slots are free again.
+    A slot whose segment was emitted has the deferral count -1; once the pool is empty, all slots
+    are free again.
     """
-    source, used, m, long, packs = at_hand
-    heads, links = lists
-    low, high = levels
+    arrived, used, pooled, long, packs = state
+    heads, links, low, high = buckets
     order, offsets = out
-    done, half = offsets[packs], pool // 2
-    scale = (budget << 32) // (LOOSE * (pool - half))
-    while m < pool and used < len(held) and source < len(places):
-        place = places[source]
-        loose = ((m - half) * scale) >> 32 if m > half and 3 * long > m else 0
-        partner = largest_within(low, budget - place, loose)
+    end, half = offsets[packs], pool // 2
+    scale = (budget << 32) // (PAIR_SLACK_DIVISOR * (pool - half))
+    while pooled < pool and used < len(segment_of) and arrived < len(sizes):
+        size = sizes[arrived]
+        slack = ((pooled - half) * scale) >> 32 if pooled > half and 3 * long > pooled else 0
+        partner = largest_within(low, budget - size, slack)
         if partner >= 0:
-            s = heads[at(partner)]
-            heads[at(partner)] = links[at(s)]
-            if links[at(s)] < 0:
+            s = heads[unsigned(partner)]
+            heads[unsigned(partner)] = links[unsigned(s)]
+            if links[unsigned(s)] < 0:
                 discard(low, high, partner)
-            order[done], order[done + 1] = held[s], source
-            done += 2
+            order[end], order[end + 1] = segment_of[s], arrived
+            end += 2
             packs += 1
-            offsets[packs] = done
-            wait[s] = -1
-            m -= 1
+            offsets[packs] = end
+            deferral_counts[s] = -1
+            pooled -= 1
             long -= 2 * partner > budget
-            used = used if m else 0
-        else:  # filed as in _file, written out: a call would cost more than the arrival
-            links[at(used)] = heads[at(place)]
-            heads[at(place)] = used
-            add(low, high, place)
-            held[used] = source
-            wait[used] = 0
+            used = used if pooled else 0
+        else:  # _insert_all, inlined: a call would cost more than the arrival
+            links[unsigned(used)] = heads[unsigned(size)]
+            heads[unsigned(size)] = used
+            add(low, high, size)
+            segment_of[used] = arrived
+            deferral_counts[used] = 0
             used += 1
-            m += 1
-            long += 2 * place > budget
-        source += 1
-    return source, used, m, long, packs
+            pooled += 1
+            long += 2 * size > budget
+        arrived += 1
+    return PoolState(arrived, used, pooled, long, packs)
+
+
+@jit
+def _build_trial_packs(buckets, deferral_counts, budget, probes, trial):
+    """Move all segments from the buckets into trial packs, the longest first.
+
+    Returns the number of packs, and how many of them, the first ones, have a long segment.
+    """
+    heads, links, low, high = buckets
+    slots, ends, slack, deferrals = trial
+    n = packs = num_long = 0
+    opening = largest_at_most(low, high, budget)
+    while opening >= 0:
+        capacity = budget
+        most_deferred = np.int64(0)
+        size = opening
+        second = np.int64(-1)
+        while size >= 0:
+            s = heads[unsigned(size)]
+            heads[unsigned(size)] = links[unsigned(s)]
+            if links[unsigned(s)] < 0:
+                discard(low, high, size)
+            slots[unsigned(n)] = s
+            n += 1
+            most_deferred = max(most_deferred, deferral_counts[unsigned(s)])
+            capacity -= size
+            if capacity == 0:
+                break
+            if second >= 0:
+                size = second
+                second = np.int64(-1)
+            else:
+                size = largest_at_most(low, high, capacity)
+                if size < capacity < 2 * size:
+                    first = _first_of_pair(capacity, size, probes, low, high, heads, links)
+                    if first >= 0:
+                        size = first
+                        second = capacity - first
+        slack[packs] = capacity
+        deferrals[packs] = most_deferred
+        packs += 1
+        ends[packs] = n
+        if 2 * opening > budget:
+            num_long = packs
+        opening = largest_at_most(low, high, opening)
+    return packs, num_long
+
+
+@jit
+def _first_of_pair(capacity, largest, probes, low, high, heads, links):
+    """Find the larger of two segments that fill the capacity exactly, or -1."""
+    step = (2 * largest - capacity) // (2 * probes) + 1
+    first = largest
+    while 2 * first >= capacity:
+        second = capacity - first
+        if contains(low, second) and (second != first or links[heads[first]] >= 0):
+            return first
+        first = largest_at_most(low, high, first - step)
+    return np.int64(-1)
 
 
 @jit
 def _slack_limit(slack, budget):
-    """Choose what a pack may lack: 0.5 % of the budget, or what the fullest 30 % lack."""
+    """Choose the allowed slack: 0.5 % of the budget, or that of the fullest 30 % of the packs."""
     limit = budget // 200
     enough = (3 * len(slack) + 9) // 10
     full = 0
@@ -170,43 +288,43 @@ def _slack_limit(slack, budget):
 
 
 @jit
-def _let_go(held, wait, packed, may_lack, out, packs):
-    """Write the packs that go out, put the others back; gives how many went and stayed.
+def _emit_full_packs(segment_of, deferral_counts, trial, count, num_long, limit, out, packs):
+    """Write the packs that are full enough, defer the others; return how many packs and segments.
 
-    Packs behind the first `halves` hold no long segment, and leave only when patience is over.
+    Packs after the first `num_long` have no long segment, and are emitted only after
+    MAX_DEFERRALS.
     """
-    slots, ends = packed
-    slack, oldest, limit, halves = may_lack
+    slots, ends, slack, deferrals = trial
     order, offsets = out
-    back = np.empty(ends[len(slack)], np.int64)
-    back_wait = np.empty_like(back)
-    stride = _golden_stride(len(slack))
-    p = leaving = stay = 0
-    done = offsets[packs]
-    for _ in range(len(slack)):
-        leaves = slack[p] < (limit + 1) * ALLOWANCE[oldest[p]]
-        if leaves and (p < halves or oldest[p] == PATIENCE):
+    deferred = np.empty(ends[count], np.int64)
+    deferred_counts = np.empty_like(deferred)
+    stride = _golden_stride(count)
+    p = emitted = num_deferred = 0
+    end = offsets[packs]
+    for _ in range(count):
+        full_enough = slack[p] < (limit + 1) * SLACK_GROWTH[deferrals[p]]
+        if full_enough and (p < num_long or deferrals[p] == MAX_DEFERRALS):
             for j in range(ends[p], ends[p + 1]):
-                order[done] = held[slots[j]]
-                done += 1
-            leaving += 1
-            offsets[packs + leaving] = done
+                order[end] = segment_of[slots[j]]
+                end += 1
+            emitted += 1
+            offsets[packs + emitted] = end
         else:
             for j in range(ends[p], ends[p + 1]):
-                back[stay] = held[slots[j]]
-                back_wait[stay] = wait[slots[j]] + 1
-                stay += 1
+                deferred[num_deferred] = segment_of[slots[j]]
+                deferred_counts[num_deferred] = deferral_counts[slots[j]] + 1
+                num_deferred += 1
         p += stride
-        if p >= len(slack):
-            p -= len(slack)
-    held[:stay] = back[:stay]
-    wait[:stay] = back_wait[:stay]
-    return leaving, stay
+        if p >= count:
+            p -= count
+    segment_of[:num_deferred] = deferred[:num_deferred]
+    deferral_counts[:num_deferred] = deferred_counts[:num_deferred]
+    return emitted, num_deferred
 
 
 @jit
 def _golden_stride(packs):
-    """Choose steps that visit all packs so that neighbours differ: near the golden section."""
+    """Choose a stride near the golden section that visits all packs, so that neighbours differ."""
     stride = max(1, int(packs * 0.618))
     while np.gcd(stride, packs) > 1:
         stride += 1

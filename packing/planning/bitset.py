@@ -1,12 +1,12 @@
-"""A set of small integers that finds its largest member below a bound in a few instructions.
+"""A two-level bitset of small integers that finds its largest member up to a bound quickly.
 
 One bit per value in `low`, one bit per non-empty word of `low` in `high`:
 
     values   {3, 64, 130}
-    low      [...1.... | 1....... | ..1.....]     64 values a word
-    high     [1 1 1 ...]                          64 words a word
+    low      [...1.... | 1....... | ..1.....]     64 values per word
+    high     [1 1 1 ...]                          64 words per word
 
-so a search looks at one word, and where that is empty at one or two more: 4096 values a step.
+A search reads one word, and if that is empty one or two more: 4096 values per step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from numba.extending import intrinsic
 
 from ..jit import jit
 
-at = np.uint64
-"""An index that cannot be negative: numba then leaves out its test for one, a tenth of the time."""
+unsigned = np.uint64
+"""An index that cannot be negative: numba omits its sign test, a tenth of the time."""
 ZERO = np.uint64(0)
 ONE = np.uint64(1)
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -40,7 +40,7 @@ leading_zeros: Any = intrinsic(_leading_zeros)
 
 @jit
 def empty_bitset(largest):
-    """Make the two levels of an empty set of values 0 .. largest."""
+    """Return the two levels of an empty set of values 0 .. largest."""
     words = (largest >> 6) + 1
     return np.zeros(words, np.uint64), np.zeros(((words - 1) >> 6) + 1, np.uint64)
 
@@ -48,54 +48,54 @@ def empty_bitset(largest):
 @jit
 def add(low, high, value):
     word = value >> 6
-    low[at(word)] |= ONE << np.uint64(value & 63)
-    high[at(word >> 6)] |= ONE << np.uint64(word & 63)
+    low[unsigned(word)] |= ONE << np.uint64(value & 63)
+    high[unsigned(word >> 6)] |= ONE << np.uint64(word & 63)
 
 
 @jit
 def discard(low, high, value):
     word = value >> 6
-    low[at(word)] &= ~(ONE << np.uint64(value & 63))
-    if low[at(word)] == ZERO:
-        high[at(word >> 6)] &= ~(ONE << np.uint64(word & 63))
+    low[unsigned(word)] &= ~(ONE << np.uint64(value & 63))
+    if low[unsigned(word)] == ZERO:
+        high[unsigned(word >> 6)] &= ~(ONE << np.uint64(word & 63))
 
 
 @jit
 def contains(low, value):
-    return (low[at(value >> 6)] >> np.uint64(value & 63)) & ONE != ZERO
+    return (low[unsigned(value >> 6)] >> np.uint64(value & 63)) & ONE != ZERO
 
 
 @jit
 def largest_at_most(low, high, bound):
     """Find the largest member <= bound, or -1."""
     word = bound >> 6
-    bits = low[at(word)] & (ALL >> np.uint64(63 - (bound & 63)))
-    # Its own return: joined with the rare path below, a search takes twice as long.
+    bits = low[unsigned(word)] & (ALL >> np.uint64(63 - (bound & 63)))
+    # A return of its own: merged with the rare path below, a search takes twice as long.
     if bits != ZERO:
         return (word << 6) + 63 - leading_zeros(bits)
     word -= 1
     if word < 0:
         return np.int64(-1)
     top = word >> 6
-    bits = high[at(top)] & (ALL >> np.uint64(63 - (word & 63)))
+    bits = high[unsigned(top)] & (ALL >> np.uint64(63 - (word & 63)))
     while bits == ZERO:
         top -= 1
         if top < 0:
             return np.int64(-1)
-        bits = high[at(top)]
+        bits = high[unsigned(top)]
     word = (top << 6) + 63 - leading_zeros(bits)
-    return (word << 6) + 63 - leading_zeros(low[at(word)])
+    return (word << 6) + 63 - leading_zeros(low[unsigned(word)])
 
 
 @jit
 def largest_within(low, bound, within):
-    """Find the largest member of bound - within .. bound, or -1; looks 64 values back at most."""
+    """Find the largest member of bound - within .. bound, or -1; searches up to 64 back."""
     word = bound >> 6
-    bits = low[at(word)] & (ALL >> np.uint64(63 - (bound & 63)))
+    bits = low[unsigned(word)] & (ALL >> np.uint64(63 - (bound & 63)))
     if bits == ZERO and (bound & 63) < within and word > 0:
         word -= 1
-        bits = low[at(word)]
+        bits = low[unsigned(word)]
     if bits == ZERO:
         return np.int64(-1)
-    found = (word << 6) + 63 - leading_zeros(bits)
-    return found if bound - found <= within else np.int64(-1)
+    largest = (word << 6) + 63 - leading_zeros(bits)
+    return largest if bound - largest <= within else np.int64(-1)

@@ -1,85 +1,133 @@
-"""Levelling: ranks that step together get packs of like cost.
+"""Leveling: ranks that step together get packs of similar cost.
 
-    decided packs, a window at a time      3 9 1 4 8 2 7 5
+    planned packs, a block at a time       3 9 1 4 8 2 7 5
     sorted by cost                         1 2 3 4 5 7 8 9
     cut into groups that step together     1 2 3 4 | 5 7 8 9
-    groups shuffled, and inside them too   7 5 9 8 | 2 4 1 3
+    groups shuffled, also inside           7 5 9 8 | 2 4 1 3
 
-Pack k goes to rank k mod world whatever the world is, so groups of 64 neighbours are level, and
-in them groups of 8: a pure function of the plan, without communication, the same for any number
-of ranks. Groups stand at multiples of their size in the run's sequence of packs; where the first
-or last one of a run is not whole, it takes neighbours from anywhere in the sorted window.
+The cost of a pack is linear in its tokens, plus attention, quadratic in the lengths:
+
+    cost = linear · Σ length  +  quadratic · Σ length²
+
+Packs of equal tokens differ in the second sum, and the ranks of a step wait for the slowest one.
+
+Pack k goes to rank k mod world_size for any world size, so groups of 64 neighbours are leveled, and
+inside them groups of 8: a pure function of the plan, without communication, the same for any number
+of ranks. Groups start at multiples of their size in the run's sequence of packs; the first or last
+group of a block may be incomplete and then takes its packs from anywhere in the sorted block.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from ..ordering.permutation import key, shuffled
-from .cost import Cost
+from ..ordering.permutation import permute, shuffle_key
 from .plan import Plan
 
 GROUPS = (64, 8)
 
 
-class Leveler:
-    """Reorders packs inside windows of `window` packs so that neighbours cost about the same.
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost coefficients of a model; default: a 7B model (hidden size 4096) as verl counts it.
 
-    first: the place of the first pack in the run's sequence, so that groups stay aligned.
+    >>> Cost().of(np.array([1000, 2000])).tolist()
+    [25576000.0, 53152000.0]
+    """
+
+    linear: float = 24576.0
+    quadratic: float = 1.0
+
+    def __post_init__(self):
+        if self.linear < 0 or self.quadratic < 0 or self.linear + self.quadratic == 0:
+            raise ValueError(f"a cost must increase with the length, got {self}")
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the cost of each sequence."""
+        lengths = lengths.astype(np.float64)
+        return (self.linear + self.quadratic * lengths) * lengths
+
+    def of_packs(self, plan: Plan) -> np.ndarray:
+        """Return the cost of each pack."""
+        return plan.sum_per_pack(self.of(plan.lengths))
+
+
+class Leveler:
+    """Reorders packs inside blocks of `block` packs so that neighbours cost about the same.
+
+    first: index of the first pack in the run's sequence, so that groups stay aligned.
 
     >>> lengths = np.array([3, 9, 1, 4, 8, 2, 7, 5])
     >>> plan = Plan(np.arange(8), np.zeros(8, int), lengths, np.arange(9))
-    >>> level(plan, window=64).lengths.tolist()
+    >>> balance_plan(plan, block=64).lengths.tolist()
     [1, 2, 3, 4, 5, 7, 8, 9]
     """
 
     def __init__(
-        self, cost: Cost | None = None, *, window: int = 1024, seed: int = 0, first: int = 0
+        self, cost: Cost | None = None, *, block: int = 1024, seed: int = 0, first: int = 0
     ):
-        if window < 1 or window % GROUPS[0]:
-            raise ValueError(f"window {window} must be a multiple of {GROUPS[0]} packs")
+        if block < 1 or block % GROUPS[0]:
+            raise ValueError(f"block {block} must be a multiple of {GROUPS[0]} packs")
         self.cost = cost or Cost()
-        self.window, self.seed = window, seed
+        self.block, self.seed = block, seed
         self._next = first
-        self._held = Plan.join([])
+        self._pending = Plan.join([])
 
     def feed(self, plan: Plan) -> Plan:
-        """Take the next packs; give those of the windows that are complete now."""
-        self._held = Plan.join([self._held, plan])
-        out = []
-        while len(self._held) >= (room := self.window - self._next % self.window):
-            out.append(self._level(room))
-        return Plan.join(out)
+        """Take the next packs; return those of the blocks that are now complete."""
+        self._pending = Plan.join([self._pending, plan])
+        leveled = []
+        while len(self._pending) >= (missing := self.block - self._next % self.block):
+            leveled.append(self._level(missing))
+        return Plan.join(leveled)
 
     def finish(self) -> Plan:
-        """Give the packs that still wait for their window to fill."""
-        return self._level(len(self._held))
+        """Return the packs of the incomplete block."""
+        return self._level(len(self._pending))
 
     def _level(self, count: int) -> Plan:
-        packs = np.arange(len(self._held))
-        now, self._held = self._held.take(packs[:count]), self._held.take(packs[count:])
-        window, begin = divmod(self._next, self.window)
-        order = np.argsort(self.cost.of_packs(now), kind="stable")
+        packs = np.arange(len(self._pending))
+        plan = self._pending.take(packs[:count])
+        self._pending = self._pending.take(packs[count:])
+        block, offset = divmod(self._next, self.block)
+        order = np.argsort(self.cost.of_packs(plan), kind="stable")
         self._next += count
-        return now.take(_grouped(order, begin, key("level", self.seed, window)))
+        return plan.take(_shuffle_groups(order, offset, shuffle_key("level", self.seed, block)))
 
 
-def level(plan: Plan, cost: Cost | None = None, *, window: int = 1024, seed: int = 0) -> Plan:
-    """Level a whole plan; see `Leveler`."""
-    leveller = Leveler(cost, window=window, seed=seed)
-    return Plan.join([leveller.feed(plan), leveller.finish()])
+class NoLeveling:
+    """The interface of a `Leveler` that keeps the planned order."""
+
+    def feed(self, plan: Plan) -> Plan:
+        """Return the plan unchanged."""
+        return plan
+
+    def finish(self) -> Plan:
+        """Return no packs."""
+        return Plan.join([])
 
 
-def _grouped(order: np.ndarray, begin: int, shuffle_key: np.uint64) -> np.ndarray:
-    """Cut packs, sorted by cost, into groups of 64 of 8, and shuffle these, and inside them."""
+def balance_plan(plan: Plan, cost: Cost | None = None, *, block: int = 1024, seed: int = 0) -> Plan:
+    """Level a complete plan; see `Leveler`."""
+    leveler = Leveler(cost, block=block, seed=seed)
+    return Plan.join([leveler.feed(plan), leveler.finish()])
+
+
+def _shuffle_groups(order: np.ndarray, offset: int, key: np.uint64) -> np.ndarray:
+    """Cut packs, sorted by cost, into groups of 64 of 8; shuffle the groups and inside them.
+
+    offset: index of the first pack in its block.
+    """
     large, small = GROUPS
-    head = min(-begin % large, len(order))
+    head = min(-offset % large, len(order))
     tail = (len(order) - head) % large
-    cut = int(shuffle_key) % (len(order) - head - tail + 1)
-    before, partial, behind = np.split(order, [cut, cut + head + tail])
-    groups = np.concatenate([before, behind]).reshape(-1, large // small, small)
-    noise = shuffled(np.arange(groups.size), groups.size, shuffle_key).reshape(groups.shape)
+    cut = int(key) % (len(order) - head - tail + 1)
+    before, incomplete, after = np.split(order, [cut, cut + head + tail])
+    groups = np.concatenate([before, after]).reshape(-1, large // small, small)
+    noise = permute(np.arange(groups.size), groups.size, key).reshape(groups.shape)
     groups = np.take_along_axis(groups, np.argsort(noise, axis=2), axis=2)
     middle = np.argsort(noise[:, :, :1], axis=1)
     groups = np.take_along_axis(groups, middle, axis=1)[np.argsort(noise[:, 0, 0])]
-    return np.concatenate([partial[:head], groups.ravel(), partial[head:]])
+    return np.concatenate([incomplete[:head], groups.ravel(), incomplete[head:]])

@@ -1,4 +1,4 @@
-"""What becomes of items that are longer than a pack: split, truncated, dropped, or an error.
+"""Items longer than a pack: split them, truncate them, drop them, or raise.
 
 budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
                                   truncate   3 | 4     | 4      6 tokens lost, counted
@@ -20,72 +20,72 @@ Overflow = Literal["split", "truncate", "drop", "error"]
 
 @dataclass(slots=True)
 class Counts:
-    """What a planner has seen and done; tokens = packed + held back + truncated + dropped."""
+    """Counters of a planner; tokens = packed + pending + truncated + dropped."""
 
     items: int = 0
     tokens: int = 0
     split: int = 0
-    """Items that were split because they are longer than a pack."""
+    """Items split because they are longer than a pack."""
     truncated: int = 0
-    """Items that were truncated."""
+    """Items truncated."""
     truncated_tokens: int = 0
     dropped: int = 0
-    """Items that were dropped."""
+    """Items dropped."""
     dropped_tokens: int = 0
     packs: int = 0
     packed_tokens: int = 0
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens of segments that wait for their pack."""
+    def pending_tokens(self) -> int:
+        """Tokens of segments that have no pack yet."""
         return self.tokens - self.packed_tokens - self.truncated_tokens - self.dropped_tokens
 
 
-def cut(lengths: np.ndarray, room: int, overflow: Overflow, counts: Counts) -> Segments:
-    """Turn items, some longer than `room`, into segments that are not; count what is done.
+def cut_items(lengths: np.ndarray, capacity: int, overflow: Overflow, counts: Counts) -> Segments:
+    """Turn items, some longer than `capacity`, into segments that fit; update the counts.
 
     >>> counts = Counts()
-    >>> cut(np.array([3, 10, 4]), room=4, overflow="split", counts=counts).lengths.tolist()
+    >>> cut_items(np.array([3, 10, 4]), 4, overflow="split", counts=counts).lengths.tolist()
     [3, 4, 4, 2, 4]
     >>> counts.split
     1
     """
     items = np.arange(counts.items, counts.items + len(lengths), dtype=np.int64)
-    long = lengths > room
+    long = lengths > capacity
     if overflow == "error":
-        worst = int(np.argmax(long))
-        raise too_long(f"item {items[worst]}", int(lengths[worst]), room)
+        first = int(np.argmax(long))
+        raise too_long_error(f"item {items[first]}", int(lengths[first]), capacity)
     if overflow == "split":
         counts.split += int(long.sum())
-        return _parts(items, lengths, room)
+        return _split(items, lengths, capacity)
     if overflow == "truncate":
         counts.truncated += int(long.sum())
-        counts.truncated_tokens += int((lengths[long] - room).sum())
-        return Segments(items, np.zeros_like(items), np.minimum(lengths, room))
+        counts.truncated_tokens += int((lengths[long] - capacity).sum())
+        return Segments(items, np.zeros_like(items), np.minimum(lengths, capacity))
     counts.dropped += int(long.sum())
     counts.dropped_tokens += int(lengths[long].sum())
     return Segments(items[~long], np.zeros_like(items[~long]), lengths[~long])
 
 
-def too_long(where: object, length: int, room: int) -> ValueError:
-    """Say that what stands there is longer than a pack."""
+def too_long_error(location: object, length: int, capacity: int) -> ValueError:
+    """Build the error for a sample that is longer than a pack."""
     return ValueError(
-        f"{where} has {length} tokens, a pack holds {room}: raise the budget, "
+        f"{location} has {length} tokens, a pack holds {capacity}: raise the budget, "
         "or choose overflow= (split, truncate or drop)"
     )
 
 
-def limit(packer: Mapping[str, Any]) -> int | None:
-    """Give the tokens that a sample may have under a packer's settings; None: any number."""
+def max_sample_length(packer: Mapping[str, Any]) -> int | None:
+    """Return the longest sample that a packer with these settings accepts; None: no limit."""
     if packer["overflow"] != "error":
         return None
-    return packer["budget"] // packer["align"] * packer["align"]
+    return packer["budget"] // packer["pad_to_multiple_of"] * packer["pad_to_multiple_of"]
 
 
-def _parts(items: np.ndarray, lengths: np.ndarray, room: int) -> Segments:
-    """Cut every item into parts of `room` tokens and a rest."""
-    parts = -(-lengths // room)
+def _split(items: np.ndarray, lengths: np.ndarray, capacity: int) -> Segments:
+    """Cut every item into parts of `capacity` tokens and a remainder."""
+    parts = -(-lengths // capacity)
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
-    starts = (np.arange(len(firsts)) - firsts) * room
-    rests = np.repeat(lengths, parts) - starts
-    return Segments(np.repeat(items, parts), starts, np.minimum(rests, room))
+    starts = (np.arange(len(firsts)) - firsts) * capacity
+    remaining = np.repeat(lengths, parts) - starts
+    return Segments(np.repeat(items, parts), starts, np.minimum(remaining, capacity))

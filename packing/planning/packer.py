@@ -1,12 +1,12 @@
-"""The packer: samples in, packs out, in a stream, with bounded memory.
+"""The packer: samples to packs, as a stream with bounded memory.
 
     packer = Packer(budget=8192)
     for sample in samples:
         for pack in packer.add([sample]): ...
     for pack in packer.finish(): ...
 
-It holds the samples that wait for their pack, at most `pool` of them. Its state is which ones
-those are, by number: the tokens are read again from wherever they came.
+It holds the samples that have no pack yet, at most `pool` of them. Its state names these samples
+by number; a resume reads their tokens again from the source.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from .planner import Planner, Strategy
 
 
 class Packer:
-    """Packs samples as they come; see `Planner` for what the settings mean.
+    """Packs samples as they arrive; see `Planner` for the settings.
 
     continue_positions: the parts of a split sample continue its positions instead of restarting;
-    only for attention that is given the boundaries, since stock ones take a restart for one.
+    only for attention that gets the boundaries, since stock implementations take a restart of
+    positions as the boundary.
 
     >>> packer = Packer(budget=8, pool=4)
     >>> samples = [Sample(np.arange(1, n + 1)) for n in (5, 6, 3, 2)]
@@ -41,23 +42,29 @@ class Packer:
         pool: int = 1024,
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
-        align: int = 1,
+        pad_to_multiple_of: int = 1,
         continue_positions: bool = False,
-        pad: int = 0,
+        pad_token_id: int = 0,
     ):
-        self.planner = Planner(budget, pool=pool, strategy=strategy, overflow=overflow, align=align)
-        self.continue_positions, self.pad = continue_positions, pad
-        self.held: dict[int, Sample] = {}
-        """The samples that wait, wholly or in part, by number of arrival."""
-        self._waiting: dict[int, int] = {}
+        self.planner = Planner(
+            budget,
+            pool=pool,
+            strategy=strategy,
+            overflow=overflow,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+        self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
+        self.pending: dict[int, Sample] = {}
+        """The samples that are pending at least in part, by number of arrival."""
+        self._pending_tokens: dict[int, int] = {}
 
     @property
     def counts(self) -> Counts:
-        """What was packed, split, truncated and dropped so far."""
+        """Counts of samples packed, split, truncated and dropped so far."""
         return self.planner.counts
 
     def add(self, samples: Iterable[Sample]) -> Iterator[Pack]:
-        """Take the next samples; give the packs that are decided now."""
+        """Take the next samples; return the packs that are decided now."""
         samples, first = list(samples), self.counts.items
         for number, sample in enumerate(samples, first):
             if not isinstance(sample, Sample):
@@ -68,93 +75,101 @@ class Packer:
         return self._packs(plan)
 
     def finish(self) -> Iterator[Pack]:
-        """Give the packs of everything that still waits."""
+        """Return the packs of all pending samples."""
         return self._packs(self.planner.finish())
 
     def _hold(self, number: int, sample: Sample) -> None:
-        waiting, room = len(sample), self.planner.room
-        if waiting > room:
-            waiting = {"truncate": room, "drop": 0}.get(self.planner.settings["overflow"], waiting)
-        if waiting:
-            self.held[number], self._waiting[number] = sample, waiting
+        tokens, capacity = len(sample), self.planner.capacity
+        if tokens > capacity:
+            tokens = {"truncate": capacity, "drop": 0}.get(
+                self.planner.settings["overflow"], tokens
+            )
+        if tokens:
+            self.pending[number], self._pending_tokens[number] = sample, tokens
 
     def _packs(self, plan: Plan) -> Iterator[Pack]:
-        # Samples leave `held` now, not when the caller comes to their pack: a state that is
-        # taken in between must name what the planner holds, and nothing else.
-        samples = {number: self.held[number] for number in plan.items.tolist()}
+        # Samples leave `pending` now, not when the caller reaches their pack: a state taken in
+        # between must name exactly the samples that the planner holds.
+        samples = {number: self.pending[number] for number in plan.items.tolist()}
         for number, length in zip(plan.items.tolist(), plan.lengths.tolist(), strict=True):
-            self._waiting[number] -= length
-            if not self._waiting[number]:
-                del self.held[number], self._waiting[number]
-        wholes = _wholes(plan, samples) if self.planner.settings["overflow"] == "split" else None
-        return (self._pack(plan, plan.segments(p), samples, wholes) for p in range(len(plan)))
+            self._pending_tokens[number] -= length
+            if not self._pending_tokens[number]:
+                del self.pending[number], self._pending_tokens[number]
+        splits = self.planner.settings["overflow"] == "split"
+        parent_counts = _parent_label_counts(plan, samples) if splits else None
+        return (
+            self._pack(plan, plan.segments(p), samples, parent_counts) for p in range(len(plan))
+        )
 
     def _pack(
         self,
         plan: Plan,
         segments: slice,
         samples: Mapping[int, Sample],
-        wholes: np.ndarray | None,
+        parent_counts: np.ndarray | None,
     ) -> Pack:
-        budget, align = self.planner.settings["budget"], self.planner.settings["align"]
+        settings = self.planner.settings
+        budget, multiple = settings["budget"], settings["pad_to_multiple_of"]
         numbers, starts = plan.items[segments], plan.starts[segments]
         lengths = plan.lengths[segments]
-        widths = -(-lengths // align) * align
-        bounds = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
-        tokens = np.full(bounds[-1], self.pad, np.int64)
-        labels = np.full(bounds[-1], IGNORE_INDEX, np.int64)
+        sizes = -(-lengths // multiple) * multiple
+        cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        tokens = np.full(cu_seqlens[-1], self.pad_token_id, np.int64)
+        labels = np.full(cu_seqlens[-1], IGNORE_INDEX, np.int64)
         sources = np.empty(len(numbers), np.int16)
         triples = zip(numbers.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-        for place, (number, start, length) in enumerate(triples):
-            sample, at = samples[number], int(bounds[place])
-            tokens[at : at + length] = sample.tokens[start : start + length]
-            labels[at + 1 : at + length] = sample.labels[start + 1 : start + length]
-            sources[place] = sample.source
+        for i, (number, start, length) in enumerate(triples):
+            sample, offset = samples[number], int(cu_seqlens[i])
+            tokens[offset : offset + length] = sample.tokens[start : start + length]
+            labels[offset + 1 : offset + length] = sample.labels[start + 1 : start + length]
+            sources[i] = sample.source
         first_positions = starts.copy() if self.continue_positions else np.zeros_like(starts)
-        pack = Pack(tokens, labels, bounds, budget, numbers, sources, first_positions)
-        if wholes is not None and wholes[segments].any():
-            pack.wholes = wholes[segments]
+        pack = Pack(tokens, labels, cu_seqlens, budget, numbers, sources, first_positions)
+        if parent_counts is not None and parent_counts[segments].any():
+            pack.parent_label_counts = parent_counts[segments]
         return pack
 
     def state_dict(self) -> dict:
-        """Give what is needed to continue, without a single token."""
+        """Return what is needed to continue, without any tokens."""
+        partial = sorted(self._partly_packed())
         return {
             "planner": self.planner.state_dict(),
-            "waiting": [[number, self._waiting[number]] for number in sorted(self._split())],
+            "pending_tokens": [[number, self._pending_tokens[number]] for number in partial],
         }
 
-    def _split(self) -> list[int]:
-        return [n for n, sample in self.held.items() if self._waiting[n] != len(sample)]
+    def _partly_packed(self) -> list[int]:
+        return [n for n, sample in self.pending.items() if self._pending_tokens[n] != len(sample)]
 
     def load_state_dict(self, state: dict, samples: Mapping[int, Sample]) -> None:
-        """Continue from a state; `samples` are the held ones, by number, read again."""
+        """Continue from a state; `samples` are the pending ones, by number, read again."""
         self.planner.load_state_dict(state["planner"])
-        waiting = dict(state["waiting"])
-        self.held = dict(samples)
-        self._waiting = {n: waiting.get(n, len(sample)) for n, sample in samples.items()}
+        partial = dict(state["pending_tokens"])
+        self.pending = dict(samples)
+        self._pending_tokens = {n: partial.get(n, len(sample)) for n, sample in samples.items()}
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        """Refuse samples that are no longer as long as they were: the data changed meanwhile."""
-        known, held = self._waiting.copy(), self.planner.held
-        for number, start, length in zip(*(own.tolist() for own in held.columns), strict=True):
-            known[number] -= length
-            if start + length > len(self.held[number]):
-                known[number] = -1
-        wrong = next((number for number, left in known.items() if left), None)
+        """Raise if a sample read again has another length than before: the data has changed."""
+        unexplained = self._pending_tokens.copy()
+        columns = (column.tolist() for column in self.planner.pending.columns)
+        for number, start, length in zip(*columns, strict=True):
+            unexplained[number] -= length
+            if start + length > len(self.pending[number]):
+                unexplained[number] = -1
+        wrong = next((number for number, tokens in unexplained.items() if tokens), None)
         if wrong is not None:
             raise ValueError(
-                f"sample {wrong} has {len(self.held[wrong])} tokens, another number than when the "
-                "state was made: the data has changed, or how it is tokenized"
+                f"sample {wrong} has {len(self.pending[wrong])} tokens, another number than when "
+                "the state was made: the data or its tokenization has changed"
             )
 
 
-def _wholes(plan: Plan, samples: Mapping[int, Sample]) -> np.ndarray | None:
-    """Give for parts how many tokens count in the whole sample, else 0; None if there are none."""
+def _parent_label_counts(plan: Plan, samples: Mapping[int, Sample]) -> np.ndarray | None:
+    """Return the label count of the full sample for each part, 0 otherwise; None without parts."""
     numbers = plan.items.tolist()
-    split = plan.lengths < [len(samples[number]) for number in numbers]
-    if not split.any():
+    is_part = plan.lengths < [len(samples[number]) for number in numbers]
+    if not is_part.any():
         return None
-    labels = {number: samples[number].labels for number in plan.items[split].tolist()}
-    counted = {number: np.count_nonzero(own != IGNORE_INDEX) for number, own in labels.items()}
-    return np.array([counted.get(number, 0) for number in numbers], np.int64)
+    labels = {number: samples[number].labels for number in plan.items[is_part].tolist()}
+    counts = {number: np.count_nonzero(ids != IGNORE_INDEX) for number, ids in labels.items()}
+    return np.array([counts.get(number, 0) for number in numbers], np.int64)

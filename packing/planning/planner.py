@@ -1,44 +1,77 @@
-"""The planner: lengths in, packs out, in a stream and in pure integers.
+"""The planner: lengths to packs, as a stream and in pure integers.
 
-    feed(lengths) ─▶ too long? split, truncate, drop ─▶ segments ─▶ best fit over a pool ─▶ Plan
-                                                                    next-fit in order
-                                                                    cut at the budget
+    feed(lengths) ─▶ too long? split, truncate, drop ─▶ segments ─▶ best_fit: a pool ─▶ Plan
+                                                                    sequential: next-fit
+                                                                    concat: cut at the budget
 
-The packs are a function of the settings and of the lengths in their order: not of how the
-lengths were cut into calls, nor of how often the planner was saved and restored on the way.
+The packs depend only on the settings and on the lengths in their order: not on how the lengths
+were cut into calls, nor on how often the planner was saved and restored in between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
 import numpy as np
 
 from ..jit import jit
-from ..state.int_codec import from_text, to_text
-from .best_fit import LAPS, PATIENCE, best_fit
+from ..state.int_codec import ints_from_text, ints_to_text
+from .best_fit import MAX_DEFERRALS, MAX_POOLS_PER_SWEEP, best_fit
 from .next_fit import cut_stream, next_fit
-from .overflow import Counts, Overflow, cut
+from .overflow import Counts, Overflow, cut_items
 from .plan import Plan
 from .segments import Segments
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 2
-"""Grows whenever the same lengths would give other packs: a state continues only under its own."""
+VERSION = 3
+"""Incremented when the state changes, or when the same lengths give other packs."""
+
+
+def pack_lengths(
+    lengths: np.ndarray | Sequence[int],
+    budget: int,
+    *,
+    pool: int | None = 1024,
+    strategy: Strategy = "best_fit",
+    overflow: Overflow = "split",
+    pad_to_multiple_of: int = 1,
+) -> Plan:
+    """Plan the packs of items of these lengths at once, to inspect them or to pack offline.
+
+    pool: as for a stream; None: all items.
+
+    >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
+    >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
+    ([[0, 2], [1, 3], [4], [4]], [5, 3, 6, 2, 8, 3], [0, 0, 0, 0, 0, 8])
+    """
+    lengths = np.asarray(lengths)
+    if pool is None:
+        capacity = max(1, budget // max(1, pad_to_multiple_of) * pad_to_multiple_of)
+        pool = int((lengths // capacity + 1).sum()) + 1
+    planner = Planner(
+        budget,
+        pool=pool,
+        strategy=strategy,
+        overflow=overflow,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+    return Plan.join([planner.feed(lengths), planner.finish()])
 
 
 class Planner:
-    """Decides which items share a pack, holding back fewer than `pool` segments.
+    """Decides which items share a pack; fewer than `pool` segments are pending.
 
-    An item leaves at the latest when 61 · `pool` more segments have arrived (see `best_fit`: 15
-    rounds of at most 4 · `pool` arrivals, and fewer than `pool` that were not looked at yet).
+    An item is packed at the latest when 61 · `pool` more segments have arrived (see `best_fit`: 15
+    sweeps of at most 4 · `pool` arrivals, and fewer than `pool` that were not examined yet).
 
-    strategy  best_fit: fullest packs; sequential: order kept, a pack ends where the next item
-              does not fit; concat: order kept, items cut wherever a pack is full.
-    overflow  what becomes of an item longer than a pack; it is counted in `counts`.
-    align     every segment takes a multiple of this many places in its pack; the plan's lengths
-              stay the true ones.
+    strategy            best_fit: fullest packs; sequential: keeps the order, a pack ends where the
+                        next item does not fit; concat: keeps the order, items are cut wherever a
+                        pack is full.
+    overflow            what to do with an item longer than a pack; counted in `counts`.
+    pad_to_multiple_of  every segment occupies a multiple of this many tokens in its pack; the
+                        plan's lengths are the true ones.
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
@@ -52,98 +85,104 @@ class Planner:
         pool: int = 1024,
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
-        align: int = 1,
+        pad_to_multiple_of: int = 1,
     ):
         if strategy not in ("best_fit", "sequential", "concat"):
             raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")
         if overflow not in ("split", "truncate", "drop", "error"):
             raise ValueError(f"overflow {overflow!r}: choose split, truncate, drop or error")
         if strategy == "concat" and overflow != "split":
-            raise ValueError(f'concat splits by nature: overflow {overflow!r} must be "split"')
-        budget, pool, align = whole(budget=budget, pool=pool, align=align)
-        if align < 1 or budget < align:
-            raise ValueError(f"align {align} must be at least 1 and at most the budget {budget}")
+            raise ValueError(f'concat always splits: overflow {overflow!r} must be "split"')
+        budget, pool, multiple = check_ints(
+            budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of
+        )
+        if multiple < 1 or budget < multiple:
+            raise ValueError(
+                f"pad_to_multiple_of {multiple} must be at least 1 and at most the budget {budget}"
+            )
         if pool < 1:
-            raise ValueError(f"pool {pool}: hold at least one segment")
+            raise ValueError(f"pool {pool}: at least one segment")
         self.settings = {
             "budget": budget,
             "pool": pool,
             "strategy": strategy,
             "overflow": overflow,
-            "align": align,
+            "pad_to_multiple_of": multiple,
         }
         self.counts = Counts()
-        self.room = budget // align * align
-        """Places a pack has, in whole multiples of `align`."""
-        self.held = Segments.none()
-        """What waits for its pack."""
-        self._waits, self._since = np.zeros(0, np.int64), 0
+        self.capacity = budget // multiple * multiple
+        """Tokens that a pack can hold, rounded down to `pad_to_multiple_of`."""
+        self.pending = Segments.empty()
+        """Segments that have no pack yet."""
+        self._deferrals, self._slots_used = np.zeros(0, np.int64), 0
 
     def feed(self, lengths: np.ndarray) -> Plan:
-        """Take the lengths of the next items; give the packs that are decided now.
+        """Take the lengths of the next items; return the packs that are decided now.
 
-        Where an item is refused, none of this call's items were taken.
+        If an item is rejected, none of this call's items are taken.
         """
-        lengths = _integers(lengths)
-        least, most, total = _measure(lengths)
-        if least < 1:
-            where = self.counts.items + int(np.argmin(lengths))
-            raise ValueError(f"item {where} has length {least}: leave empty items out")
-        if most <= self.room or self.settings["strategy"] == "concat":
-            self.held = self.held.followed_by_items(self.counts.items, lengths)
+        lengths = _as_integers(lengths)
+        shortest, longest, total = _length_range(lengths)
+        if shortest < 1:
+            item = self.counts.items + int(np.argmin(lengths))
+            raise ValueError(f"item {item} has length {shortest}: remove empty items")
+        if longest <= self.capacity or self.settings["strategy"] == "concat":
+            self.pending = self.pending.append_items(self.counts.items, lengths)
         else:
-            segments = cut(lengths, self.room, self.settings["overflow"], self.counts)
-            self.held = self.held.followed_by(segments)
+            segments = cut_items(lengths, self.capacity, self.settings["overflow"], self.counts)
+            self.pending = self.pending.append(segments)
         self.counts.items += len(lengths)
         self.counts.tokens += total
-        if self.settings["strategy"] == "best_fit" and len(self.held) < self.settings["pool"]:
+        if self.settings["strategy"] == "best_fit" and len(self.pending) < self.settings["pool"]:
             return Plan.join([])
         return self._decide(final=False)
 
     def finish(self) -> Plan:
-        """Give the packs of everything held back."""
+        """Return the packs of all pending segments."""
         return self._decide(final=True)
 
     def _decide(self, final: bool) -> Plan:
-        held, align = self.held, self.settings["align"]
+        pending, multiple = self.pending, self.settings["pad_to_multiple_of"]
         if self.settings["strategy"] == "concat":
-            held = Segments(*cut_stream(*held.columns, self.room, align))
-        places = held.lengths if align == 1 else -(-held.lengths // align) * align
+            pending = Segments(*cut_stream(*pending.columns, self.capacity, multiple))
+        lengths = pending.lengths
+        sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
-            order, offsets, left, self._waits, self._since = best_fit(
-                places, self._waits, self._since, self.room, self.settings["pool"], final
+            pool = self.settings["pool"]
+            order, offsets, rest, self._deferrals, self._slots_used = best_fit(
+                sizes, self._deferrals, self._slots_used, self.capacity, pool, final
             )
         else:
-            offsets = next_fit(places, self.room, final)
-            order, left = np.split(np.arange(len(held)), offsets[-1:])
-        self.held = held.take(left)
-        plan = Plan(*held.take(order).columns, offsets)
+            offsets = next_fit(sizes, self.capacity, final)
+            order, rest = np.split(np.arange(len(pending)), offsets[-1:])
+        self.pending = pending.take(rest)
+        plan = Plan(*pending.take(order).columns, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())
         return plan
 
     @property
-    def first_held(self) -> int:
-        """The first item that waits, wholly or in part; where none does, the next to come."""
-        return int(self.held.items.min(initial=self.counts.items))
+    def first_pending(self) -> int:
+        """The first item that is pending at least in part; if none is, the next to arrive."""
+        return int(self.pending.items.min(initial=self.counts.items))
 
     def state_dict(self) -> dict:
-        """Give what a planner of the same settings needs to continue: small, JSON, no tokens."""
-        held, first = self.held, self.first_held
+        """Return what a planner with the same settings needs to continue: small JSON, no tokens."""
+        pending, first = self.pending, self.first_pending
         return {
             "version": VERSION,
             "settings": dict(self.settings),
             "counts": asdict(self.counts),
             "first": first,
-            "items": to_text(held.items - first),
-            "starts": to_text(held.starts),
-            "lengths": to_text(held.lengths),
-            "waits": to_text(self._waits),
-            "since": self._since,
+            "items": ints_to_text(pending.items - first),
+            "starts": ints_to_text(pending.starts),
+            "lengths": ints_to_text(pending.lengths),
+            "deferrals": ints_to_text(self._deferrals),
+            "slots_used": self._slots_used,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue where the planner that gave this state stood."""
+        """Continue from the state of another planner with the same settings."""
         if state.get("version") != VERSION:
             raise ValueError(f"planner state of version {state.get('version')}, this is {VERSION}")
         for name, value in self.settings.items():
@@ -152,46 +191,49 @@ class Planner:
                     f"planner state has {name}={state['settings'].get(name)!r}, "
                     f"this planner {name}={value!r}: give both the same"
                 )
-        items, starts, lengths, waits = (
-            from_text(state[name]) for name in ("items", "starts", "lengths", "waits")
+        items, starts, lengths, deferrals = (
+            ints_from_text(state[name]) for name in ("items", "starts", "lengths", "deferrals")
         )
-        held, counts = Segments(items + state["first"], starts, lengths), Counts(**state["counts"])
-        since = int(state["since"])
-        if not self._can_hold(held, waits, since, counts):
+        pending = Segments(items + state["first"], starts, lengths)
+        counts, slots_used = Counts(**state["counts"]), int(state["slots_used"])
+        if not self._is_valid(pending, deferrals, slots_used, counts):
             raise ValueError("the planner state contradicts itself: it was damaged or edited")
-        self.held, self._waits, self._since, self.counts = held, waits, since, counts
+        self.pending, self._deferrals = pending, deferrals
+        self._slots_used, self.counts = slots_used, counts
 
-    def _can_hold(self, held: Segments, waits: np.ndarray, since: int, counts: Counts) -> bool:
-        """Tell whether a state is one that a planner can be in; the loops rely on it."""
-        if not len(held.items) == len(held.starts) == len(held.lengths) >= len(waits):
+    def _is_valid(
+        self, pending: Segments, deferrals: np.ndarray, slots_used: int, counts: Counts
+    ) -> bool:
+        """Return whether a planner can be in this state; the compiled loops rely on it."""
+        starts, lengths = pending.starts, pending.lengths
+        if not len(pending.items) == len(starts) == len(lengths) >= len(deferrals):
             return False
-        if len(held) == 0:
-            return counts.held_tokens == since == 0
-        most = self.settings["pool"] if self.settings["strategy"] == "best_fit" else self.room
+        if len(pending) == 0:
+            return counts.pending_tokens == slots_used == 0
+        pool, best_fits = self.settings["pool"], self.settings["strategy"] == "best_fit"
         return bool(
-            len(held) < most
-            and held.items.max() < counts.items
-            and 1 <= held.lengths.min() <= held.lengths.max() <= self.room
-            and held.lengths.sum() == counts.held_tokens
-            and 0 <= waits.min(initial=0) <= waits.max(initial=0) <= PATIENCE
-            and len(waits) <= since < LAPS * self.settings["pool"]
+            len(pending) < (pool if best_fits else self.capacity)
+            and pending.items.max() < counts.items
+            and 1 <= lengths.min() <= lengths.max() <= self.capacity
+            and lengths.sum() == counts.pending_tokens
+            and 0 <= deferrals.min(initial=0) <= deferrals.max(initial=0) <= MAX_DEFERRALS
+            and len(deferrals) <= slots_used < MAX_POOLS_PER_SWEEP * pool
         )
 
 
-def whole(**settings: int) -> list[int]:
-    """Give settings as Python's own integers, whatever kind they came as, or name one that is none.
+def check_ints(**settings: int) -> list[int]:
+    """Return settings as Python integers, or raise naming the one that is not an integer.
 
-    >>> whole(budget=np.int64(8), pool=4)
+    >>> check_ints(budget=np.int64(8), pool=4)
     [8, 4]
     """
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise ValueError(f"{name} {value!r} must be a whole number")
+            raise ValueError(f"{name} {value!r} must be an integer")
     return [int(value) for value in settings.values()]
 
 
-def _integers(lengths: np.ndarray) -> np.ndarray:
-    """Refuse what is not one row of integers."""
+def _as_integers(lengths: np.ndarray) -> np.ndarray:
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
         raise ValueError(f"lengths must be one row of integers, got {lengths.dtype}{lengths.shape}")
@@ -199,12 +241,12 @@ def _integers(lengths: np.ndarray) -> np.ndarray:
 
 
 @jit
-def _measure(lengths):
-    """Give the least, the most and the sum; of nothing, 1, 0 and 0."""
-    least = np.int64(1) if len(lengths) == 0 else lengths[0]
-    most = total = np.int64(0)
+def _length_range(lengths):
+    """Return the smallest, the largest and the sum; for no lengths 1, 0 and 0."""
+    shortest = np.int64(1) if len(lengths) == 0 else lengths[0]
+    longest = total = np.int64(0)
     for length in lengths:
-        least = min(least, length)
-        most = max(most, length)
+        shortest = min(shortest, length)
+        longest = max(longest, length)
         total += length
-    return least, most, total
+    return shortest, longest, total

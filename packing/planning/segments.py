@@ -1,4 +1,4 @@
-"""Segments: items, or parts of them, that have no pack yet."""
+"""Segments: items, or parts of split items, that have no pack yet."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..jit import jit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """M segments; a segment is an item, or a part of a split one."""
+    """M segments; a segment is an item, or one part of a split item."""
 
     items: np.ndarray
-    """int64 [M]: the item each segment comes from."""
+    """int64 [M]: the item of each segment."""
     starts: np.ndarray
     """int64 [M]: first token of the segment inside its item."""
     lengths: np.ndarray
@@ -27,46 +27,45 @@ class Segments:
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.items, self.starts, self.lengths
 
-    def take(self, places: np.ndarray) -> Segments:
-        """Give the segments at these places, in this order."""
-        return Segments(*_take(*self.columns, places))
+    def take(self, indices: np.ndarray) -> Segments:
+        """Return the segments at these indices, in this order."""
+        return Segments(*_take(*self.columns, indices))
 
-    def followed_by(self, other: Segments) -> Segments:
-        """Give these segments and then the others."""
+    def append(self, other: Segments) -> Segments:
+        """Return these segments followed by the others."""
         return Segments(*map(np.concatenate, zip(self.columns, other.columns, strict=True)))
 
-    def followed_by_items(self, first: int, lengths: np.ndarray) -> Segments:
-        """Give these segments and then whole items, numbered from `first`."""
-        return Segments(*_append(*self.columns, first, lengths))
+    def append_items(self, first: int, lengths: np.ndarray) -> Segments:
+        """Return these segments followed by full items, numbered from `first`."""
+        return Segments(*_append_items(*self.columns, first, lengths))
 
     @classmethod
-    def none(cls) -> Segments:
-        """Give no segments."""
+    def empty(cls) -> Segments:
         return cls(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 @jit
-def _take(items, starts, lengths, places):
-    """Gather three columns in one pass over the places; one array comes back quicker than three."""
-    columns = np.empty((3, len(places)), np.int64)
-    for n in range(len(places)):
-        place = places[n]
-        columns[0, n] = items[place]
-        columns[1, n] = starts[place]
-        columns[2, n] = lengths[place]
+def _take(items, starts, lengths, indices):
+    """Gather three columns in one loop; returning one array is faster than returning three."""
+    columns = np.empty((3, len(indices)), np.int64)
+    for n in range(len(indices)):
+        i = indices[n]
+        columns[0, n] = items[i]
+        columns[1, n] = starts[i]
+        columns[2, n] = lengths[i]
     return columns
 
 
 @jit
-def _append(items, starts, lengths, first, more):
-    """Lay whole items behind three columns."""
+def _append_items(items, starts, lengths, first, item_lengths):
+    """Append full items to the three columns."""
     m = len(items)
-    columns = np.empty((3, m + len(more)), np.int64)
+    columns = np.empty((3, m + len(item_lengths)), np.int64)
     columns[0, :m] = items
     columns[1, :m] = starts
     columns[2, :m] = lengths
     columns[1, m:] = 0
-    for n in range(len(more)):
+    for n in range(len(item_lengths)):
         columns[0, m + n] = first + n
-        columns[2, m + n] = more[n]
+        columns[2, m + n] = item_lengths[n]
     return columns

@@ -1,4 +1,4 @@
-"""Packs of a data set, in order and resumable: planned from known lengths, or streamed over shards."""
+"""Packs of a data set in order, resumable: planned from known lengths, or streamed over shards."""
 
 from .planned import PlannedPacks
 from .sharded import StreamedPacks

@@ -1,13 +1,12 @@
-"""Packs of documents whose lengths are known: every rank plans everything, and reads its share.
+"""Packs of documents with known lengths: every rank plans the full run and reads its share.
 
     lengths ─▶ seeded order ─▶ Planner ─▶ (Leveler) ─▶ plan of the epoch    the same everywhere
-                                                          │ pack k to rank k mod world
+                                                          │ pack k to rank k mod world_size
                                                           ▼
-                                                       tokens are read and laid out
+                                                       tokens are gathered
 
-The plan is made in windows of documents, so memory does not grow with the epoch. A position is
-a few integers; to continue, the epoch is planned again up to it, at tens of millions of documents
-a second.
+The plan is made in blocks of documents, so memory does not grow with the epoch. A position is a few
+integers; to resume, the epoch is planned again up to it, at tens of millions of documents a second.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from ..encoding.report import NOTHING, SkippedRows, report
+from ..encoding.report import NO_PACKS, SkippedRows, build_report
 from ..ordering.epoch_order import MixedOrder, epoch_order
-from ..ordering.mixture import Stop, Weight, changing
-from ..ordering.permutation import Position, Share
+from ..ordering.mixture import StoppingStrategy, Weight, has_schedule
+from ..ordering.share import Position, Share
 from ..pack import Pack
-from ..planning.leveling import Leveler
-from ..planning.overflow import Counts, limit, too_long
+from ..planning.leveling import Leveler, NoLeveling
+from ..planning.overflow import Counts, max_sample_length, too_long_error
 from ..planning.plan import Plan
 from ..planning.planner import Planner
 from ..sources.token_store import TokenStore
 
-TOGETHER = 1 << 17
-"""Tokens laid out by one call: enough to hide the call, few enough to stay in the cache."""
+GATHER_TOKENS = 1 << 17
+"""Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
 
 
 class PlannedPacks:
@@ -45,171 +44,171 @@ class PlannedPacks:
         seed: int = 0,
         shuffle: bool = True,
         weights: Sequence[Weight] = (1,),
-        stop: Stop = "first",
-        level: bool = False,
+        stopping_strategy: StoppingStrategy = "first_exhausted",
+        balance: bool = False,
         vocab_size: int | None = None,
         continue_positions: bool = False,
-        pad: int = 0,
-        packs: int | None = None,
+        pad_token_id: int = 0,
+        max_packs: int | None = None,
     ):
         store.check()
         self.counts = Counts()
-        """Of the epoch that was planned last."""
+        """Counts of the epoch that was planned last."""
         self.vocab_size = vocab_size
-        self.stop: Stop = stop
+        self.stopping_strategy: StoppingStrategy = stopping_strategy
         self.store, self.planner = store, planner
         self._splits = planner.get("overflow", "split") == "split"
-        self._longest = limit({"overflow": "split", "align": 1, **planner})
-        self.seed, self.shuffle, self.level = seed, shuffle, level
+        defaults = {"overflow": "split", "pad_to_multiple_of": 1}
+        self._max_length = max_sample_length({**defaults, **planner})
+        self.seed, self.shuffle, self.balance = seed, shuffle, balance
         self.weights = weights
-        self._drawn = 0, np.zeros(len(weights), np.int64)
-        """An epoch, and the tokens of each source before it: those counted last."""
-        self.continue_positions, self.pad, self.packs = continue_positions, pad, packs
+        self._tokens_before = 0, np.zeros(len(weights), np.int64)
+        """The epoch that was counted last, and the tokens of each source before it."""
+        self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
+        self.max_packs = max_packs
 
     def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
-        """Plan an epoch window by window; the items are the documents of the store."""
+        """Plan an epoch block by block; the items are the documents of the store."""
         planner = Planner(**self.planner)
-        leveller = Leveler(seed=self.seed, first=first_pack) if self.level else NoLeveling()
-        named, first = np.zeros(0, np.int64), 0
+        leveler = Leveler(seed=self.seed, first=first_pack) if self.balance else NoLeveling()
+        pending, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
-            named = np.concatenate([named, documents])
+            pending = np.concatenate([pending, documents])
             lengths = self.store.lengths[documents]
             self._check_lengths(documents, lengths)
             plan = planner.feed(lengths)
-            yield leveller.feed(_renamed(plan, named, first))
-            needed = max(first, planner.first_held)
-            named, first = named[needed - first :], needed
-        yield leveller.feed(_renamed(planner.finish(), named, first))
-        yield leveller.finish()
+            yield leveler.feed(_to_documents(plan, pending, first))
+            first_pending = max(first, planner.first_pending)
+            pending, first = pending[first_pending - first :], first_pending
+        yield leveler.feed(_to_documents(planner.finish(), pending, first))
+        yield leveler.finish()
         self.counts = planner.counts
 
     def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
-        """Refuse what is too long by its own number, since the planner knows only its place."""
-        if self._longest is not None and len(lengths) and lengths.max() > self._longest:
-            worst = int(np.argmax(lengths > self._longest))
-            where = self.store.place(int(documents[worst]))
-            raise too_long(where, int(lengths[worst]), self._longest)
+        """Raise on a document that is too long: the planner would know only its position."""
+        if self._max_length is not None and len(lengths) and lengths.max() > self._max_length:
+            first = int(np.argmax(lengths > self._max_length))
+            location = self.store.location(int(documents[first]))
+            raise too_long_error(location, int(lengths[first]), self._max_length)
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
         if len(self.weights) == 1:
             return epoch_order(len(self.store), self.seed, epoch, self.shuffle)
-        return self._mixed().epoch(epoch, self._drawn_before(epoch))
+        return self._mixed_order().epoch(epoch, self._tokens_before_epoch(epoch))
 
-    def _mixed(self) -> MixedOrder:
-        firsts, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
-        return MixedOrder(firsts, lengths, self.weights, self.stop, self.seed, self.shuffle)
+    def _mixed_order(self) -> MixedOrder:
+        return MixedOrder(
+            self.store.source_bounds(len(self.weights)),
+            self.store.lengths,
+            self.weights,
+            self.stopping_strategy,
+            self.seed,
+            self.shuffle,
+        )
 
-    def _drawn_before(self, epoch: int) -> np.ndarray:
-        """Count the tokens of each source in the epochs before, where weights follow them."""
-        if not changing(self.weights):
+    def _tokens_before_epoch(self, epoch: int) -> np.ndarray:
+        """Count the tokens of each source in earlier epochs, if weights change with them."""
+        if not has_schedule(self.weights):
             return np.zeros(len(self.weights), np.int64)
-        known, drawn = self._drawn[0], self._drawn[1].copy()
-        if known > epoch:
-            known, drawn = 0, np.zeros_like(drawn)
-        for earlier in range(known, epoch):
-            for documents in self._mixed().epoch(earlier, drawn.copy()):
-                np.add.at(drawn, self.store.sources(documents), self.store.lengths[documents])
-        self._drawn = epoch, drawn
-        return drawn
+        counted, tokens = self._tokens_before[0], self._tokens_before[1].copy()
+        if counted > epoch:
+            counted, tokens = 0, np.zeros_like(tokens)
+        for earlier in range(counted, epoch):
+            for documents in self._mixed_order().epoch(earlier, tokens.copy()):
+                np.add.at(tokens, self.store.sources(documents), self.store.lengths[documents])
+        self._tokens_before = epoch, tokens
+        return tokens
 
     def report(self, epoch: int, skipped: SkippedRows) -> dict:
-        """Account for an epoch by its plan, without reading a token."""
-        drawn = np.zeros(len(self.weights), np.int64)
+        """Report an epoch from its plan, without reading tokens."""
+        tokens = np.zeros(len(self.weights), np.int64)
         for plan in self.plans(epoch):
-            np.add.at(drawn, self.store.sources(plan.items), plan.lengths)
-        return report(self.counts, drawn.tolist(), skipped, self.planner["budget"])
+            np.add.at(tokens, self.store.sources(plan.items), plan.lengths)
+        return build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
 
     def count(self, epoch: int = 0) -> int:
-        """Count the packs of an epoch, without reading a token."""
+        """Count the packs of an epoch, without reading tokens."""
         return sum(len(plan) for plan in self.plans(epoch))
 
-    def following_epoch(self, position: Position) -> int:
-        """Give the first epoch that a pass which `packs` ends leaves untouched."""
-        assert self.packs is not None
-        epoch, at = position.epoch, position.start
-        while at < self.packs:
-            at += max(1, self.count(epoch))
+    def next_pass_epoch(self, position: Position) -> int:
+        """Return the first epoch that a pass of `max_packs` packs does not touch."""
+        assert self.max_packs is not None
+        epoch, index = position.epoch, position.epoch_start
+        while index < self.max_packs:
+            index += max(1, self.count(epoch))
             epoch += 1
         return epoch
 
     def read(self, position: Position, share: Share, base: int) -> Iterator[Pack]:
-        """Give the share's packs from `position` on, through the epochs before its `until`.
+        """Yield the share's packs from `position` on, through the epochs before its `end_epoch`.
 
-        base: the pack from which rounds of one pack per rank are counted, the same everywhere.
+        base: the pack at which rounds of one pack per rank start, the same everywhere.
         """
-        following, at = share.next(base, position.index), position.start
-        begins = [(position.epoch, position.start)]
-        last = sys.maxsize if self.packs is None else self.packs
+        next_index, planned = share.next(base, position.index), position.epoch_start
+        epoch_starts = [(position.epoch, position.epoch_start)]
+        end = sys.maxsize if self.max_packs is None else self.max_packs
         for epoch in count(position.epoch):
-            if epoch == position.until or at >= last:
+            if epoch == position.end_epoch or planned >= end:
                 break
-            begins.append((epoch, at))
-            for plan in self.plans(epoch, at):
-                mine = np.arange(following, min(at + len(plan), last), share.stride)
-                if len(mine):
-                    yield from self._packs(plan, mine - at, mine, begins, share, base)
-                    following = int(mine[-1]) + share.stride
-                at += len(plan)
-            if at == begins[-1][1]:
-                raise ValueError(NOTHING)
-            begins = [begin for begin in begins if begin[0] > epoch - share.world]
-        while following < share.round_end(min(at, last) - 1, base):
-            cursor = _cursor(begins, share.round_start(following, base))
-            yield Pack.of([], self.planner["budget"], index=following, cursor=cursor)
-            following += share.stride
+            epoch_starts.append((epoch, planned))
+            for plan in self.plans(epoch, planned):
+                indices = np.arange(next_index, min(planned + len(plan), end), share.stride)
+                if len(indices):
+                    packs = indices - planned
+                    yield from self._gather(plan, packs, indices, epoch_starts, share, base)
+                    next_index = int(indices[-1]) + share.stride
+                planned += len(plan)
+            if planned == epoch_starts[-1][1]:
+                raise ValueError(NO_PACKS)
+            epoch_starts = [start for start in epoch_starts if start[0] > epoch - share.world_size]
+        while next_index < share.round_end(min(planned, end) - 1, base):
+            cursor = _cursor_at(epoch_starts, share.round_start(next_index, base))
+            yield Pack.of([], self.planner["budget"], index=next_index, cursor=cursor)
+            next_index += share.stride
 
-    def _packs(self, plan: Plan, numbers, indices, begins, share, base) -> Iterator[Pack]:
-        """Lay out some packs of a plan, several at a time, and cut them apart."""
-        budget, align = self.planner["budget"], self.planner.get("align", 1)
-        together = max(1, TOGETHER // budget)
-        current = {"epoch": begins[-1][0], "start": begins[-1][1]}
-        for first in range(0, len(numbers), together):
-            some = numbers[first : first + together]
-            rows = self.store.lay(plan, some, align, self.pad, self.vocab_size)
-            tokens, labels, bounds, starts = rows.tokens, rows.labels, rows.bounds, rows.starts
-            marked = len(labels) > 0
+    def _gather(self, plan: Plan, packs, indices, epoch_starts, share, base) -> Iterator[Pack]:
+        """Gather some packs of a plan, several per call, and cut them into Packs."""
+        budget, multiple = self.planner["budget"], self.planner.get("pad_to_multiple_of", 1)
+        per_call = max(1, GATHER_TOKENS // budget)
+        current = {"epoch": epoch_starts[-1][0], "epoch_start": epoch_starts[-1][1]}
+        for first in range(0, len(packs), per_call):
+            batch = packs[first : first + per_call]
+            rows = self.store.gather(plan, batch, multiple, self.pad_token_id, self.vocab_size)
+            tokens, labels, cu_seqlens, starts = *rows[:3], rows.starts
+            has_labels = len(labels) > 0
             if not self.continue_positions:
                 starts = np.zeros_like(starts)
-            shown, sources = self.store.numbers(rows.documents), self.store.sources(rows.documents)
-            wholes = self.store.wholes(rows) if self._splits else None
-            ends, cuts = rows.ends.tolist(), rows.cuts.tolist()
-            places = indices[first : first + together].tolist()
-            early = share.round_start(places[0], base) < current["start"]
-            for p, index in enumerate(places):
-                a, b, c, d = ends[p], ends[p + 1], cuts[p], cuts[p + 1]
-                cursor = _cursor(begins, share.round_start(index, base)) if early else current
+            samples = self.store.numbers_in_source(rows.documents)
+            sources = self.store.sources(rows.documents)
+            parent_counts = self.store.parent_label_counts(rows) if self._splits else None
+            pack_ends, segment_ends = rows.pack_ends.tolist(), rows.segment_ends.tolist()
+            batch_indices = indices[first : first + per_call].tolist()
+            starts_earlier = share.round_start(batch_indices[0], base) < current["epoch_start"]
+            for p, index in enumerate(batch_indices):
+                a, b, c, d = pack_ends[p], pack_ends[p + 1], segment_ends[p], segment_ends[p + 1]
+                cursor = current
+                if starts_earlier:
+                    cursor = _cursor_at(epoch_starts, share.round_start(index, base))
                 yield Pack(
                     tokens[a:b],
-                    labels[a:b] if marked else None,
-                    bounds[c + p : d + p + 1],
+                    labels[a:b] if has_labels else None,
+                    cu_seqlens[c + p : d + p + 1],
                     budget,
-                    shown[c:d],
+                    samples[c:d],
                     sources[c:d],
                     starts[c:d],
                     index,
                     cursor,
-                    wholes if wholes is None else wholes[c:d],
+                    parent_counts if parent_counts is None else parent_counts[c:d],
                 )
 
 
-class NoLeveling:
-    """Leaves packs as they were planned."""
-
-    def feed(self, plan: Plan) -> Plan:
-        """Give the packs back."""
-        return plan
-
-    def finish(self) -> Plan:
-        """Nothing was kept."""
-        return Plan.join([])
+def _to_documents(plan: Plan, documents: np.ndarray, first: int) -> Plan:
+    """Replace the items of a plan, positions in the order from `first`, by documents."""
+    return Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
 
 
-def _renamed(plan: Plan, named: np.ndarray, first: int) -> Plan:
-    """Name the documents of a plan instead of their places in the order."""
-    return Plan(named[plan.items - first], plan.starts, plan.lengths, plan.offsets)
-
-
-def _cursor(begins: list[tuple[int, int]], index: int) -> dict:
-    """Name the last epoch that began at or before a pack."""
-    epoch, start = next(begin for begin in reversed(begins) if begin[1] <= index)
-    return {"epoch": epoch, "start": start}
+def _cursor_at(epoch_starts: list[tuple[int, int]], index: int) -> dict:
+    """Return the cursor of the last epoch that does not start after a pack."""
+    epoch, start = next(pair for pair in reversed(epoch_starts) if pair[1] <= index)
+    return {"epoch": epoch, "epoch_start": start}

@@ -1,10 +1,11 @@
-"""The rows of one shard of one source in their shuffled order, with a place to come back to.
+"""The rows of one shard of one source in shuffled order, resumable.
 
-    source ─▶ block of `window` rows ─▶ permuted by key(seed, source, shard, lap, block) ─▶ rows
+    source ─▶ block of rows ─▶ permuted by shuffle_key(seed, source, shard, lap, block) ─▶ rows
 
 The order inside a block is a pure function of the key, so there is no shuffle buffer to save: a
-state is where the blocks begin that are still needed; of a source that can only be read on, where
-the first of them does. Rows are numbered through; a lap is one pass over the source.
+state holds the starts of the blocks that are still needed; for a source that can only be read
+sequentially, the start of the first of them. Rows are numbered consecutively over all laps; a lap
+is one complete read of the source.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from ..ordering.permutation import key, shuffled
+from ..ordering.permutation import permute, shuffle_key
 from ..sources.source import Cursor, Row, RowSource
-from ..state.run_state import is_count
+from ..state.run_state import is_non_negative_int
 
-PLAIN = 256
-"""Rows of a block when nothing is shuffled; only the distance between two marks."""
+UNSHUFFLED_BLOCK = 256
+"""Rows of a block without shuffling: only the distance between two marks."""
 
 
 class ShuffledRows:
-    """Gives the rows of a shard, lap after lap, and finds any of them again."""
+    """Yields the rows of a shard, lap after lap, and can find any of them again."""
 
     def __init__(
         self,
@@ -32,107 +33,110 @@ class ShuffledRows:
         shards: int = 1,
         *,
         seed: int = 0,
-        window: int = 0,
-        number: int = 0,
+        shuffle_block: int = 0,
+        source_index: int = 0,
         lap: int = 0,
     ):
-        """Open one shard of source `number` of a mixture; window 0 keeps the source's order."""
+        """Open one shard of a source; shuffle_block: rows shuffled together, 0 keeps the order."""
         self.source, self.shard, self.shards = source, shard, shards
-        self.seed, self.window, self.number = seed, window, number
-        self.given = 0
-        """Rows given so far."""
-        self.marks: list[list] = [[0, lap, 0, None]]
+        self.seed, self.shuffle_block, self.source_index = seed, shuffle_block, source_index
+        self.next_row = 0
+        """Number of the next row."""
+        self.block_marks: list[list] = [[0, lap, 0, None]]
         """[number of its first row, lap, block, cursor] of every block still needed."""
         self._block: list[Row] = []
         self._rows: Iterator[Row] | None = None
         self._end: Cursor = None
-        self._broken: Exception | None = None
+        self._error: Exception | None = None
 
     def take(self, count: int) -> list[tuple[int, Row]]:
-        """Give up to `count` next rows with their numbers; none when the lap is over."""
+        """Return up to `count` next rows with their numbers; none when the lap has ended."""
         if self._rows is None:
-            self._load(self.marks[-1])
+            self._load(self.block_marks[-1])
         if not self._block and not self._next_block():
             return []
-        some, self._block = self._block[:count], self._block[count:]
-        numbered = list(enumerate(some, self.given))
-        self.given += len(some)
+        rows, self._block = self._block[:count], self._block[count:]
+        numbered = list(enumerate(rows, self.next_row))
+        self.next_row += len(rows)
         return numbered
 
     def next_lap(self) -> None:
-        """Begin the next pass over the source."""
-        _, lap, _, _ = self.marks[-1]
-        self.marks.append([self.given, lap + 1, 0, None])
-        self._load(self.marks[-1])
+        """Start reading the source again."""
+        _, lap, _, _ = self.block_marks[-1]
+        self.block_marks.append([self.next_row, lap + 1, 0, None])
+        self._load(self.block_marks[-1])
 
-    def forget(self, needed: int) -> None:
-        """Let go of the blocks before the one that holds row `needed`."""
-        while len(self.marks) > 1 and self.marks[1][0] <= needed:
-            self.marks.pop(0)
+    def drop_before(self, needed: int) -> None:
+        """Drop the marks of blocks before the one that contains row `needed`."""
+        while len(self.block_marks) > 1 and self.block_marks[1][0] <= needed:
+            self.block_marks.pop(0)
 
-    def marks_of(self, numbers: np.ndarray, position: int) -> list[list]:
-        """Give the marks that `restore` needs to find these rows, and to continue."""
-        firsts = np.array([mark[0] for mark in self.marks], np.int64)
-        wanted = np.searchsorted(firsts, np.append(numbers, position), side="right") - 1
-        blocks = np.unique(np.maximum(wanted, 0)).tolist()
-        if self.source.reads_on:
-            laps = [mark for mark in self.marks[blocks[0] + 1 :] if mark[2] == 0]
-            return [self.marks[blocks[0]], *laps]
-        return [self.marks[i] for i in blocks]
+    def marks_for(self, numbers: np.ndarray, position: int) -> list[list]:
+        """Return the marks that `restore` needs to find these rows, and to continue."""
+        firsts = np.array([mark[0] for mark in self.block_marks], np.int64)
+        needed = np.searchsorted(firsts, np.append(numbers, position), side="right") - 1
+        blocks = np.unique(np.maximum(needed, 0)).tolist()
+        if self.source.sequential_only:
+            lap_starts = [mark for mark in self.block_marks[blocks[0] + 1 :] if mark[2] == 0]
+            return [self.block_marks[blocks[0]], *lap_starts]
+        return [self.block_marks[i] for i in blocks]
 
     def restore(self, marks: list[list], position: int, numbers: Iterable[int]) -> dict[int, Row]:
-        """Stand before row `position` again, and give the older rows asked for."""
-        wanted = set(numbers)
+        """Continue before row `position`, and return the earlier rows of these numbers."""
+        needed = set(numbers)
         for first, lap, block, cursor in marks:
-            if not all(map(is_count, (first, lap, block))):
-                raise ValueError(f"the mark {[first, lap, block]} of a shard is not one")
+            if not all(map(is_non_negative_int, (first, lap, block))):
+                raise ValueError(f"the mark {[first, lap, block]} of a shard is invalid")
             self.source.check_cursor(cursor)
-        self.marks, found = [], {}
-        come_to = self._read_on if self.source.reads_on else self._jump
+        self.block_marks, rows = [], {}
+        advance = self._read_to if self.source.sequential_only else self._jump_to
         for mark, end in pairwise([*marks, [position]]):
-            found.update(row for row in come_to(list(mark), end[0]) if row[0] in wanted)
-        if self.given != position or len(found) < len(wanted):
-            lost = min(wanted - set(found), default=self.given)
-            raise ValueError(f"{self.source.name}: row {lost} of shard {self.shard} is not there")
-        return found
+            rows.update(row for row in advance(list(mark), end[0]) if row[0] in needed)
+        if self.next_row != position or len(rows) < len(needed):
+            missing = min(needed - set(rows), default=self.next_row)
+            raise ValueError(
+                f"{self.source.name}: row {missing} of shard {self.shard} does not exist"
+            )
+        return rows
 
-    def _jump(self, mark: list, end: int) -> Iterable[tuple[int, Row]]:
-        """Stand before row `end` of the block of a mark, and give all its rows."""
-        self.marks.append(mark)
+    def _jump_to(self, mark: list, end: int) -> Iterable[tuple[int, Row]]:
+        """Go to row `end` in the block of a mark, and return all rows of the block."""
+        self.block_marks.append(mark)
         self._load(mark)
         rows, self._block = self._block, self._block[end - mark[0] :]
-        self.given = end
+        self.next_row = end
         return enumerate(rows, mark[0])
 
-    def _read_on(self, mark: list, end: int) -> Iterator[tuple[int, Row]]:
-        """Give the rows from a mark on, and stand before row `end`."""
-        self.marks.append(mark)
+    def _read_to(self, mark: list, end: int) -> Iterator[tuple[int, Row]]:
+        """Read and yield the rows from a mark to before row `end`."""
+        self.block_marks.append(mark)
         self._load(mark)
-        self.given = mark[0]
-        while self.given < end and (some := self.take(end - self.given)):
-            yield from some
+        self.next_row = mark[0]
+        while self.next_row < end and (rows := self.take(end - self.next_row)):
+            yield from rows
 
     def _next_block(self) -> bool:
-        if self._broken is not None:
-            raise self._broken
-        _, lap, block, _ = self.marks[-1]
+        if self._error is not None:
+            raise self._error
+        _, lap, block, _ = self.block_marks[-1]
         if self._end is None:
             return False
-        self.marks.append([self.given, lap, block + 1, self._end])
-        self._fill(lap, block + 1)
+        self.block_marks.append([self.next_row, lap, block + 1, self._end])
+        self._read_block(lap, block + 1)
         return bool(self._block)
 
     def _load(self, mark: list) -> None:
-        """Read the block of a mark, and be ready for the one behind it."""
+        """Read the block of a mark."""
         _, lap, block, cursor = mark
-        whole = self._key("lap", lap) if self.source.shuffles and self.window else None
-        self._rows = self.source.read(self.shard, self.shards, cursor, whole)
-        self._fill(lap, block)
+        shuffles = self.source.shuffles_rows and self.shuffle_block
+        key = self._key("lap", lap) if shuffles else None
+        self._rows = self.source.read(self.shard, self.shards, cursor, key)
+        self._read_block(lap, block)
 
-    def _fill(self, lap: int, block: int) -> None:
+    def _read_block(self, lap: int, block: int) -> None:
         assert self._rows is not None
-        shuffles = self.window > 0 and not self.source.shuffles
-        size = self.window if shuffles else PLAIN
+        shuffles = self.shuffle_block > 0 and not self.source.shuffles_rows
+        size = self.shuffle_block if shuffles else UNSHUFFLED_BLOCK
         rows: list[Row] = []
         self._end = None
         try:
@@ -140,14 +144,15 @@ class ShuffledRows:
                 rows.append(row)
                 if len(rows) == size:
                     self._end = row.cursor() if callable(row.cursor) else row.cursor
-        except Exception as error:  # what was read before it is given first
-            self._broken = error
+        except Exception as error:  # rows read before the error are returned first
+            self._error = error
             if shuffles or not rows:
                 raise
         if shuffles:
-            order = shuffled(np.arange(len(rows)), len(rows), self._key("block", lap, block))
+            order = permute(np.arange(len(rows)), len(rows), self._key("block", lap, block))
             rows = [rows[i] for i in order.tolist()]
         self._block = rows
 
     def _key(self, *parts: int | str) -> np.uint64:
-        return key(*parts, self.seed, self.number, 0 if self.source.shuffles else self.shard)
+        shard = 0 if self.source.shuffles_rows else self.shard
+        return shuffle_key(*parts, self.seed, self.source_index, shard)

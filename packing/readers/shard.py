@@ -1,18 +1,15 @@
-"""One logical shard of a stream: its own rows, mixture and packer, and a state to replay from.
+"""One logical shard of a stream: its own rows, mixture and packer, with a state to replay from.
 
-    rows of source 0 ─▶ encoded ─┐
-    rows of source 1 ─▶ encoded ─┴▶ mixture ─▶ Packer ─▶ packs
+    rows of source 0 ─▶ encode ─┐
+    rows of source 1 ─▶ encode ─┴▶ mixture ─▶ Packer ─▶ packs
 
-The state names the samples that wait in the packer by the rows they came from; on resume those
-rows are read and encoded again. It is taken before the packer is fed, and a pack says how many
-were made since, so a resume feeds the same samples again and passes over what was given out.
+The state names the samples that are pending in the packer by the rows they came from; a resume
+reads and encodes those rows again. It is taken before the packer is fed, and a pack's cursor
+counts the packs since then, so a resume feeds the same samples again and skips these packs.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
-from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,274 +17,293 @@ from typing import Any
 
 import numpy as np
 
-from ..encoding.encode_rows import encoded
+from ..encoding.encode_rows import encode_rows
 from ..encoding.encoder import Encoder
 from ..encoding.report import SkippedRows
-from ..ordering.mixture import Mixture, Stop, Weight, changing
+from ..ordering.mixture import Mixture, StoppingStrategy, Weight, has_schedule
 from ..pack import Pack
-from ..planning.overflow import limit
+from ..planning.overflow import max_sample_length
 from ..planning.packer import Packer
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
-from ..state.int_codec import from_text, to_text
+from ..state.int_codec import ints_from_text, ints_to_text
 from .row_reader import ShuffledRows
+from .shard_state import (
+    compress_state,
+    decompress_state,
+    increasing_from_text,
+    increasing_to_text,
+)
 
-BATCH = 128
+FEED_ROWS = 128
 """Rows that are encoded and packed together."""
-STATE_LIMIT = 8 << 20
-"""Bytes a shard's state may unfold to; a joined stream's own state may be most of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSettings:
-    """What all shards of a run have in common."""
+class StreamSettings:
+    """The settings that all shards of a stream share."""
 
     sources: list[RowSource]
     weights: list[Weight]
-    stop: Stop
+    stopping_strategy: StoppingStrategy
     encoder: Encoder
     packer: dict[str, Any]
     shards: int
     seed: int
-    window: int
-    skip: bool
+    shuffle_block: int
+    skip_errors: bool
 
 
 class ShardReader:
-    """The packs of one shard, from its beginning or from a state."""
+    """The packs of one shard, from its beginning or from a cursor."""
 
-    def __init__(self, settings: ShardSettings, shard: int, epoch: int, until: int | None):
+    def __init__(self, settings: StreamSettings, shard: int, epoch: int, end_epoch: int | None):
         self.settings, self.shard = settings, shard
-        self.epoch, self.until = epoch, until
+        self.epoch, self.end_epoch = epoch, end_epoch
         self.packer = Packer(**settings.packer)
-        self._longest = limit(settings.packer)
-        self.mixture = Mixture(settings.weights, settings.stop, readers=settings.shards)
+        self._max_length = max_sample_length(settings.packer)
+        self.mixture = Mixture(
+            settings.weights, settings.stopping_strategy, num_readers=settings.shards
+        )
         self.rows = [
             ShuffledRows(
                 source,
                 shard,
                 settings.shards,
                 seed=settings.seed,
-                window=settings.window,
-                number=number,
+                shuffle_block=settings.shuffle_block,
+                source_index=number,
                 lap=epoch,
             )
             for number, source in enumerate(settings.sources)
         ]
         self.skipped = SkippedRows()
         self.finished = False
-        self._ready: list[deque[tuple[int, Sample | RowError]]] = [deque() for _ in self.rows]
-        self._origin: dict[int, tuple[int, int]] = {}
+        """Whether all rows were fed to the packer."""
+        self._encoded: list[deque[tuple[int, Sample | RowError]]] = [deque() for _ in self.rows]
+        self._row_of_sample: dict[int, tuple[int, int]] = {}
+        """(source, row number) of each sample pending in the packer."""
         self._snapshot = ""
-        self._made: Iterator[Pack] = iter(())
-        self._coming: Pack | None = None
-        self._count = 0
-        self._looked = False
+        self._packs: Iterator[Pack] = iter(())
+        """Packs made since the snapshot."""
+        self._packs_since = 0
+        self._next: Pack | None = None
+        self._looked_ahead = False
         self._error: Exception | None = None
-        self._behind: dict | None = None
-        self._kept = 0
-        self._before = self.mixture.drawn.copy()
-        """Tokens drawn from each source when its lap began."""
-        self._given = np.zeros_like(self._before) if changing(settings.weights) else None
-        """Tokens of each source in the packs made, over all passes: what weights go on from."""
+        self._last_cursor: dict | None = None
+        self._kept_tokens = 0
+        self._drawn_at_lap_start = self.mixture.tokens_drawn.copy()
+        scheduled = has_schedule(settings.weights)
+        self._packed_tokens = np.zeros_like(self._drawn_at_lap_start) if scheduled else None
+        """Tokens of each source in the packs made, over all passes: where weights continue."""
 
-    def next(self) -> Pack | None:
-        """Give the next pack, or None once the shard has ended."""
-        if not self._looked:
+    def next_pack(self) -> Pack | None:
+        """Return the next pack, or None once the shard has ended."""
+        if not self._looked_ahead:
             self._look_ahead()
-        pack = self._coming
+        pack = self._next
         if pack is None:
             if self._error is not None:
                 raise self._error
             return None
         self._look_ahead()
         pack.cursor["ended"] = self.ended
-        self._behind = pack.cursor
+        self._last_cursor = pack.cursor
         return pack
 
     @property
     def ended(self) -> bool:
-        """Whether the last pack was given."""
-        return self.finished and self._coming is None
+        """Whether the last pack was returned."""
+        return self.finished and self._next is None
 
-    def cursor(self) -> dict:
-        """Give the place behind the last pack, for a shard that has ended."""
-        if self._behind is None:
-            self._snapshot, self._count = self._take_snapshot(), 0
-            self._behind = self._place()
-        return {**self._behind, "ended": True}
+    def last_cursor(self) -> dict:
+        """Return the cursor after the last pack of a shard that has ended."""
+        if self._last_cursor is None:
+            self._snapshot, self._packs_since = self._take_snapshot(), 0
+            self._last_cursor = self._make_cursor()
+        return {**self._last_cursor, "ended": True}
 
     def _look_ahead(self) -> None:
-        """Make the pack after the next one, to know of the next whether it is the last.
+        """Make the pack after the next one, to know whether the next one is the last.
 
-        What goes wrong on the way is raised when that pack is asked for, not before.
+        An error on the way is raised when that pack is requested, not before.
         """
-        self._looked, self._coming = True, next(self._made, None)
+        self._looked_ahead, self._next = True, next(self._packs, None)
         try:
-            while self._coming is None and not self.finished:
-                self._snapshot, self._count = self._take_snapshot(), 0
-                self._made = self._feed()
-                self._coming = next(self._made, None)
+            while self._next is None and not self.finished:
+                self._snapshot, self._packs_since = self._take_snapshot(), 0
+                self._packs = self._feed()
+                self._next = next(self._packs, None)
         except Exception as error:
             self._error = error
-        if self._coming is not None:
-            self._count += 1
-            if self._given is not None:
-                np.add.at(self._given, self._coming.sources, self._coming.lengths)
-            self._coming.cursor = self._place()
+        if self._next is not None:
+            self._packs_since += 1
+            if self._packed_tokens is not None:
+                np.add.at(self._packed_tokens, self._next.sources, self._next.lengths)
+            self._next.cursor = self._make_cursor()
 
-    def _place(self) -> dict:
-        """Give the place behind the pack that is coming."""
-        place = {"shard": self.shard, "made": self._count, "state": self._snapshot, "ended": False}
-        return place if self._given is None else {**place, "given": self._given.tolist()}
+    def _make_cursor(self) -> dict:
+        """Return the cursor after the pack in `_next`."""
+        cursor = {
+            "shard": self.shard,
+            "packs_since": self._packs_since,
+            "state": self._snapshot,
+            "ended": False,
+        }
+        if self._packed_tokens is None:
+            return cursor
+        return {**cursor, "packed_tokens": self._packed_tokens.tolist()}
 
     def _feed(self) -> Iterator[Pack]:
-        """Draw what the mixture allows, and pack it; at the end, pack what is left."""
+        """Draw as many samples as the mixture allows, and pack them; at the end, pack the rest."""
         drawn = self._draw()
         if drawn is None:
             self.finished = True
             return self.packer.finish()
         first = self.packer.counts.items
-        for place, (source, number, _) in enumerate(drawn, first):
-            self._origin[place] = (source, number)
+        for number, (source, row, _) in enumerate(drawn, first):
+            self._row_of_sample[number] = (source, row)
         packs = self.packer.add(sample for _, _, sample in drawn)
-        self._origin = {place: self._origin[place] for place in self.packer.held}
+        self._row_of_sample = {n: self._row_of_sample[n] for n in self.packer.pending}
         for source, rows in enumerate(self.rows):
-            held = [number for origin, number in self._origin.values() if origin == source]
-            rows.forget(min([*held, self._position(source)]))
+            pending = [row for origin, row in self._row_of_sample.values() if origin == source]
+            rows.drop_before(min([*pending, self._next_row(source)]))
         return packs
 
     def _draw(self) -> list[tuple[int, int, Sample]] | None:
-        """Give the next (source, row, sample) of the mixture; None at the end of the run."""
-        while self.epoch != self.until:
-            choices, short = self.mixture.draw([self._lengths(s) for s in range(len(self.rows))])
+        """Return the next (source, row, sample) of the mixture; None at the end of the run."""
+        while self.epoch != self.end_epoch:
+            choices, needed = self.mixture.draw([self._lengths(s) for s in range(len(self.rows))])
             if len(choices):
                 return [self._pop(source) for source in choices.tolist()]
-            if short >= 0 and self._refill(short):
+            if needed >= 0 and self._refill(needed):
                 continue
-            if short < 0 or self.mixture.ran_out(short):
+            if needed < 0 or self.mixture.mark_exhausted(needed):
                 self._next_epoch()
-            elif self.mixture.stop == "cycle":
-                self._check_lap(short)
-                self._next_lap(short)
+            elif self.mixture.stopping_strategy == "all_exhausted":
+                self._check_lap(needed)
+                self._next_lap(needed)
         return None
 
     def _next_epoch(self) -> None:
         self.epoch += 1
-        if self.epoch == self.until:
+        if self.epoch == self.end_epoch:
             return
-        if self.until is None:
-            self._check_kept()
+        if self.end_epoch is None:
+            self._check_epoch()
         self.mixture.restart()
-        for source, ready in enumerate(self._ready):
-            ready.clear()
+        for source, queue in enumerate(self._encoded):
+            queue.clear()
             self._next_lap(source)
 
     def _next_lap(self, source: int) -> None:
-        self._before[source] = self.mixture.drawn[source]
+        self._drawn_at_lap_start[source] = self.mixture.tokens_drawn[source]
         self.rows[source].next_lap()
 
     def _check_lap(self, source: int) -> None:
-        """Refuse to wait for a source that gave nothing in a whole lap: it never will."""
-        if self.mixture.drawn[source] == self._before[source]:
+        """Raise if a source had no sample in a complete lap: waiting for it would never end."""
+        if self.mixture.tokens_drawn[source] == self._drawn_at_lap_start[source]:
             raise ValueError(
-                f"source {source} of the mixture has nothing to give in shard {self.shard} of "
-                f"{self.settings.shards}: its rows were left out, or there are none; "
+                f"source {source} of the mixture has no samples in shard {self.shard} of "
+                f"{self.settings.shards}: its rows were skipped, or there are none; "
                 "use fewer shards"
             )
 
-    def _check_kept(self) -> None:
-        """Refuse a run without end whose shard has nothing to give: it would turn for ever."""
+    def _check_epoch(self) -> None:
+        """Raise if a shard of an endless run packed nothing in an epoch: it would loop forever."""
         kept = self.packer.counts.tokens - self.packer.counts.dropped_tokens
-        if kept == self._kept:
+        if kept == self._kept_tokens:
             raise ValueError(
                 f"shard {self.shard} of {self.settings.shards} has nothing to pack in an epoch: "
-                "its rows were left out or dropped, or there are none; use fewer shards"
+                "its rows were skipped or dropped, or there are none; use fewer shards"
             )
-        self._kept = kept
+        self._kept_tokens = kept
 
     def _refill(self, source: int) -> bool:
-        """Encode the next rows of a source; False when its lap is over."""
-        ready = self._ready[source]
-        if ready and isinstance(ready[0][1], RowError):
-            raise ready[0][1]
-        numbered = self.rows[source].take(BATCH)
-        found = self._encoded([row for _, row in numbered], source)
-        ready.extend((number, one) for (number, _), one in zip(numbered, found, strict=True))
+        """Encode the next rows of a source; False when its lap has ended."""
+        queue = self._encoded[source]
+        if queue and isinstance(queue[0][1], RowError):
+            raise queue[0][1]
+        numbered = self.rows[source].take(FEED_ROWS)
+        results = self._encode([row for _, row in numbered], source)
+        queue.extend(
+            (number, result) for (number, _), result in zip(numbered, results, strict=True)
+        )
         return bool(numbered)
 
-    def _encoded(self, rows: list[Row], source: int) -> list[Sample | RowError]:
-        return encoded(rows, self.settings.encoder, self._longest, source)
+    def _encode(self, rows: list[Row], source: int) -> list[Sample | RowError]:
+        return encode_rows(rows, self.settings.encoder, self._max_length, source)
 
     def _lengths(self, source: int) -> np.ndarray:
-        """Give the lengths of the samples that are ready, up to the first row in error."""
-        ready, lengths = self._ready[source], []
-        while self.settings.skip and ready and isinstance(ready[0][1], RowError):
-            self._skip(ready.popleft()[1])
-        for _, one in ready:
-            if isinstance(one, RowError):
+        """Return the lengths of the encoded samples, up to the first row in error."""
+        queue, lengths = self._encoded[source], []
+        while self.settings.skip_errors and queue and isinstance(queue[0][1], RowError):
+            error = queue.popleft()[1]
+            assert isinstance(error, RowError)
+            self.skipped.add(error)
+        for _, result in queue:
+            if isinstance(result, RowError):
                 break
-            lengths.append(len(one))
+            lengths.append(len(result))
         return np.array(lengths, np.int64)
 
-    def _skip(self, error: Sample | RowError) -> None:
-        assert isinstance(error, RowError)
-        self.skipped.add(error)
-
     def _pop(self, source: int) -> tuple[int, int, Sample]:
-        number, sample = self._ready[source].popleft()
+        number, sample = self._encoded[source].popleft()
         assert isinstance(sample, Sample)
         return source, number, sample
 
-    def _position(self, source: int) -> int:
-        """Give the number of the first row that is not drawn yet."""
-        ready = self._ready[source]
-        return ready[0][0] if ready else self.rows[source].given
+    def _next_row(self, source: int) -> int:
+        """Return the number of the first row that was not drawn yet."""
+        queue = self._encoded[source]
+        return queue[0][0] if queue else self.rows[source].next_row
 
     def _take_snapshot(self) -> str:
-        held = sorted(self._origin)
-        origin = np.array([self._origin[place] for place in held], np.int64).reshape(-1, 2)
+        samples = sorted(self._row_of_sample)
+        origins = np.array([self._row_of_sample[n] for n in samples], np.int64).reshape(-1, 2)
         readers = []
         for source, rows in enumerate(self.rows):
-            numbers, position = origin[origin[:, 0] == source, 1], self._position(source)
-            marks = rows.marks_of(numbers, position)
-            readers.append({"position": position, "marks": marks, "held": _steps(numbers)})
+            numbers, position = origins[origins[:, 0] == source, 1], self._next_row(source)
+            marks, pending = rows.marks_for(numbers, position), increasing_to_text(numbers)
+            readers.append({"position": position, "marks": marks, "pending": pending})
         state = {
             "epoch": self.epoch,
             "readers": readers,
-            "order": to_text(origin[:, 0]) if len(self.rows) > 1 else "",
-            "places": _steps(np.array(held, np.int64)),
+            "sources": ints_to_text(origins[:, 0]) if len(self.rows) > 1 else "",
+            "samples": increasing_to_text(np.array(samples, np.int64)),
             "packer": self.packer.state_dict(),
             "mixture": self.mixture.state_dict(),
             "skipped": self.skipped.rows,
             "finished": self.finished,
         }
-        return pack_text(state if self._given is None else {**state, "given": self._given.tolist()})
+        if self._packed_tokens is not None:
+            state["packed_tokens"] = self._packed_tokens.tolist()
+        return compress_state(state)
 
-    def behind(self, cursor: dict) -> dict:
-        """Give the place before the first pack, if a pass that ended at a cursor went before."""
-        # Not what was drawn: where feeds begin, and so what waits in the packer, moves by a resume.
-        assert self._given is not None
-        if len(cursor.get("given", ())) != len(self._given):
-            raise ValueError(f"the state of shard {self.shard} does not say what its packs held")
-        self.mixture.drawn[:] = self._given[:] = cursor["given"]
+    def initial_cursor(self, cursor: dict) -> dict:
+        """Return the cursor before the first pack of the pass after one that ended at a cursor."""
+        # Packed tokens, not drawn ones: a resume moves where feeds begin, and so what is pending.
+        assert self._packed_tokens is not None
+        packed_tokens = cursor.get("packed_tokens", ())
+        if len(packed_tokens) != len(self._packed_tokens):
+            raise ValueError(f"the state of shard {self.shard} lacks the tokens of its packs")
+        self.mixture.tokens_drawn[:] = self._packed_tokens[:] = packed_tokens
         state = self._take_snapshot()
-        return {"made": 0, "state": state, "ended": False, "given": cursor["given"]}
+        return {"packs_since": 0, "state": state, "ended": False, "packed_tokens": packed_tokens}
 
-    def load(self, cursor: dict) -> None:
-        """Continue behind the pack that carried this cursor."""
+    def load_cursor(self, cursor: dict) -> None:
+        """Continue after the pack that carried this cursor."""
         try:
-            self._restore(unpack_text(cursor["state"]))
+            self._restore(decompress_state(cursor["state"]))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
-        self._behind = {**cursor, "shard": self.shard}
-        for _ in range(cursor["made"]):
-            if self.next() is None:
-                raise ValueError(f"shard {self.shard} ends before the place its state names")
+        self._last_cursor = {**cursor, "shard": self.shard}
+        for _ in range(cursor["packs_since"]):
+            if self.next_pack() is None:
+                raise ValueError(f"shard {self.shard} ends before the position of its state")
 
     def load_counts(self, cursor: dict) -> None:
-        """Take over only what a cursor says about the past."""
-        state = unpack_text(cursor["state"])
+        """Load only the counters of a cursor."""
+        state = decompress_state(cursor["state"])
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
         self.packer.planner.load_state_dict(state["packer"]["planner"])
@@ -296,51 +312,20 @@ class ShardReader:
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
-        if self._given is not None:
-            self._given[:] = state["given"]
-        self._before[:] = -1  # not in the state: the lap under way is not looked at
-        places = np.cumsum(from_text(state["places"]))
-        order = from_text(state["order"]) if state["order"] else np.zeros(len(places), np.int64)
-        held: dict[int, Sample] = {}
+        if self._packed_tokens is not None:
+            self._packed_tokens[:] = state["packed_tokens"]
+        self._drawn_at_lap_start[:] = -1  # not in the state: the current lap is not checked
+        samples, sources = increasing_from_text(state["samples"]), state["sources"]
+        origins = ints_from_text(sources) if sources else np.zeros(len(samples), np.int64)
+        pending: dict[int, Sample] = {}
         for source, (rows, reader) in enumerate(zip(self.rows, state["readers"], strict=True)):
-            numbers = np.cumsum(from_text(reader["held"])).tolist()
-            found = rows.restore(reader["marks"], reader["position"], numbers)
-            samples = self._encoded([found[number] for number in numbers], source)
-            for place, number, sample in zip(
-                places[order == source].tolist(), numbers, samples, strict=True
-            ):
+            numbers = increasing_from_text(reader["pending"]).tolist()
+            restored = rows.restore(reader["marks"], reader["position"], numbers)
+            encoded = self._encode([restored[number] for number in numbers], source)
+            sample_numbers = samples[origins == source].tolist()
+            for sample_number, row, sample in zip(sample_numbers, numbers, encoded, strict=True):
                 if isinstance(sample, RowError):
                     raise sample
-                held[place], self._origin[place] = sample, (source, number)
-        self.packer.load_state_dict(state["packer"], dict(sorted(held.items())))
-
-
-def _steps(numbers: np.ndarray) -> str:
-    """Write rising numbers by their distances, which are small."""
-    return to_text(np.diff(numbers, prepend=0))
-
-
-def pack_text(state: dict) -> str:
-    """Write a shard's state as short text, if it can be read again."""
-    data = json.dumps(state, separators=(",", ":")).encode()
-    if len(data) > STATE_LIMIT:
-        raise ValueError(
-            f"a shard's state has {len(data)} bytes, the limit is {STATE_LIMIT}: a stream is "
-            "joined from too many datasets; join fewer, or mix some as [(dataset, weight), ...]"
-        )
-    return b64encode(zlib.compress(data, 6)).decode()
-
-
-def unpack_text(text: str) -> dict:
-    """Read what `pack_text` wrote, never more than the limit."""
-    try:
-        unfolding = zlib.decompressobj()
-        data = unfolding.decompress(b64decode(text, validate=True), STATE_LIMIT)
-        if unfolding.unconsumed_tail:
-            raise ValueError(f"it unfolds to more than {STATE_LIMIT} bytes")
-        state = json.loads(data)
-    except (ValueError, TypeError, zlib.error, RecursionError) as error:
-        raise ValueError(f"a shard's state cannot be read: {error}") from None
-    if not isinstance(state, dict) or "packer" not in state:
-        raise ValueError("a shard's state cannot be read: it is none")
-    return state
+                pending[sample_number] = sample
+                self._row_of_sample[sample_number] = (source, row)
+        self.packer.load_state_dict(state["packer"], dict(sorted(pending.items())))

@@ -2,10 +2,13 @@
 
 from .open_source import open_source
 from .source import Row, RowError, RowSource
+from .token_store import TokenArray, TokenStore
 
 __all__ = [
     "Row",
     "RowError",
     "RowSource",
+    "TokenArray",
+    "TokenStore",
     "open_source",
 ]

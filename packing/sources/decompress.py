@@ -1,4 +1,4 @@
-"""What a compressed file (.gz, .zst) unpacks to, up to the very byte where it is torn."""
+"""Read compressed files (.gz, .zst) up to the last byte before a truncation or corruption."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from pathlib import Path
 
 import pyarrow as pa
 
-KINDS = {".gz": "gzip", ".zst": "zstd"}
-PIECE = 16 << 10
-"""Bytes that are unpacked together; larger pieces are no faster."""
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+CHUNK = 16 << 10
+"""Bytes decompressed at a time; larger chunks are not faster."""
 
 
-def unpacked(path: Path) -> BufferedReader:
-    """Open a compressed file for reading; where it is torn, an OSError comes behind the rest."""
-    return BufferedReader(_Unpacked(path), PIECE)
+def open_compressed(path: Path) -> BufferedReader:
+    """Open a compressed file; a truncated file yields all intact bytes, then raises an OSError."""
+    return BufferedReader(_DecompressedFile(path), CHUNK)
 
 
-class _Unpacked(RawIOBase):
+class _DecompressedFile(RawIOBase):
     def __init__(self, path: Path):
-        self.path, self.given = path, 0
-        self.torn: OSError | None = None
+        self.path, self.num_read = path, 0
+        self.error: OSError | None = None
         self.stream = _open(path)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        if self.torn is not None:
-            raise self.torn
+        if self.error is not None:
+            raise self.error
         try:
             count = self.stream.readinto(buffer)
         except OSError as error:
-            self.torn = error
-            count = self._rest(buffer)
+            self.error = error
+            count = self._read_before_error(buffer)
             if not count:
                 raise
-        self.given += count
+        self.num_read += count
         return count
 
-    def _rest(self, buffer) -> int:
-        """Read what the call that failed had unpacked and thrown away: anew, byte by byte."""
+    def _read_before_error(self, buffer) -> int:
+        """Read the bytes that the failed call decompressed and discarded, byte by byte."""
         count = 0
         with _open(self.path) as stream:
-            for begin in range(0, self.given, PIECE):
-                stream.read(min(PIECE, self.given - begin))
+            for begin in range(0, self.num_read, CHUNK):
+                stream.read(min(CHUNK, self.num_read - begin))
             try:
                 while count < len(buffer) and (byte := stream.read(1)):
                     buffer[count] = byte[0]
@@ -59,4 +59,4 @@ class _Unpacked(RawIOBase):
 
 
 def _open(path: Path) -> pa.NativeFile:
-    return pa.input_stream(str(path), compression=KINDS[path.suffix])
+    return pa.input_stream(str(path), compression=CODECS[path.suffix])

@@ -1,11 +1,10 @@
-"""Rows that are already Python objects: lists, iterables, and functions that make iterators.
+"""Rows that are Python objects or ready tokens: lists, iterables, functions, token stores.
 
-A list is known by number. An iterable or a function is read again for every shard and every
-resume, so its rows must come in the same order each time; rows before the cursor are made and
-passed over. A state knows it by its first row, so that a source that raised can be mended and
-continued: of other rows behind that one it notices nothing. An iterator can be read only once:
-one shard, and a resume means that the caller hands in a fresh one, whose first rows are passed
-over.
+A list has random access. An iterable or a function is read again for every shard and every
+resume, so its rows must come in the same order each time; rows before the cursor are produced and
+skipped. A state identifies it by its first row, so that a source that raised can be fixed and
+continued; changes of later rows are not detected. An iterator can be read only once: it has one
+shard, and to resume the caller passes a new iterator, whose first rows are skipped.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from itertools import islice
 from typing import Any
 
 from ..state.fingerprint import Fingerprint
-from .source import Indexed, Row, RowSource
+from .source import IndexedSource, Row, RowSource
+from .token_store import TokenArray, TokenStore
 
 
-class Listed(Indexed):
-    """Rows in a list, or in anything with a length that gives rows by number."""
+class ListSource(IndexedSource):
+    """Rows of a list, or of any object with a length and rows by number."""
 
     def __init__(self, rows: Sequence[Any], name: str = "list"):
         self.list, self.name = rows, name
@@ -28,34 +28,55 @@ class Listed(Indexed):
         return len(self.list)
 
     def rows(self, numbers):
-        return [row_at(self.list, number) for number in numbers.tolist()]
+        return [row_or_error(self.list, number) for number in numbers.tolist()]
 
     def fingerprint(self):
-        mark = Fingerprint("list", len(self.list))
+        fingerprint = Fingerprint("list", len(self.list))
         for number in range(len(self.list)):
-            mark.row(self.list[number])
-        return mark.text()
+            fingerprint.row(self.list[number])
+        return fingerprint.text()
 
 
-def row_at(rows: Any, number: int) -> Any:
-    """Give a row by number; whatever the user's code raises comes in its place."""
+def row_or_error(rows: Any, number: int) -> Any:
+    """Return a row by number, or the error that the user's code raised."""
     try:
         return rows[number]
     except Exception as error:
         return ValueError(f"{type(error).__name__}: {error}")
 
 
-class Iterated(RowSource):
+class TokenRowSource(IndexedSource):
+    """Ready tokens as rows, for mixtures with streams."""
+
+    def __init__(self, arrays: list[TokenArray], name: str):
+        self.store, self.name = TokenStore(arrays), name
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def rows(self, numbers):
+        return [self._row(number) for number in numbers.tolist()]
+
+    def _row(self, number: int) -> dict:
+        array, tokens = self.store.locate(number)
+        row = {"input_ids": array.flat[tokens]}
+        return row if array.labels is None else row | {"labels": array.labels[tokens]}
+
+    def fingerprint(self):
+        return self.store.fingerprint()
+
+
+class IterableSource(RowSource):
     """Rows of an iterable, or of a function that returns an iterator, read as often as needed."""
 
-    shards, reads_on = 1, True
+    default_shards, sequential_only = 1, True
 
-    def __init__(self, make: Any, name: str = "iterable"):
-        self.make, self.name = make, name
-        self.once = isinstance(make, Iterator)
-        self._at = 0
+    def __init__(self, rows: Any, name: str = "iterable"):
+        self.rows, self.name = rows, name
+        self.single_use = isinstance(rows, Iterator)
+        self._next_row = 0
 
-    def read(self, shard, shards, cursor=None, shuffle=None):
+    def read(self, shard, shards, cursor=None, shuffle_key=None):
         number = cursor[0] if cursor else shard
         rows = self._rows_from(number, shards)
         while True:
@@ -63,33 +84,33 @@ class Iterated(RowSource):
                 row = next(rows)
             except StopIteration:
                 return
-            except Exception as error:  # whatever the user's code raises, with its place
+            except Exception as error:  # add the location to any error of the user's code
                 raise RuntimeError(f"{self.name}, row {number}: {error!r}") from error
             number += shards
-            self._at = number
+            self._next_row = number
             yield Row(row, f"{self.name}, row {number - shards}", [number])
 
     def _rows_from(self, number: int, shards: int) -> Iterator[Any]:
-        if not self.once:
-            rows: Any = self.make() if callable(self.make) else self.make
+        if not self.single_use:
+            rows: Any = self.rows() if callable(self.rows) else self.rows
             if not isinstance(rows, Iterable):
                 raise ValueError(
-                    f"{self.name} returned {type(rows).__name__}: a function that is a source "
-                    "yields rows, or returns an iterator of them"
+                    f"{self.name} returned {type(rows).__name__}: a function used as a source "
+                    "must yield rows, or return an iterator of them"
                 )
             return islice(rows, number, None, shards)
-        if shards > 1 or number < self._at:
+        if shards > 1 or number < self._next_row:
             raise ValueError(
                 f"{self.name}: an iterator can be read only once, by one shard and for one epoch: "
                 "pass a function that makes a new one"
             )
-        return islice(self.make, number - self._at, None)
+        return islice(self.rows, number - self._next_row, None)
 
     def fingerprint(self):
-        if self.once:
+        if self.single_use:
             return "iterator"
         try:
             first = next(self._rows_from(0, 1), None)
-        except Exception:  # it will be raised with its place when the rows are read
+        except Exception:  # raised again with its location when the rows are read
             first = None
         return Fingerprint("rows").row(first).text()

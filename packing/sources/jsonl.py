@@ -1,8 +1,8 @@
 """JSON lines, plain or compressed (.gz, .zst).
 
-A plain file is cut at bytes: a shard owns the lines that begin in its part, and seeks straight to
-them. A compressed one has to be read from its beginning: a shard takes every S-th line. A file is
-as long as it was when it was opened: lines that are appended belong to the next run.
+A plain file is cut at bytes: a shard owns the lines that begin in its part, and seeks directly to
+them. A compressed file has to be read from its beginning: a shard takes every S-th line. A file
+has the length it had when it was opened: lines appended later belong to the next run.
 """
 
 from __future__ import annotations
@@ -13,67 +13,67 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .decompress import KINDS, unpacked
-from .paths import files_fingerprint, name_of
+from .decompress import CODECS, open_compressed
+from .paths import display_name, files_fingerprint
 from .source import Row, RowSource
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64
-ONE_LIST = "of one large list, write one entry a line"
+ONE_PER_LINE = "write one entry of the list per line"
 
 
-class JsonLines(RowSource):
+class JsonlSource(RowSource):
     """Rows of one or several jsonl files."""
 
     def __init__(self, paths: list[Path]):
-        self.paths, self.name = paths, name_of(paths)
+        self.paths, self.name = paths, display_name(paths)
         self.sizes = [path.stat().st_size for path in paths]
         pairs = zip(paths, self.sizes, strict=True)
-        self.size = sum(5 * size if _packed(path) else size for path, size in pairs)
-        self.reads_on = any(map(_packed, paths))
+        self.num_bytes = sum(5 * size if _is_compressed(path) else size for path, size in pairs)
+        self.sequential_only = any(map(_is_compressed, paths))
 
-    def read(self, shard, shards, cursor=None, shuffle=None):
-        number, at = cursor or (0, None)
-        for file, path in enumerate(self.paths[number:], number):
-            if _packed(path):
-                lines = _packed_lines(path, shard, shards, at)
+    def read(self, shard, shards, cursor=None, shuffle_key=None):
+        first_file, offset = cursor or (0, None)
+        for file, path in enumerate(self.paths[first_file:], first_file):
+            if _is_compressed(path):
+                lines = _compressed_lines(path, shard, shards, offset)
             else:
-                lines = _plain_lines(path, self.sizes[file], shard, shards, at)
-            for line, where, following in lines:
-                yield Row(_parsed(line), where, [file, following])
-            at = None
+                lines = _plain_lines(path, self.sizes[file], shard, shards, offset)
+            for line, location, next_offset in lines:
+                yield Row(_parse(line), location, [file, next_offset])
+            offset = None
 
     def fingerprint(self):
         return files_fingerprint("jsonl", self.paths, self.sizes)
 
 
-def _packed(path: Path) -> bool:
-    return path.suffix in KINDS
+def _is_compressed(path: Path) -> bool:
+    return path.suffix in CODECS
 
 
 def _plain_lines(
-    path: Path, size: int, shard: int, shards: int, at: int | None
+    path: Path, size: int, shard: int, shards: int, offset: int | None
 ) -> Iterator[tuple[bytes | ValueError, object, int]]:
-    """Give the lines that begin in this shard's part of the bytes."""
+    """Yield the lines that begin in this shard's part of the bytes."""
     begin, end = size * shard // shards, size * (shard + 1) // shards
     with path.open("rb") as file:
-        if at is None:
-            at = _line_start(file, begin)
-        file.seek(at)
-        while at < end:
-            line, taken = _bounded_line(file)
-            if not taken:
+        if offset is None:
+            offset = _line_start(file, begin)
+        file.seek(offset)
+        while offset < end:
+            line, length = _bounded_line(file)
+            if not length:
                 raise ValueError(
-                    f"{path} has no byte {at} any more, it had {size} when it was opened: a file "
-                    "must not be cut while it is read; write the new one beside it"
+                    f"{path} ends before byte {offset}, it had {size} bytes when it was opened: do "
+                    "not truncate a file while it is read; write a new file beside it"
                 )
-            start, at = at, at + taken
+            start, offset = offset, offset + length
             if not isinstance(line, bytes) or line.strip():
-                yield line, _Place(path, start), at
+                yield line, _LineLocation(path, start), offset
 
 
 def _line_start(file: BinaryIO, begin: int) -> int:
-    """Find the first line that begins at or behind a byte."""
+    """Find the first line that does not begin before a byte."""
     if begin == 0:
         return 0
     file.seek(begin - 1)
@@ -83,87 +83,87 @@ def _line_start(file: BinaryIO, begin: int) -> int:
     return file.tell()
 
 
-def _packed_lines(
-    path: Path, shard: int, shards: int, at: int | None
+def _compressed_lines(
+    path: Path, shard: int, shards: int, next_line: int | None
 ) -> Iterator[tuple[bytes | ValueError, object, int]]:
-    """Decompress and give every S-th line."""
-    at, number, name = shard if at is None else at, 0, path.name
-    with unpacked(path) as file:
+    """Decompress and yield every S-th line."""
+    next_line, number, name = shard if next_line is None else next_line, 0, path.name
+    with open_compressed(path) as file:
         while True:
             try:
-                line, taken = _bounded_line(file)
+                line, length = _bounded_line(file)
             except OSError as error:
-                torn = ValueError(f"the compressed data is torn: {error}")
-                yield torn, f"{name}, line {number + 1}", 1 << 62
+                truncated = ValueError(f"the compressed data is truncated or corrupted: {error}")
+                yield truncated, f"{name}, line {number + 1}", 1 << 62
                 return
-            if not taken:
+            if not length:
                 return
-            if number == at:
-                at += shards
+            if number == next_line:
+                next_line += shards
                 if not isinstance(line, bytes) or line.strip():
-                    yield line, f"{name}, line {number + 1}", at
+                    yield line, f"{name}, line {number + 1}", next_line
             number += 1
 
 
 def _bounded_line(file: Any) -> tuple[bytes | ValueError, int]:
-    """Read a line and its size; one over the limit is passed over without keeping it."""
+    """Read a line and its size; a line over the limit is skipped without being stored."""
     line = file.readline(LINE_LIMIT + 1)
     if len(line) <= LINE_LIMIT:
         return line, len(line)
-    taken = len(line)
+    length = len(line)
     while line and not line.endswith(b"\n"):
         line = file.readline(1 << 20)
-        taken += len(line)
-    return ValueError(f"a line of {taken} bytes, the limit is {LINE_LIMIT}"), taken
+        length += len(line)
+    return ValueError(f"a line of {length} bytes, the limit is {LINE_LIMIT}"), length
 
 
-def _parsed(line: bytes | ValueError) -> Any:
+def _parse(line: bytes | ValueError) -> Any:
     if isinstance(line, ValueError):
         return line
     try:
-        # Some editors begin files with a mark; the codec that knows it takes 5 µs more a line.
+        # Some editors write a byte order mark; the utf-8-sig codec would cost 5 µs per line.
         row = _DECODER.decode(line.removeprefix(BOM_UTF8).decode("utf-8"))
     except RecursionError:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     except UnicodeDecodeError as error:
         return ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
     except ValueError as error:
-        hint = f"; {ONE_LIST}" if line.strip() == b"[" else ""
+        hint = f"; {ONE_PER_LINE}" if line.strip() == b"[" else ""
         return ValueError(f"not JSON: {error}{hint}")
     if isinstance(row, list) and row and isinstance(row[0], dict | str):
-        return ValueError(f"a list of {len(row)} entries on one line; {ONE_LIST}")
+        return ValueError(f"a list of {len(row)} entries on one line; {ONE_PER_LINE}")
     if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     return row
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict:
     row = dict(pairs)
     if len(row) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the key {twice!r} stands twice")
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {duplicate!r} appears twice")
     return row
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _depth(row: Any) -> int:
-    """Count the lists and dicts that stand inside each other."""
+    """Count the levels of nested lists and dicts."""
     level, depth = [row], 0
-    while boxes := [value for value in level if isinstance(value, list | dict)]:
-        level = [v for box in boxes for v in (box.values() if isinstance(box, dict) else box)]
+    while containers := [value for value in level if isinstance(value, list | dict)]:
+        level = [v for c in containers for v in (c.values() if isinstance(c, dict) else c)]
         depth += 1
     return depth
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
 
-class _Place:
-    """A byte of a file, that finds out its line number only when somebody asks."""
+class _LineLocation:
+    """A byte of a file that computes its line number only when it is shown."""
 
     def __init__(self, path: Path, byte: int):
         self.path, self.byte = path, byte

@@ -1,9 +1,9 @@
-"""Recognise what the user handed in, and open it as tokens or as rows.
+"""Recognize the type of a source, and open it as tokens or as rows.
 
 ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin   ─▶ [TokenArray]
 rows to be encoded            jsonl, parquet, text files, Dataset, lists, streams  ─▶ RowSource
 
-A path that does not exist and reads `owner/name` is a dataset on the hub, which is streamed.
+A path that does not exist and has the form `owner/name` is a dataset on the hub, which is streamed.
 """
 
 from __future__ import annotations
@@ -12,36 +12,47 @@ import mimetypes
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .in_memory import Iterated, Listed
-from .paths import files_of
+from .in_memory import IterableSource, ListSource
+from .paths import list_files
 from .source import RowSource
-from .text_files import TextFiles
+from .text_files import TextFileSource
 from .token_store import TokenArray, TokenStore
 
 Opened = list[TokenArray] | RowSource
 HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")
 FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|bin|gz|zst|txt|md|py|csv)")
-"""What does not exist is on the hub if it reads owner/name, unless it reads like a file."""
+"""A path that does not exist is on the hub if it matches HUB_NAME but not FILE_NAME."""
 TABLES = ("text/csv", "text/tab-separated-values")
-"""Text by name, but rows by nature: one document of them all would be wrong in silence."""
+"""Text by type, but rows by content: one document per file would be wrong silently."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PathOptions:
+    text_column: str
+    glob: str | None
+    dtype: str | None
+    eos_token_id: int | None
+    number: int
 
 
 def open_source(
     source: Any,
     *,
-    column: str = "text",
+    text_column: str = "text",
     glob: str | None = None,
     dtype: str | None = None,
-    eos: int | None = None,
+    eos_token_id: int | None = None,
     number: int = 0,
 ) -> Opened:
-    """Open a source; `number` is its place in a mixture."""
+    """Open a source; `number` is its index in a mixture."""
     if isinstance(source, str | Path):
-        return _open_path(Path(source).expanduser(), column, glob, dtype, eos, number)
-    if isinstance(source, list | tuple) and _names_files(source):
+        options = _PathOptions(text_column, glob, dtype, eos_token_id, number)
+        return _open_path(Path(source).expanduser(), options)
+    if isinstance(source, list | tuple) and _lists_files(source):
         raise ValueError(
             f"{source[0]} is a file, the list would be read as {len(source)} documents: pass a "
             "folder and glob=, or [(file, weight), ...]"
@@ -51,100 +62,102 @@ def open_source(
     if isinstance(source, TokenArray):
         return [source]
     if isinstance(source, TokenStore):
-        return source.shelves
+        return source.arrays
     if type(source).__module__.split(".")[0] == "datasets":
         return _open_dataset(source, "dataset", number)
     if hasattr(source, "columns") and hasattr(source, "shape"):
         raise ValueError(
-            f"{type(source).__name__} is a table, no list of rows: pass datasets.Dataset."
+            f"{type(source).__name__} is a table, not a list of rows: pass datasets.Dataset."
             "from_pandas(table), or its rows as dicts"
         )
-    rows = not isinstance(source, Mapping)
-    if rows and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return Listed(source)
-    if rows and (callable(source) or isinstance(source, Iterable)):
-        return Iterated(source, getattr(source, "__name__", type(source).__name__))
+    is_mapping = isinstance(source, Mapping)
+    if not is_mapping and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return ListSource(source)
+    if not is_mapping and (callable(source) or isinstance(source, Iterable)):
+        return IterableSource(source, getattr(source, "__name__", type(source).__name__))
     raise ValueError(
-        f"{type(source).__name__} is no source: pass a path, a list, an iterable, a function that "
-        "returns an iterator, a datasets.Dataset, or a list of (source, weight)"
+        f"{type(source).__name__} is not a source: pass a path, a list, an iterable, a function "
+        "that returns an iterator, a datasets.Dataset, or a list of (source, weight)"
     )
 
 
-def _open_path(path: Path, column: str, glob, dtype, eos, number: int) -> Opened:
-    if _beside(path, ".idx").is_file() and _beside(path, ".bin").is_file():
-        from .token_files import megatron_shelf
+def _open_path(path: Path, options: _PathOptions) -> Opened:
+    if _with_suffix(path, ".idx").is_file() and _with_suffix(path, ".bin").is_file():
+        from .token_files import open_megatron
 
-        return [megatron_shelf(path, number)]
+        return [open_megatron(path, options.number)]
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from .hf_datasets import open_saved
 
-        return _open_dataset(open_saved(path), path.name, number)
+        return _open_dataset(open_saved(path), path.name, options.number)
     if (path / "dataset_dict.json").is_file():
-        splits = sorted(one.parent.name for one in path.glob("*/dataset_info.json"))
+        splits = sorted(info.parent.name for info in path.glob("*/dataset_info.json"))
         raise ValueError(f"{path} has the splits {splits}: pass the folder of one of them")
     name = path.as_posix()
     if not path.exists() and HUB_NAME.fullmatch(name) and not FILE_NAME.fullmatch(name):
         from .hf_datasets import open_hub
 
-        return _open_dataset(open_hub(name), path.name, number)
-    files = files_of(path, glob)
-    kinds = {_kind(file, any_text=glob is not None) for file in files}
-    if len(kinds) > 1:
-        raise ValueError(f"{path} mixes {sorted(kinds)} files: choose some with glob=")
-    return _open_files(files, kinds.pop(), column, dtype, eos, number, path)
+        return _open_dataset(open_hub(name), path.name, options.number)
+    files = list_files(path, options.glob)
+    formats = {_format_of(file, any_text=options.glob is not None) for file in files}
+    if len(formats) > 1:
+        raise ValueError(f"{path} mixes {sorted(formats)} files: choose some with glob=")
+    return _open_files(files, formats.pop(), path, options)
 
 
-def _open_files(files: list[Path], kind: str, column: str, dtype, eos, number, path) -> Opened:
-    if kind == "jsonl":
-        from .jsonl import JsonLines
+def _open_files(files: list[Path], file_format: str, path: Path, options: _PathOptions) -> Opened:
+    if file_format == "jsonl":
+        from .jsonl import JsonlSource
 
-        return JsonLines(files)
-    if kind == "parquet":
-        from .parquet import Parquet
+        return JsonlSource(files)
+    if file_format == "parquet":
+        from .parquet import ParquetSource
 
-        return Parquet(files)
-    if kind == "tokens":
-        from .token_files import flat_shelves
+        return ParquetSource(files)
+    if file_format == "tokens":
+        from .token_files import open_flat_files
 
-        if dtype is None or eos is None:
-            raise ValueError(f"{path}: flat tokens need dtype= (uint16 or uint32) and eos= (an id)")
-        return flat_shelves(files, dtype, eos, number)
-    return TextFiles(files, column, path.name)
+        if options.dtype is None or options.eos_token_id is None:
+            raise ValueError(
+                f"{path}: flat tokens need dtype= (uint16 or uint32) and add_eos= (an id)"
+            )
+        return open_flat_files(files, options.dtype, options.eos_token_id, options.number)
+    return TextFileSource(files, options.text_column, path.name)
 
 
 def _open_dataset(data: Any, name: str, number: int) -> Opened:
-    from .hf_datasets import StreamedRows, TableRows, token_shelves
+    from .hf_datasets import DatasetSource, IterableDatasetSource, token_arrays
 
     if isinstance(data, dict):
         raise ValueError(f"{name} has the splits {sorted(data)}: pass one of them")
     if not hasattr(data, "__len__"):
-        return StreamedRows(data, name)
-    return token_shelves(data, name, number) or TableRows(data, name)
+        return IterableDatasetSource(data, name)
+    return token_arrays(data, name, number) or DatasetSource(data, name)
 
 
-def _kind(file: Path, any_text: bool) -> str:
-    """Tell a file's kind by its name; what was chosen by a glob may be text of any name."""
+def _format_of(file: Path, any_text: bool) -> str:
+    """Tell a file's format by its name; any_text: unknown suffixes are text."""
     suffixes = [s for s in file.suffixes if s not in (".gz", ".zst")]
     last = suffixes[-1] if suffixes else ""
     if last in (".jsonl", ".json", ".ndjson"):
         return "jsonl"
     if file.suffix in (".gz", ".zst"):
-        raise ValueError(f"{file}: only .jsonl is read compressed: unpack it first")
+        raise ValueError(f"{file}: only .jsonl can be read compressed: decompress it first")
     if last in (".parquet", ".bin"):
         return {".parquet": "parquet", ".bin": "tokens"}[last]
     guess = mimetypes.guess_type(file.name)[0] or ("text/plain" if not last else "")
     if any_text or (guess.startswith("text/") and guess not in TABLES):
         return "text"
     raise ValueError(
-        f"{file}: unknown file type {last}: there are .jsonl, .parquet, .bin and text (.txt ...); "
-        f"to read it as text, pass its folder and glob='*{last}'"
+        f"{file}: unknown file type {last}: supported are .jsonl, .parquet, .bin and text "
+        f"(.txt ...); to read it as text, pass its folder and glob='*{last}'"
     )
 
 
-def _names_files(rows: Sequence[Any]) -> bool:
-    """Whether the first of a list is no document but the name of a file."""
+def _lists_files(rows: Sequence[Any]) -> bool:
+    """Return whether the first entry of a list is the name of a file instead of a document."""
     return bool(rows) and isinstance(rows[0], str | Path) and os.path.isfile(rows[0])
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _with_suffix(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)

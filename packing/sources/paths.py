@@ -1,4 +1,4 @@
-"""From a path to the files it means, none of them outside of it, and what they are known by."""
+"""Resolve a path to its files, none of them outside of it, and identify files by content."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..state.fingerprint import Fingerprint
 NAME_LIMIT = 255
 
 
-def contained(folder: Path, name: str) -> Path:
-    """Give the file of this name inside a folder, or refuse a name that leads out of it.
+def resolve_inside(folder: Path, name: str) -> Path:
+    """Return the file of this name inside a folder; raise if the name leads out of it.
 
-    >>> contained(Path("."), "../secret")
+    >>> resolve_inside(Path("."), "../secret")
     Traceback (most recent call last):
     ValueError: the name '../secret' leads out of its folder
     """
     shown = name if len(name) < 80 else name[:77] + "..."
     if not name or any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
-        raise ValueError(f"the name {shown!r} is empty or holds control characters")
+        raise ValueError(f"the name {shown!r} is empty or contains control characters")
     windows, posix = PureWindowsPath(name), PurePosixPath(name)
     if windows.drive or windows.root or posix.is_absolute() or name.startswith("~"):
         raise ValueError(f"the name {shown!r} is absolute: names are relative to their folder")
@@ -37,32 +37,32 @@ def contained(folder: Path, name: str) -> Path:
     return path
 
 
-def files_of(path: Path, glob: str | None = None) -> list[Path]:
-    """List the files a path means, sorted by name: itself, or all that match in a folder."""
+def list_files(path: Path, glob: str | None = None) -> list[Path]:
+    """List the files of a path, sorted by name: the file itself, or all matches in a folder."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(
-            f"{path} is neither a file nor a folder here; a dataset on the hub is called owner/name"
+            f"{path} is neither a file nor a folder here; a dataset on the hub is named owner/name"
         )
     names = sorted(
-        found.relative_to(path).as_posix()
-        for found in path.rglob(glob or "*")
-        if found.is_file() and not any(p.startswith(".") for p in found.relative_to(path).parts)
+        file.relative_to(path).as_posix()
+        for file in path.rglob(glob or "*")
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
     )
     if not names:
-        raise ValueError(f"{path} holds no file that matches {glob or '*'!r}")
-    return [contained(path, name) for name in names]
+        raise ValueError(f"{path} has no file that matches {glob or '*'!r}")
+    return [resolve_inside(path, name) for name in names]
 
 
-def name_of(paths: Sequence[Path]) -> str:
-    """Name some files for messages: the one by itself, several by their folder."""
+def display_name(paths: Sequence[Path]) -> str:
+    """Name files for messages: one file by its name, several by their folder."""
     return paths[0].name if len(paths) == 1 else paths[0].parent.name
 
 
 def files_fingerprint(kind: str, paths: Sequence[Path], sizes: Sequence[int] = ()) -> str:
-    """Identify files by their content; `sizes` are how much of each counts, left out: all."""
-    mark = Fingerprint(kind, len(paths))
+    """Identify files by their content; `sizes` are the bytes of each that count, default all."""
+    fingerprint = Fingerprint(kind, len(paths))
     for path, size in zip_longest(paths, sizes):
-        mark.file(path, size)
-    return mark.text()
+        fingerprint.file(path, size)
+    return fingerprint.text()

@@ -1,9 +1,9 @@
-"""What every source of rows promises, and how a bad row is named.
+"""The interface of row sources, and the error for a bad row.
 
-A source gives the rows of one shard of `shards`, in a fixed order, each with a cursor: a few
-integers from which reading continues behind that row. Rows that cannot be read come as a
-ValueError in their place. A source that knows its rows by number may shuffle them all; one that
-only streams leaves shuffling to the window of its reader.
+A source yields the rows of one shard of `shards` in a fixed order, each with a cursor: a few
+integers from which reading continues after that row. Rows that cannot be read are yielded as a
+ValueError in their position. A source with random access can shuffle all its rows; a source that
+can only be streamed leaves shuffling to the blocks of its reader.
 """
 
 from __future__ import annotations
@@ -14,87 +14,93 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ordering.permutation import shuffled
-from ..state.run_state import is_count
+from ..ordering.permutation import permute
+from ..state.run_state import is_non_negative_int
 
 Cursor = Any
 """Small JSON; None is the beginning."""
 
 
 class Row(NamedTuple):
-    """One row as it was found."""
+    """One row as it was read."""
 
     value: Any
     """The row, or the ValueError that says why it cannot be read."""
-    where: object
-    """Its place, whose text is for messages: `data.jsonl, line 7`."""
+    location: object
+    """Its text is for messages: `data.jsonl, line 7`."""
     cursor: Cursor | Callable[[], Cursor]
-    """Where reading continues behind it; a function is asked before the next row is read."""
+    """Where reading continues after this row; a function is called before the next row is read."""
 
 
 class RowError(ValueError):
-    """A row that cannot be used, with its source, place and reason."""
+    """A row that cannot be used, with its location and the reason."""
 
-    def __init__(self, where: object, reason: object):
-        super().__init__(where, reason)
-        self.where, self.reason = where, " ".join(str(reason).split())[:300]
+    def __init__(self, location: object, reason: object):
+        super().__init__(location, reason)
+        self.location, self.reason = location, " ".join(str(reason).split())[:300]
 
     def __str__(self) -> str:
-        # Not before somebody asks: to name a line, the file before it is read.
-        return f'{self.where}: {self.reason} (on_error="skip" leaves such rows out, counted)'
+        # Computed only on demand: to number a line, the file before it is read.
+        return f'{self.location}: {self.reason} (pass on_error="skip" to skip and count such rows)'
 
 
 class RowSource(ABC):
     """Rows of text, messages, prompts or token ids whose lengths are not known yet."""
 
     name: str
-    shards: int | None = 8
-    """Shards it is cut into unless the user says otherwise."""
-    size: int | None = None
-    """Bytes, where known: small sources are encoded ahead."""
+    default_shards: int | None = 8
+    """Number of shards unless the user chooses one."""
+    num_bytes: int | None = None
+    """Size, if known: small sources are tokenized before training starts."""
 
     @abstractmethod
     def read(
-        self, shard: int, shards: int, cursor: Cursor = None, shuffle: np.uint64 | None = None
+        self, shard: int, shards: int, cursor: Cursor = None, shuffle_key: np.uint64 | None = None
     ) -> Iterator[Row]:
-        """Give the rows of one shard from a cursor on.
+        """Yield the rows of one shard from a cursor on.
 
-        shuffle: the epoch's key, for sources that can give all their rows in another order.
+        shuffle_key: the key of the lap, for sources that can read their rows in any order.
         """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Identify the rows, so that a state of other data is refused."""
+        """Identify the rows, so that a state of other data is rejected."""
 
-    shuffles = False
-    """Whether `read` shuffles by itself."""
-    reads_on = False
-    """Whether a later place is reached through all rows before it: a state names the earliest."""
+    shuffles_rows = False
+    """Whether `read` shuffles by its `shuffle_key`."""
+    sequential_only = False
+    """Whether a position is reached only by reading all rows before it: a state names the first."""
 
     def check_cursor(self, cursor: Any) -> None:
-        """Refuse a cursor that this source did not make, before anything is opened by it."""
+        """Raise if this source did not make the cursor, before anything is opened with it."""
         numbers = cursor if isinstance(cursor, list) else [] if cursor is None else [cursor]
-        if len(numbers) > 2 or not all(is_count(number) for number in numbers):
-            raise ValueError(f"{self.name}: the cursor {str(cursor)[:60]!r} is not a place in it")
+        if len(numbers) > 2 or not all(is_non_negative_int(number) for number in numbers):
+            raise cursor_error(self.name, cursor)
 
 
-class Indexed(RowSource):
-    """Rows known by number: any order, any shard, any place at no cost."""
+def cursor_error(name: str, cursor: Any) -> ValueError:
+    """Build the error for a cursor that is not a position in the source."""
+    return ValueError(f"{name}: the cursor {str(cursor)[:60]!r} is not a position in it")
 
-    shuffles = True
+
+class IndexedSource(RowSource):
+    """Rows with random access: any order, any shard, any position at no cost."""
+
+    shuffles_rows = True
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def rows(self, numbers: np.ndarray) -> list[Any]:
-        """Give some rows."""
+        """Return the rows of these numbers."""
 
-    def read(self, shard, shards, cursor=None, shuffle=None):
+    def read(self, shard, shards, cursor=None, shuffle_key=None):
         n, batch = len(self), 256
         for begin in range(cursor[0] if cursor else shard, n, shards * batch):
-            places = np.arange(begin, min(n, begin + shards * batch), shards)
-            numbers = places if shuffle is None else shuffled(places, n, shuffle)
+            positions = np.arange(begin, min(n, begin + shards * batch), shards)
+            numbers = positions if shuffle_key is None else permute(positions, n, shuffle_key)
             rows = self.rows(numbers)
-            for place, number, row in zip(places.tolist(), numbers.tolist(), rows, strict=True):
-                yield Row(row, f"{self.name}, row {number}", [place + shards])
+            batches = zip(positions.tolist(), numbers.tolist(), rows, strict=True)
+            for position, number, row in batches:
+                yield Row(row, f"{self.name}, row {number}", [position + shards])

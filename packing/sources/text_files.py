@@ -1,4 +1,4 @@
-"""Plain text: every file is a document, whatever it is called (.txt, .py, .md ...)."""
+"""Plain text: every file is one document, with any suffix (.txt, .py, .md ...)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from .paths import files_fingerprint, name_of
-from .source import Indexed
+from .paths import display_name, files_fingerprint
+from .source import IndexedSource
 
 FILE_LIMIT = 1 << 30
 
 
-class TextFiles(Indexed):
-    """Documents that are files; `column` is where the row's text will stand."""
+class TextFileSource(IndexedSource):
+    """Documents that are files; `text_column` is the key of the text in a row."""
 
-    def __init__(self, paths: list[Path], column: str = "text", name: str | None = None):
-        self.paths, self.column = paths, column
-        self.name = name or name_of(paths)
-        self.size = sum(path.stat().st_size for path in paths)
+    def __init__(self, paths: list[Path], text_column: str = "text", name: str | None = None):
+        self.paths, self.text_column = paths, text_column
+        self.name = name or display_name(paths)
+        self.num_bytes = sum(path.stat().st_size for path in paths)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -31,7 +31,7 @@ class TextFiles(Indexed):
             size = path.stat().st_size
             if size > FILE_LIMIT:
                 return ValueError(f"{path.name} has {size} bytes, the limit is {FILE_LIMIT}")
-            return {self.column: path.read_text(encoding="utf-8-sig")}
+            return {self.text_column: path.read_text(encoding="utf-8-sig")}
         except (OSError, UnicodeDecodeError) as error:
             return ValueError(f"{path.name} cannot be read as UTF-8 text: {error}")
 

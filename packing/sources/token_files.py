@@ -1,7 +1,7 @@
-"""Files of ready tokens, memory-mapped: flat uint16/uint32 streams, and Megatron's .bin/.idx.
+"""Files of ready tokens, memory-mapped: flat uint16/uint32 files, and Megatron's .bin/.idx.
 
-A flat stream has no index: its documents end behind each end-of-text id, which must be given.
-Megatron's index has the lengths of sequences, and where documents begin among them.
+A flat file has no index: a document ends after each end-of-text id, which must be given.
+Megatron's index has the lengths of sequences, and which sequences begin a document.
 
     .idx   magic 9 | version 8 | dtype 1 | sequences 8 | documents 8
            int32 lengths [sequences] | int64 byte offsets [sequences] | int64 documents [documents]
@@ -21,67 +21,74 @@ MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
-def megatron_shelf(prefix: Path, source: int = 0) -> TokenArray:
+def open_megatron(prefix: Path, source: int = 0) -> TokenArray:
     """Open `prefix.bin` and `prefix.idx`; every document is one sample."""
     index, binary = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
     with index.open("rb") as file:
-        head = file.read(34)
-    if len(head) < 34 or not head.startswith(MAGIC):
-        raise ValueError(f"{index.name}: not a Megatron index, it begins with {head[:9]!r}")
-    version, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
-    kind = np.dtype(DTYPES.get(code, "f8"))
-    if version != 1 or kind.kind not in "iu":
+        header = file.read(34)
+    if len(header) < 34 or not header.startswith(MAGIC):
+        raise ValueError(f"{index.name}: not a Megatron index, it begins with {header[:9]!r}")
+    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
+    dtype = np.dtype(DTYPES.get(code, "f8"))
+    if version != 1 or dtype.kind not in "iu":
         raise ValueError(f"{index.name}: version {version}, dtype code {code} are not token ids")
-    needed = 34 + 12 * sequences + 8 * documents
-    if index.stat().st_size < needed:
-        raise ValueError(f"{index.name} has {index.stat().st_size} bytes, needs {needed}: torn")
+    size, needed = index.stat().st_size, 34 + 12 * sequences + 8 * documents
+    if size < needed:
+        raise ValueError(f"{index.name} has {size} bytes, needs {needed}: it is truncated")
     data = np.memmap(index, np.uint8, "r")
     lengths = data[34:][: 4 * sequences].view("<i4")
     pointers = data[34 + 4 * sequences :][: 8 * sequences].view("<i8")
     bounds = data[34 + 12 * sequences :][: 8 * documents].view("<i8")
-    return _documents(_mapped(binary, kind), kind, lengths, pointers, bounds, prefix.name, source)
+    flat = _map_file(binary, dtype)
+    return _join_sequences(flat, dtype, lengths, pointers, bounds, prefix.name, source)
 
 
-def _documents(flat, kind, lengths, pointers, bounds, name: str, source: int) -> TokenArray:
-    """Join the sequences of each document; they must lie one behind the other."""
+def _join_sequences(
+    flat, dtype: np.dtype, lengths, pointers, bounds, name: str, source: int
+) -> TokenArray:
+    """Join the sequences of each document; they must be contiguous."""
     total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     covered = not len(bounds) or (bounds[0] == 0 and bounds[-1] == len(lengths))
     if not covered or (np.diff(bounds) < 0).any() or (len(lengths) and lengths.min() < 0):
         raise ValueError(f"{name}.idx: its documents do not cover its {len(lengths)} sequences")
-    begins = pointers // kind.itemsize
-    if (len(lengths) and (pointers % kind.itemsize).any()) or not np.array_equal(
-        begins, total[:-1]
-    ):
-        raise ValueError(f"{name}.idx: sequences do not lie one behind the other")
+    begins = pointers // dtype.itemsize
+    misaligned = len(lengths) and (pointers % dtype.itemsize).any()
+    if misaligned or not np.array_equal(begins, total[:-1]):
+        raise ValueError(f"{name}.idx: sequences are not contiguous")
     if total[-1] > len(flat):
-        raise ValueError(f"{name}.bin holds {len(flat)} tokens, its index {total[-1]}: torn")
+        raise ValueError(
+            f"{name}.bin has {len(flat)} tokens, its index {total[-1]}: it is truncated"
+        )
     first = bounds[:-1] if len(bounds) else np.arange(len(lengths))
     last = bounds[1:] if len(bounds) else np.arange(1, len(lengths) + 1)
     return TokenArray(name, flat, total[first], total[last] - total[first], None, source)
 
 
-def flat_shelves(paths: list[Path], dtype: str, eos: int, source: int = 0) -> list[TokenArray]:
-    """Open flat streams of tokens, and refuse an `eos` that is in none of them."""
-    shelves = [flat_shelf(path, dtype, eos, source) for path in paths]
-    filled = [shelf for shelf in shelves if len(shelf.flat)]
-    if filled and not any(shelf.flat[shelf.lengths[0] - 1] == eos for shelf in filled):
+def open_flat_files(
+    paths: list[Path], dtype: str, eos_token_id: int, source: int = 0
+) -> list[TokenArray]:
+    """Open flat token files; raise if none of them contains the end-of-text id."""
+    arrays = [open_flat_file(path, dtype, eos_token_id, source) for path in paths]
+    filled = [array for array in arrays if len(array.flat)]
+    if filled and not any(array.flat[array.lengths[0] - 1] == eos_token_id for array in filled):
         raise ValueError(
-            f"{paths[0]}: eos={eos} is nowhere among its tokens, all would be one document: "
-            "pass the eos= that ends its documents, and the dtype= it was written with"
+            f"{paths[0]}: add_eos={eos_token_id} does not occur among its tokens, so all would be "
+            "one document: pass the add_eos= that ends its documents, and the dtype= it was "
+            "written with"
         )
-    return shelves
+    return arrays
 
 
-def flat_shelf(path: Path, dtype: str, eos: int, source: int = 0) -> TokenArray:
-    """Open a flat stream of tokens; a document ends with `eos`, which it keeps."""
+def open_flat_file(path: Path, dtype: str, eos_token_id: int, source: int = 0) -> TokenArray:
+    """Open a flat token file; a document ends with `eos_token_id`, which it includes."""
     try:
-        kind = np.dtype(dtype)
+        dtype_ = np.dtype(dtype)
     except TypeError:
-        kind = np.dtype(object)
-    if kind.kind not in "iu":
+        dtype_ = np.dtype(object)
+    if dtype_.kind not in "iu":
         raise ValueError(f"dtype {dtype!r}: tokens are integers, uint16 or uint32")
-    flat = _mapped(path, kind)
-    ends = _ends(flat, eos, np.empty(1 << 16, np.int64))
+    flat = _map_file(path, dtype_)
+    ends = _document_ends(flat, eos_token_id, np.empty(1 << 16, np.int64))
     if len(flat) and (not len(ends) or ends[-1] < len(flat)):
         ends = np.append(ends, len(flat))
     begins = np.concatenate([[0], ends])[: len(ends)].astype(np.int64)
@@ -89,22 +96,24 @@ def flat_shelf(path: Path, dtype: str, eos: int, source: int = 0) -> TokenArray:
 
 
 @jit
-def _ends(flat, eos, room):
-    """Find the places behind each eos."""
+def _document_ends(flat, eos_token_id, buffer):
+    """Return the position after each end-of-text id."""
     count = 0
     for i in range(len(flat)):
-        if flat[i] == eos:
-            if count == len(room):
+        if flat[i] == eos_token_id:
+            if count == len(buffer):
                 larger = np.empty(2 * count, np.int64)
-                larger[:count] = room
-                room = larger
-            room[count] = i + 1
+                larger[:count] = buffer
+                buffer = larger
+            buffer[count] = i + 1
             count += 1
-    return room[:count].copy()
+    return buffer[:count].copy()
 
 
-def _mapped(path: Path, kind: np.dtype) -> np.ndarray:
+def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size
-    if size % kind.itemsize:
-        raise ValueError(f"{path.name} has {size} bytes, no whole number of {kind} tokens: torn")
-    return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
+    if size % dtype.itemsize:
+        raise ValueError(
+            f"{path.name} has {size} bytes, not a multiple of {dtype} tokens: it is truncated"
+        )
+    return np.asarray(np.memmap(path, dtype, "r")) if size else np.empty(0, dtype)

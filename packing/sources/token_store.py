@@ -1,10 +1,10 @@
-"""Documents whose tokens lie in flat arrays: lengths are known at once, reading is a copy.
+"""Documents whose tokens are in flat arrays: lengths are known at once, reading is a copy.
 
     flat    [ a a a a b b c c c ]      in memory, or memory-mapped from a file of any size
     begins  [ 0       4   6     ]
     lengths [ 4       2   3     ]
 
-Whole packs are laid out by one compiled loop, so no Python runs per document.
+One compiled loop gathers the tokens of several packs, so no Python runs per document.
 """
 
 from __future__ import annotations
@@ -21,205 +21,213 @@ from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
 
 NO_LIMIT = np.iinfo(np.int64).max
-"""Of ids, where no vocabulary is known."""
+"""The limit of ids if the vocabulary is not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenArray:
-    """Documents in one flat array; a store has one shelf per file, or per source of a mixture."""
+    """Documents in one flat array; a store has one per file, or per source of a mixture."""
 
     name: str
     flat: np.ndarray
     """Token ids of any integer type."""
     begins: np.ndarray
-    """int64 [n]: where each document begins in `flat`."""
+    """int64 [n]: start of each document in `flat`."""
     lengths: np.ndarray
     """[n]: tokens of each document."""
     labels: np.ndarray | None = None
-    """As long as `flat`; left out, every token of a document but its first counts."""
+    """As long as `flat`; None: every token of a document but its first is a label."""
     source: int = 0
 
     @classmethod
     def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> TokenArray:
-        """Put samples that are in memory on one shelf."""
+        """Concatenate samples in memory."""
         lengths = np.array([len(sample) for sample in samples], np.int64)
         empty = np.empty(0, np.int64)
         flat = np.concatenate([empty, *(sample.tokens for sample in samples)])
         labels = np.concatenate([empty, *(sample.labels for sample in samples)])
         begins = np.cumsum(lengths) - lengths
-        plain = flat.copy()
-        plain[begins] = IGNORE_INDEX
-        kept = None if np.array_equal(plain, labels) else labels
-        return cls(name, flat, begins, lengths, kept, source)
+        default_labels = flat.copy()
+        default_labels[begins] = IGNORE_INDEX
+        explicit = None if np.array_equal(default_labels, labels) else labels
+        return cls(name, flat, begins, lengths, explicit, source)
 
-    def sound(self, limit: int | None = None) -> np.ndarray:
-        """bool [n]: which documents have tokens, with all ids from 0 to below a limit."""
-        most = NO_LIMIT if limit is None else limit
+    def valid_mask(self, vocab_size: int | None = None) -> np.ndarray:
+        """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
+        limit = NO_LIMIT if vocab_size is None else vocab_size
         ends = self.begins + self.lengths
-        sound = self.lengths > 0
+        valid = self.lengths > 0
         if len(self.flat):
-            sound &= _inside(self.flat, self.begins, ends, most, False)
+            valid &= _documents_in_range(self.flat, self.begins, ends, limit, False)
         if self.labels is not None and len(self.labels):
-            sound &= _inside(self.labels, self.begins, ends, most, True)
-        return sound
+            valid &= _documents_in_range(self.labels, self.begins, ends, limit, True)
+        return valid
 
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
-        mark = Fingerprint(len(self.lengths), self.labels is not None)
-        return mark.array(self.lengths).array(self.flat).array(self.labels).text()
+        fingerprint = Fingerprint(len(self.lengths), self.labels is not None)
+        return fingerprint.array(self.lengths).array(self.flat).array(self.labels).text()
 
 
 class TokenStore:
-    """Documents of one or several shelves, numbered through.
+    """Documents of one or several token arrays, numbered consecutively.
 
     >>> store = TokenStore([TokenArray.of([Sample(np.array([5, 6, 7])), Sample(np.array([8, 9]))])])
     >>> plan = Plan(*map(np.array, ([1, 0], [0, 1], [2, 2], [0, 2])))
-    >>> rows = store.lay(plan, np.array([0]))
-    >>> rows.tokens.tolist(), rows.bounds.tolist()
+    >>> rows = store.gather(plan, np.array([0]))
+    >>> rows.tokens.tolist(), rows.cu_seqlens.tolist()
     ([8, 9, 6, 7], [0, 2, 4])
     """
 
-    def __init__(self, shelves: Sequence[TokenArray]):
-        self.shelves = list(shelves)
-        self.firsts = np.cumsum([0, *(len(shelf.lengths) for shelf in shelves)])
+    def __init__(self, arrays: Sequence[TokenArray]):
+        self.arrays = list(arrays)
+        self.first_documents = np.cumsum([0, *(len(array.lengths) for array in arrays)])
         self.lengths = (
-            shelves[0].lengths
-            if len(shelves) == 1
-            else np.concatenate([np.zeros(0, np.int64), *(s.lengths for s in shelves)])
+            arrays[0].lengths
+            if len(arrays) == 1
+            else np.concatenate([np.zeros(0, np.int64), *(array.lengths for array in arrays)])
+        )
+        first_of = {array.source: i for i, array in reversed(list(enumerate(self.arrays)))}
+        self._source_firsts = np.array(
+            [self.first_documents[first_of[array.source]] for array in self.arrays]
         )
 
-        first_of = {shelf.source: i for i, shelf in reversed(list(enumerate(self.shelves)))}
-        self._source_firsts = np.array([self.firsts[first_of[s.source]] for s in self.shelves])
-
     def __len__(self) -> int:
-        return int(self.firsts[-1])
+        return int(self.first_documents[-1])
 
     def check(self) -> None:
-        """Refuse empty documents, and such as the compiled loops would read past the end of."""
-        for first, shelf in zip(self.firsts.tolist(), self.shelves, strict=False):
-            if not len(shelf.lengths):
+        """Raise on empty documents, and on documents that end after their array."""
+        for first, array in zip(self.first_documents.tolist(), self.arrays, strict=False):
+            if not len(array.lengths):
                 continue
-            if shelf.lengths.min() < 1:
-                where = self.place(first + int(np.argmin(shelf.lengths)))
-                raise ValueError(f'{where} is empty or holds nulls: on_error="skip" leaves it out')
-            begin, end = int(shelf.begins.min()), int((shelf.begins + shelf.lengths).max())
-            least = min(len(part) for part in (shelf.flat, shelf.labels) if part is not None)
-            if begin < 0 or end > least:
+            if array.lengths.min() < 1:
+                location = self.location(first + int(np.argmin(array.lengths)))
                 raise ValueError(
-                    f"{shelf.name}: documents reach from {begin} to {end}, it holds {least} tokens"
+                    f'{location} is empty or has nulls: pass on_error="skip" to skip it'
+                )
+            begin, end = int(array.begins.min()), int((array.begins + array.lengths).max())
+            size = min(len(ids) for ids in (array.flat, array.labels) if ids is not None)
+            if begin < 0 or end > size:
+                raise ValueError(
+                    f"{array.name}: documents range from {begin} to {end}, it has {size} tokens"
                 )
 
-    def source_bounds(self, sources: int) -> list[int]:
-        """Give the first document of each source, and the end."""
-        counts = np.zeros(sources, np.int64)
-        for shelf in self.shelves:
-            counts[shelf.source] += len(shelf.lengths)
+    def source_bounds(self, num_sources: int) -> list[int]:
+        """Return the first document of each source, and the end."""
+        counts = np.zeros(num_sources, np.int64)
+        for array in self.arrays:
+            counts[array.source] += len(array.lengths)
         return [0, *np.cumsum(counts).tolist()]
 
     def fingerprint(self) -> str:
         """Identify all documents."""
-        return Fingerprint(*(shelf.fingerprint() for shelf in self.shelves)).text()
+        return Fingerprint(*(array.fingerprint() for array in self.arrays)).text()
 
-    def lay(
+    def gather(
         self,
         plan: Plan,
         packs: np.ndarray,
-        align: int = 1,
-        pad: int = 0,
+        pad_to_multiple_of: int = 1,
+        pad_token_id: int = 0,
         vocab_size: int | None = None,
-    ) -> Rows:
-        """Lay some packs of a plan end to end; its items are documents of this store.
+    ) -> PackedRows:
+        """Copy some packs of a plan into one row; the plan's items are documents of this store.
 
-        An id or label below 0 or beyond the vocabulary is refused, naming its document.
+        Raises on an id or label below 0 or beyond the vocabulary, naming its document.
         """
         columns = plan.items, plan.starts, plan.lengths, plan.offsets
-        marked = align > 1 or any(shelf.labels is not None for shelf in self.shelves)
-        rows, sound = Rows(*_outline(*columns, packs, align, marked)), True
-        limit = NO_LIMIT if vocab_size is None else vocab_size
-        if len(self.shelves) == 1:
-            sound = _fill(self.shelves[0], rows, rows.documents, slice(None), pad, limit)
+        labeled = pad_to_multiple_of > 1 or any(a.labels is not None for a in self.arrays)
+        rows = PackedRows(*_allocate_rows(*columns, packs, pad_to_multiple_of, labeled))
+        limit, valid = NO_LIMIT if vocab_size is None else vocab_size, True
+        if len(self.arrays) == 1:
+            valid = _copy_documents(
+                self.arrays[0], rows, rows.documents, slice(None), pad_token_id, limit
+            )
         else:
-            shelf_of = self.shelf_of(rows.documents)
-            for number in np.unique(shelf_of):
-                some = np.flatnonzero(shelf_of == number)
-                own = rows.documents[some] - self.firsts[number]
-                sound &= _fill(self.shelves[number], rows, own, some, pad, limit)
-        if not sound:
-            self._refuse(rows, limit)
+            array_of = self.array_of(rows.documents)
+            for number in np.unique(array_of):
+                segments = np.flatnonzero(array_of == number)
+                documents = rows.documents[segments] - self.first_documents[number]
+                valid &= _copy_documents(
+                    self.arrays[number], rows, documents, segments, pad_token_id, limit
+                )
+        if not valid:
+            raise self._range_error(rows, limit)
         return rows
 
-    def _refuse(self, rows: Rows, limit: int) -> None:
-        what, ids = "id", rows.tokens
-        bad = (ids < 0) | (ids >= limit)
-        if not bad.any():
-            what, ids = "label", rows.labels
-            bad = ((ids < 0) | (ids >= limit)) & (ids != IGNORE_INDEX)
-        place = int(np.argmax(bad))
-        segment = int(np.searchsorted(rows.places, place, side="right")) - 1
-        where = self.place(int(rows.documents[segment]))
-        raise ValueError(
-            f"{where} holds the {what} {ids[place]}: ids go "
+    def _range_error(self, rows: PackedRows, limit: int) -> ValueError:
+        name, ids = "id", rows.tokens
+        invalid = (ids < 0) | (ids >= limit)
+        if not invalid.any():
+            name, ids = "label", rows.labels
+            invalid = ((ids < 0) | (ids >= limit)) & (ids != IGNORE_INDEX)
+        token = int(np.argmax(invalid))
+        segment = int(np.searchsorted(rows.segment_starts, token, side="right")) - 1
+        location = self.location(int(rows.documents[segment]))
+        return ValueError(
+            f"{location} contains the {name} {ids[token]}: ids range "
             f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; "
-            'on_error="skip" leaves such documents out'
+            'pass on_error="skip" to skip such documents'
         )
 
-    def wholes(self, rows: Rows) -> np.ndarray | None:
-        """int64 [M]: for parts, how many tokens count in the whole document, for others 0."""
-        split = rows.lengths < self.lengths[rows.documents]
-        if not split.any():
+    def parent_label_counts(self, rows: PackedRows) -> np.ndarray | None:
+        """int64 [M]: for parts, the label count of the full document, otherwise 0."""
+        is_part = rows.lengths < self.lengths[rows.documents]
+        if not is_part.any():
             return None
-        documents, places = np.unique(rows.documents[split], return_inverse=True)
-        wholes = np.zeros(len(split), np.int64)
-        wholes[split] = np.array([self._counted(one) for one in documents.tolist()])[places]
-        return wholes
+        documents, inverse = np.unique(rows.documents[is_part], return_inverse=True)
+        counts = np.zeros(len(is_part), np.int64)
+        counts[is_part] = np.array([self._label_count(d) for d in documents.tolist()])[inverse]
+        return counts
 
-    def _counted(self, document: int) -> int:
-        shelf, place = self.find(document)
-        if shelf.labels is None:
-            return place.stop - place.start - 1
-        return int(np.count_nonzero(shelf.labels[place][1:] != IGNORE_INDEX))
+    def _label_count(self, document: int) -> int:
+        array, tokens = self.locate(document)
+        if array.labels is None:
+            return tokens.stop - tokens.start - 1
+        return int(np.count_nonzero(array.labels[tokens][1:] != IGNORE_INDEX))
 
-    def find(self, document: int) -> tuple[TokenArray, slice]:
-        """Give the shelf a document stands on, and its place there."""
-        number = int(self.shelf_of(np.array(document)))
-        shelf, own = self.shelves[number], document - int(self.firsts[number])
-        begin = int(shelf.begins[own])
-        return shelf, slice(begin, begin + int(shelf.lengths[own]))
+    def locate(self, document: int) -> tuple[TokenArray, slice]:
+        """Return the array of a document, and the slice of its tokens there."""
+        number = int(self.array_of(np.array(document)))
+        array, index = self.arrays[number], document - int(self.first_documents[number])
+        begin = int(array.begins[index])
+        return array, slice(begin, begin + int(array.lengths[index]))
 
-    def place(self, document: int) -> str:
+    def location(self, document: int) -> str:
         """Name a document for messages, by its number in its source."""
         one = np.array([document])
-        return f"{self.shelves[int(self.shelf_of(one)[0])].name}, document {self.numbers(one)[0]}"
+        array = self.arrays[int(self.array_of(one)[0])]
+        return f"{array.name}, document {self.numbers_in_source(one)[0]}"
 
-    def shelf_of(self, documents: np.ndarray) -> np.ndarray:
-        """Give the shelf each document stands on."""
-        return np.searchsorted(self.firsts, documents, side="right") - 1
+    def array_of(self, documents: np.ndarray) -> np.ndarray:
+        """Return the index of each document's array."""
+        return np.searchsorted(self.first_documents, documents, side="right") - 1
 
     def sources(self, documents: np.ndarray) -> np.ndarray:
-        """int16: the source of the mixture each document comes from."""
-        if len(self.shelves) == 1:
-            return np.full(len(documents), self.shelves[0].source, np.int16)
-        by_shelf = np.array([shelf.source for shelf in self.shelves], np.int16)
-        return by_shelf[self.shelf_of(documents)]
+        """int16: index of the mixture's source of each document."""
+        if len(self.arrays) == 1:
+            return np.full(len(documents), self.arrays[0].source, np.int16)
+        source_of_array = np.array([array.source for array in self.arrays], np.int16)
+        return source_of_array[self.array_of(documents)]
 
-    def numbers(self, documents: np.ndarray) -> np.ndarray:
+    def numbers_in_source(self, documents: np.ndarray) -> np.ndarray:
         """int64: the number of each document in its own source."""
-        if len(self.shelves) == 1:
+        if len(self.arrays) == 1:
             return documents
-        return documents - self._source_firsts[self.shelf_of(documents)]
+        return documents - self._source_firsts[self.array_of(documents)]
 
 
-class Rows(NamedTuple):
-    """P packs of M segments end to end, to be cut into views."""
+class PackedRows(NamedTuple):
+    """P packs of M segments in one row, to be cut into views."""
 
     tokens: np.ndarray
     labels: np.ndarray
-    """Empty where every token but the first of each segment counts: `tokens` say all then."""
-    bounds: np.ndarray
-    """int32 [M + P]: cu_seqlens of all packs one behind the other, N + 1 entries each."""
-    ends: np.ndarray
+    """Empty if every token but the first of each segment is a label."""
+    cu_seqlens: np.ndarray
+    """int32 [M + P]: cu_seqlens of all packs, N + 1 entries each, concatenated."""
+    pack_ends: np.ndarray
     """int64 [P+1]: where each pack's tokens end."""
-    cuts: np.ndarray
+    segment_ends: np.ndarray
     """int64 [P+1]: where each pack's segments end."""
     documents: np.ndarray
     """int64 [M]."""
@@ -227,86 +235,103 @@ class Rows(NamedTuple):
     """int64 [M]: first token of each segment inside its document."""
     lengths: np.ndarray
     """int64 [M]."""
-    places: np.ndarray
+    segment_starts: np.ndarray
     """int64 [M+1]: where each segment begins in `tokens`, and the end of the last."""
 
 
-def _fill(shelf: TokenArray, rows: Rows, documents: np.ndarray, some, pad: int, limit: int) -> bool:
-    """Copy the segments of one shelf to their places; say whether all ids are in the vocabulary."""
-    sound = True
-    froms = shelf.begins[documents] + rows.starts[some]
-    where = froms, rows.lengths[some], rows.places[:-1][some], rows.places[1:][some]
-    least, most = _copy(shelf.flat, *where, pad, rows.tokens)
+def _copy_documents(
+    array: TokenArray,
+    rows: PackedRows,
+    documents: np.ndarray,
+    segments,
+    pad_token_id: int,
+    limit: int,
+) -> bool:
+    """Copy the segments of one array into the row; return whether all ids are below the limit."""
+    froms = array.begins[documents] + rows.starts[segments]
+    begins, ends = rows.segment_starts[:-1][segments], rows.segment_starts[1:][segments]
+    lengths, valid = rows.lengths[segments], True
+    smallest, largest = _copy(array.flat, froms, lengths, begins, ends, pad_token_id, rows.tokens)
     if len(rows.labels):
-        _copy(
-            shelf.flat if shelf.labels is None else shelf.labels, *where, IGNORE_INDEX, rows.labels
-        )
-        rows.labels[where[2]] = IGNORE_INDEX
-        sound = shelf.labels is None or _within(rows.labels, *where[2:], limit)
-    return sound and least >= 0 and most < limit
+        labels = array.flat if array.labels is None else array.labels
+        _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
+        rows.labels[begins] = IGNORE_INDEX
+        valid = array.labels is None or _labels_in_range(rows.labels, begins, ends, limit)
+    return valid and smallest >= 0 and largest < limit
 
 
 @jit
-def _outline(items, starts, lengths, offsets, packs, align, marked):
-    """Choose the segments of some packs, make room for them, and set their boundaries."""
+def _allocate_rows(items, starts, lengths, offsets, packs, multiple, labeled):
+    """Select the segments of some packs, allocate their row, and set the boundaries."""
     count = 0
     for p in packs:
         count += offsets[p + 1] - offsets[p]
     documents, firsts = np.empty(count, np.int64), np.empty(count, np.int64)
-    sizes, places = np.empty(count, np.int64), np.zeros(count + 1, np.int64)
-    ends, cuts = np.zeros(len(packs) + 1, np.int64), np.zeros(len(packs) + 1, np.int64)
-    bounds = np.empty(count + len(packs), np.int32)
-    at = 0
+    sizes, segment_starts = np.empty(count, np.int64), np.zeros(count + 1, np.int64)
+    pack_ends = np.zeros(len(packs) + 1, np.int64)
+    segment_ends = np.zeros(len(packs) + 1, np.int64)
+    cu_seqlens = np.empty(count + len(packs), np.int32)
+    n = 0
     for number, p in enumerate(packs):
-        bounds[at + number] = 0
+        cu_seqlens[n + number] = 0
         for s in range(offsets[p], offsets[p + 1]):
-            documents[at], firsts[at], sizes[at] = items[s], starts[s], lengths[s]
-            places[at + 1] = places[at] + -(-lengths[s] // align) * align
-            at += 1
-            bounds[at + number] = places[at] - ends[number]
-        ends[number + 1], cuts[number + 1] = places[at], at
-    tokens = np.empty(places[at], np.int64)
-    labels = np.empty(places[at] if marked else 0, np.int64)
-    return tokens, labels, bounds, ends, cuts, documents, firsts, sizes, places
+            documents[n], firsts[n], sizes[n] = items[s], starts[s], lengths[s]
+            segment_starts[n + 1] = segment_starts[n] + -(-lengths[s] // multiple) * multiple
+            n += 1
+            cu_seqlens[n + number] = segment_starts[n] - pack_ends[number]
+        pack_ends[number + 1], segment_ends[number + 1] = segment_starts[n], n
+    tokens = np.empty(segment_starts[n], np.int64)
+    labels = np.empty(segment_starts[n] if labeled else 0, np.int64)
+    return (
+        tokens,
+        labels,
+        cu_seqlens,
+        pack_ends,
+        segment_ends,
+        documents,
+        firsts,
+        sizes,
+        segment_starts,
+    )
 
 
 @jit
-def _inside(flat, begins, ends, limit, ignores):
-    """Tell of each document whether all its values are ids below a limit, or IGNORE_INDEX."""
-    inside = np.empty(len(begins), np.bool_)
+def _documents_in_range(flat, begins, ends, limit, are_labels):
+    """Return for each document whether its ids are in 0 .. limit - 1; labels may be ignored."""
+    in_range = np.empty(len(begins), np.bool_)
     for d in range(len(begins)):
-        least = most = np.int64(0)
-        for one in flat[begins[d] : ends[d]]:
-            value = np.int64(0) if ignores and one == IGNORE_INDEX else np.int64(one)
-            least, most = min(least, value), max(most, value)
-        inside[d] = least >= 0 and most < limit
-    return inside
+        smallest = largest = np.int64(0)
+        for token in flat[begins[d] : ends[d]]:
+            value = np.int64(0) if are_labels and token == IGNORE_INDEX else np.int64(token)
+            smallest, largest = min(smallest, value), max(largest, value)
+        in_range[d] = smallest >= 0 and largest < limit
+    return in_range
 
 
 @jit
-def _within(labels, begins, ends, limit):
-    """Tell whether the labels of some segments are ids of the vocabulary, or IGNORE_INDEX."""
-    least = most = np.int64(0)
+def _labels_in_range(labels, begins, ends, limit):
+    """Return whether the labels of some segments are in 0 .. limit - 1, or IGNORE_INDEX."""
+    smallest = largest = np.int64(0)
     for s in range(len(begins)):
         for i in range(begins[s], ends[s]):
             label = labels[i] if labels[i] != IGNORE_INDEX else np.int64(0)
-            least = min(least, label)
-            most = max(most, label)
-    return least >= 0 and most < limit
+            smallest = min(smallest, label)
+            largest = max(largest, label)
+    return smallest >= 0 and largest < limit
 
 
 @jit
 def _copy(flat, froms, lengths, begins, ends, pad, row):
-    """Copy segments to their places and pad behind them; gives the least and the most copied."""
-    least = most = flat[froms[0]]
+    """Copy segments into the row and pad after them; return the smallest and largest copied."""
+    smallest = largest = flat[froms[0]]
     for s in range(len(froms)):
         begin, n = froms[s], lengths[s]
-        values, to = flat[begin : begin + n], row[begins[s] : ends[s]]
+        values, target = flat[begin : begin + n], row[begins[s] : ends[s]]
         for i in range(n):
-            to[i] = values[i]
-        for i in range(n):  # apart from the copy: of narrow values many are compared at a time
-            least = min(least, values[i])
-            most = max(most, values[i])
-        for i in range(n, len(to)):
-            to[i] = pad
-    return least, most
+            target[i] = values[i]
+        for i in range(n):  # a loop of its own: comparisons of narrow values are vectorized
+            smallest = min(smallest, values[i])
+            largest = max(largest, values[i])
+        for i in range(n, len(target)):
+            target[i] = pad
+    return smallest, largest

@@ -1,14 +1,14 @@
 """Saved state: what a run resumes from, checked, merged over ranks and written atomically."""
 
-from .atomic_file import read_state, to_disk, write_state
+from .atomic_file import fsync_path, read_state, write_state
 from .fingerprint import Fingerprint
 from .run_state import check_state, merge_states
 
 __all__ = [
     "Fingerprint",
     "check_state",
+    "fsync_path",
     "merge_states",
     "read_state",
-    "to_disk",
     "write_state",
 ]

@@ -1,38 +1,37 @@
-"""How far a process has come: the last pack it counts as done, and where its shards stand."""
+"""How far a process has come: the last pack it counts as done, and the cursors of its shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..ordering.permutation import Position, Share
+from ..ordering.share import Position, Share
 from ..pack import Pack
 
 
 @dataclass(slots=True)
 class Progress:
-    """Packs done since a position; rounds of one pack per rank are counted from its index."""
+    """Packs done since a position; rounds of one pack per rank start at its index."""
 
     position: Position
     cursors: dict[int, dict] = field(default_factory=dict)
-    taken: int = 0
+    num_packs: int = 0
     """Packs of this share done since the position."""
     last: tuple[int, int, int] | None = None
-    """(index, epoch, start) of the last pack done."""
+    """(index, epoch, epoch_start) of the last pack done."""
 
     def add(self, index: int, cursor: dict) -> None:
         """Count a pack as done."""
-        self.taken += 1
+        self.num_packs += 1
         if "shard" in cursor:
-            place = {name: value for name, value in cursor.items() if name != "shard"}
-            self.cursors[cursor["shard"]] = place
-            self.last = (index, self.position.epoch, self.position.start)
+            self.cursors[cursor["shard"]] = {k: v for k, v in cursor.items() if k != "shard"}
+            self.last = (index, self.position.epoch, self.position.epoch_start)
         else:
-            self.last = (index, cursor["epoch"], cursor["start"])
+            self.last = (index, cursor["epoch"], cursor["epoch_start"])
 
-    def expect(self, index: int, cursor: dict, share: Share, shards: int) -> None:
-        """Refuse a pack that is not this rank's next one, where its shard's place would be lost.
+    def check_next(self, index: int, cursor: dict, share: Share, shards: int) -> None:
+        """Raise if a streamed pack is not this rank's next one: its shard's cursor would be lost.
 
-        Workers whose shards have all ended send nothing any more: those packs may be missing.
+        Workers whose shards have all ended produce no packs: those may be missing.
         """
         if "shard" not in cursor:
             return
@@ -42,31 +41,32 @@ class Progress:
             expected += share.stride
         if index != expected:
             raise ValueError(
-                f"pack {index} was stepped where pack {expected} comes next: "
-                "a stream's packs must all be stepped, in their order"
+                f"pack {index} was marked as trained, but pack {expected} comes next: "
+                "mark all packs of a stream as trained, in their order"
             )
 
-    def reached(self, share: Share) -> Position:
-        """Give the position behind the round of the last pack: the same on every rank."""
+    def next_position(self, share: Share) -> Position:
+        """Return the position after the round of the last pack: the same on every rank."""
         if self.last is None:
             return self.position
-        index, epoch, start = self.last
-        following = share.round_end(index, self.position.index)
-        return Position(epoch, start, following, self.position.until)
+        index, epoch, epoch_start = self.last
+        round_end = share.round_end(index, self.position.index)
+        return Position(epoch, epoch_start, round_end, self.position.end_epoch)
 
-    def shards(self, rank: int = 0, world: int = 1) -> dict[str, dict]:
-        """Give the cursors as JSON wants them, but those of other ranks' shards: they have moved.
+    def shard_cursors(self, rank: int = 0, world_size: int = 1) -> dict[str, dict]:
+        """Return this rank's cursors with JSON keys; cursors of other ranks' shards are outdated.
 
-        >>> at = {"made": 3, "state": "", "ended": False}
-        >>> list(Progress(Position(0, 0, 8, 1), {0: at, 1: at, 2: at}).shards(rank=0, world=2))
+        >>> cursor = {"packs_since": 3, "state": "", "ended": False}
+        >>> progress = Progress(Position(0, 0, 8, 1), {0: cursor, 1: cursor, 2: cursor})
+        >>> list(progress.shard_cursors(rank=0, world_size=2))
         ['0', '2']
         """
-        own = (shard for shard in sorted(self.cursors) if shard % world == rank)
-        return {str(shard): self.cursors[shard] for shard in own}
+        shards = (shard for shard in sorted(self.cursors) if shard % world_size == rank)
+        return {str(shard): self.cursors[shard] for shard in shards}
 
 
-def done(pack: Pack | dict) -> tuple[int, dict]:
-    """Read the index and cursor of a pack, or of a batch that carries them."""
+def index_and_cursor(pack: Pack | dict) -> tuple[int, dict]:
+    """Return the index and cursor of a pack, or of a batch that carries them."""
     if isinstance(pack, dict):
         return int(pack["index"]), pack["cursor"]
     return pack.index, pack.cursor

@@ -1,12 +1,12 @@
 """The state of a run: small versioned JSON, the same on every rank.
 
-    {"version": 2, "settings": {...}, "data": "fingerprint", "epochs": 3,
-     "packs": null, "over": false,                         whether a pass of so many has ended
-     "position": {"epoch", "start", "index", "until"},     packs below `index` were stepped
-     "shards": {"0": "...", ...}}                          cursors, where lengths are unknown
+    {"version": 3, "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
+     "finished": false,                                          whether the pass has ended
+     "position": {"epoch", "epoch_start", "index", "end_epoch"}, packs below `index` were trained
+     "shards": {"0": {...}, ...}}                                cursors, if lengths are unknown
 
-It says what makes the sequence of packs and where in it the run stands. A state that was made
-with other data or settings is refused, naming what differs.
+It holds the settings that determine the sequence of packs, and the position in it. A state of
+other data or settings is rejected with an error that names the difference.
 """
 
 from __future__ import annotations
@@ -14,43 +14,49 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-VERSION = 2
-"""Grows with the format, and when the same data and settings would give other packs."""
-FIELDS = {"version", "settings", "data", "epochs", "position", "packs", "over", "shards", "worker"}
+VERSION = 3
+"""Incremented when the format changes, or when the same data and settings give other packs."""
+FIELDS = {
+    "version", "settings", "fingerprint", "epochs", "position", "max_packs", "finished", "shards",
+    "worker",
+}  # fmt: skip
 OPTIONAL = {"shards", "worker"}
-POSITION = ("epoch", "start", "index", "until")
+POSITION = ("epoch", "epoch_start", "index", "end_epoch")
+CURSOR = ("packs_since", "state", "ended")
+"""The state of a shard is `state` after `packs_since` more packs."""
 
 
-def check_state(state: Any, settings: dict, data: str) -> None:
-    """Refuse a state that does not continue this run, naming the difference."""
+def check_state(state: Any, settings: dict, fingerprint: str) -> None:
+    """Raise if a state does not continue this run, naming the difference."""
     if not isinstance(state, dict) or "version" not in state:
-        raise ValueError("this is no state of a PackedDataset: it has no version")
+        raise ValueError("not a state of a PackedDataset: it has no version")
     if state["version"] != VERSION:
         raise ValueError(
-            f"the state has version {state['version']}, this nopad reads {VERSION}: "
-            "use the nopad that wrote it"
+            f"the state has version {state['version']}, this nopad reads version {VERSION}: "
+            "resume with the nopad that wrote it, or start a new run"
         )
     if set(state) - FIELDS or FIELDS - OPTIONAL - set(state):
         raise ValueError(f"the state has the fields {sorted(state)}, expected {sorted(FIELDS)}")
     _check_settings(state["settings"], settings)
-    if state["data"] != data:
+    if state["fingerprint"] != fingerprint:
         raise ValueError(
-            f"the state was made with other data: fingerprint {state['data']}, here {data}"
+            "the state was made with other data: "
+            f"fingerprint {state['fingerprint']}, here {fingerprint}"
         )
     _check_position(state["position"])
-    _check_epochs(state["epochs"], state["position"]["until"])
-    _check_end(state["over"], state["packs"])
+    _check_epochs(state["epochs"], state["position"]["end_epoch"])
+    _check_end(state["finished"], state["max_packs"])
     _check_shards(state.get("shards", {}), settings.get("shards") or 0)
 
 
-def _check_settings(theirs: Any, ours: dict) -> None:
-    if not isinstance(theirs, dict):
-        raise ValueError(f"the state's settings are {type(theirs).__name__}, not a dict")
-    for name in sorted(set(ours) | set(theirs)):
-        if theirs.get(name) != ours.get(name):
+def _check_settings(state_settings: Any, settings: dict) -> None:
+    if not isinstance(state_settings, dict):
+        raise ValueError(f"the state's settings are {type(state_settings).__name__}, not a dict")
+    for name in sorted(set(settings) | set(state_settings)):
+        if state_settings.get(name) != settings.get(name):
             raise ValueError(
-                f"the state was made with {name}={theirs.get(name)!r}, "
-                f"this dataset has {name}={ours.get(name)!r}: give both the same"
+                f"the state was made with {name}={state_settings.get(name)!r}, "
+                f"this dataset has {name}={settings.get(name)!r}: give both the same"
             )
 
 
@@ -59,69 +65,81 @@ def _check_position(position: Any) -> None:
         raise ValueError(f"the state's position must have the fields {POSITION}")
     for name in POSITION:
         value = position[name]
-        if not is_count(value) and not (name == "until" and value is None):
-            raise ValueError(f"the state's {name} is {value!r}: expected a number from 0")
+        if not is_non_negative_int(value) and not (name == "end_epoch" and value is None):
+            raise ValueError(f"the state's {name} is {value!r}: expected a non-negative integer")
 
 
-def _check_epochs(epochs: Any, until: Any) -> None:
-    if (epochs, until) == (None, None):
+def _check_epochs(epochs: Any, end_epoch: Any) -> None:
+    if (epochs, end_epoch) == (None, None):
         return
-    if not (is_count(epochs) and is_count(until) and 1 <= epochs <= until):
-        raise ValueError(f"the state's epochs={epochs!r} and until={until!r} contradict each other")
+    integers = is_non_negative_int(epochs) and is_non_negative_int(end_epoch)
+    if not (integers and 1 <= epochs <= end_epoch):
+        raise ValueError(
+            f"the state's epochs={epochs!r} and end_epoch={end_epoch!r} contradict each other"
+        )
 
 
-def _check_end(over: Any, packs: Any) -> None:
-    if not isinstance(over, bool):
-        raise ValueError(f"the state's over is {over!r}: expected true or false")
-    if packs is not None and not is_count(packs):
-        raise ValueError(f"the state's packs is {packs!r}: expected a number from 0, or none")
+def _check_end(finished: Any, max_packs: Any) -> None:
+    if not isinstance(finished, bool):
+        raise ValueError(f"the state's finished is {finished!r}: expected true or false")
+    if max_packs is not None and not is_non_negative_int(max_packs):
+        raise ValueError(
+            f"the state's max_packs is {max_packs!r}: expected a non-negative integer or null"
+        )
 
 
 def _check_shards(shards: Any, count: int) -> None:
     if not isinstance(shards, dict):
         raise ValueError(f"the state's shards are {type(shards).__name__}, not a dict")
     names = {str(number) for number in range(count)}
-    for name, at in shards.items():
+    for name, cursor in shards.items():
         if name not in names:
             raise ValueError(f"the state names a shard {str(name)[:20]!r}, there are {count}")
-        if not isinstance(at, dict) or set(at) - {"given"} != {"made", "state", "ended"}:
-            raise ValueError(f"the state of shard {name} must have the fields made, state, ended")
-        if not is_count(at["made"]) or not isinstance(at["ended"], bool):
-            raise ValueError(f"the state of shard {name} has made={at['made']!r}, not a number")
-        given = at.get("given", [])
-        if not isinstance(given, list) or not all(map(is_count, given)):
-            raise ValueError(f"the state of shard {name} has given={given!r}, not numbers from 0")
+        if not isinstance(cursor, dict) or set(cursor) - {"packed_tokens"} != set(CURSOR):
+            raise ValueError(f"the state of shard {name} must have the fields {', '.join(CURSOR)}")
+        packs_since, packed_tokens = cursor["packs_since"], cursor.get("packed_tokens", [])
+        if not is_non_negative_int(packs_since) or not isinstance(cursor["ended"], bool):
+            raise ValueError(
+                f"the state of shard {name} has packs_since={packs_since!r}, "
+                f"ended={cursor['ended']!r}: expected a non-negative integer, true or false"
+            )
+        if not isinstance(packed_tokens, list) or not all(map(is_non_negative_int, packed_tokens)):
+            raise ValueError(
+                f"the state of shard {name} has packed_tokens={packed_tokens!r}: "
+                "expected non-negative integers"
+            )
 
 
-def pass_end(state: dict, epochs: int | None) -> int | None:
-    """Give the epoch before which a state's pass ends if it is made of so many; None: never.
+def end_epoch_of(state: dict, epochs: int | None) -> int | None:
+    """Return the epoch before which a state's pass ends if it has `epochs` epochs; None: never.
 
-    >>> state = {"epochs": 1, "position": {"epoch": 0, "start": 0, "index": 9, "until": 1}}
-    >>> pass_end(state, 3)
+    >>> position = {"epoch": 0, "epoch_start": 0, "index": 9, "end_epoch": 1}
+    >>> end_epoch_of({"epochs": 1, "position": position}, 3)
     3
     """
-    first = 0 if state["epochs"] is None else state["position"]["until"] - state["epochs"]
-    at, until = state["position"]["epoch"], None if epochs is None else first + epochs
-    if until is not None and at >= until:
+    position = state["position"]
+    first = 0 if state["epochs"] is None else position["end_epoch"] - state["epochs"]
+    end_epoch = None if epochs is None else first + epochs
+    if end_epoch is not None and position["epoch"] >= end_epoch:
         raise ValueError(
-            f"the state was made with epochs={state['epochs']} and stands in epoch {at - first}, "
-            f"counted from 0; this dataset has epochs={epochs}, nothing would be left: raise it"
+            f"the state was made with epochs={state['epochs']} and is in epoch "
+            f"{position['epoch'] - first}, counted from 0; this dataset has epochs={epochs}, "
+            "no epochs are left: raise epochs="
         )
-    return until
+    return end_epoch
 
 
-def is_over(state: dict, epochs: int | None, packs: int | None) -> bool:
-    """Whether a state's pass came to its end, and may be no longer here than it was there."""
-    return state["over"] and (state["epochs"], state["packs"]) == (epochs, packs)
+def is_finished(state: dict, epochs: int | None, max_packs: int | None) -> bool:
+    """Return whether a state's pass has ended, with the same `epochs` and `max_packs` as here."""
+    return state["finished"] and (state["epochs"], state["max_packs"]) == (epochs, max_packs)
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 0."""
+def is_non_negative_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def merge_states(states: Iterable[dict]) -> dict:
-    """Join what the ranks know of a sharded run into the one state of the run.
+    """Merge the states of all ranks of a streamed run into the state of the run.
 
     >>> a, b = ({"position": {"index": 4}, "shards": {str(i): "x"}} for i in range(2))
     >>> merge_states([a, b])
@@ -130,20 +148,18 @@ def merge_states(states: Iterable[dict]) -> dict:
     states = list(states)
     if not states:
         raise ValueError("no state to merge")
-    whole = {name: value for name, value in states[0].items() if name != "shards"}
+    merged = {name: value for name, value in states[0].items() if name != "shards"}
     for state in states[1:]:
-        for name, value in whole.items():
+        for name, value in merged.items():
             if state.get(name) != value:
                 raise ValueError(
-                    f"the ranks stand at different places: {name} is {value!r} on the first, "
+                    f"the ranks are at different positions: {name} is {value!r} on the first, "
                     f"{state.get(name)!r} on another"
                 )
     shards: dict[str, Any] = {}
-    for shard, at in (item for state in states for item in state.get("shards", {}).items()):
-        if shards.setdefault(shard, at) != at:
-            raise ValueError(f"two ranks name different places of shard {shard}: each has its own")
-    return (
-        {**whole, "shards": dict(sorted(shards.items(), key=lambda item: int(item[0])))}
-        if shards
-        else whole
-    )
+    for shard, cursor in (item for state in states for item in state.get("shards", {}).items()):
+        if shards.setdefault(shard, cursor) != cursor:
+            raise ValueError(f"two ranks have different cursors of shard {shard}: one rank owns it")
+    if not shards:
+        return merged
+    return {**merged, "shards": dict(sorted(shards.items(), key=lambda item: int(item[0])))}

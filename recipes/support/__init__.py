@@ -1,1 +1,1 @@
-"""What the recipes share: arguments, data and model, the run directory."""
+"""Code that the recipes share: arguments, data and model, evaluation, the run directory."""

@@ -1,4 +1,4 @@
-"""What recipes share: options of data and model, a stream of packs, a causal LM, held-out text."""
+"""Build the data and the model of a recipe from its options: tokenizer, packs, examples, model."""
 
 from __future__ import annotations
 
@@ -8,127 +8,142 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from nopad.cli.checkpoints import found, has_weights, load_tokenizer
-from nopad.cli.options import attention, count, positive, reading_choices, reading_options
+from nopad.cli import (
+    add_data_options,
+    attention_name,
+    count,
+    data_kwargs,
+    has_weights,
+    load_tokenizer,
+    positive,
+    resolve_path,
+)
 
 
-def data_options(parser: argparse.ArgumentParser, budget: int) -> None:
-    """Add what says which data and which model."""
+def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
+    """Add the options of a pretraining recipe that choose data and model."""
     add = parser.add_argument_group("data and model").add_argument
-    add("--data", help="jsonl[.gz|.zst], parquet, text file or folder, tokens, saved `datasets` "
-        "folder or hub name; without it, Python's standard library")  # fmt: skip
-    add("--model", help="checkpoint folder, config.json or hub name; without it, a small Llama")
-    add("--tokenizer", help="folder or hub name; without it, the model's, or one of our own")
-    shared_options(add, budget)
+    add("--data", help=".jsonl[.gz|.zst], .parquet or text file, directory of files, token file, "
+        "saved `datasets` directory or hub name; default: Python's standard library")  # fmt: skip
+    add("--model", help="checkpoint directory, config.json or hub name; default: a small Llama")
+    add("--tokenizer", help="directory or hub name; default: the model's, or a small built-in one")
+    add_packing_options(add, budget)
 
 
-def shared_options(add: Any, budget: int) -> None:
-    """What every recipe can be told about reading and packing."""
-    add("--text-column", default="text", help="column that holds the text")
-    reading_options(add)
-    add("--budget", type=positive, default=budget, help="tokens a pack may hold")
+def add_packing_options(add: Any, budget: int) -> None:
+    """Add the options of reading and packing that every recipe has."""
+    add("--text-column", default="text", help="column with the text")
+    add_data_options(add)
+    add("--budget", type=positive, default=budget, help="maximum tokens per pack")
     add("--workers", type=count, default=0, help="data loading processes per rank")
-    add("--attention", type=attention, default="nopad", help="nopad, flash_attention_2, sdpa ...")
-    add("--seed", type=count, default=0, help="of new weights and of the order of packs")
+    add("--attention", type=attention_name, default="nopad",
+        help="attention implementation: nopad, flash_attention_2, sdpa, ...")  # fmt: skip
+    add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
 
 
-def load_data(args: argparse.Namespace, held_out: int = 32):
-    """The tokenizer, an endless stream of packs, and examples that are not in it.
+def load_data(args: argparse.Namespace, num_held_out: int = 32):
+    """Return the tokenizer, an endless dataset of packs, and held-out examples.
 
-    Data that holds no text is continued from Python's standard library.
+    For data without text, the examples come from Python's standard library.
     """
-    import stdlib_corpus
-    from nopad.recipes.support.holdout import split
+    from nopad.recipes.support import stdlib_corpus
+    from nopad.recipes.support.holdout import hold_out
 
-    named = args.tokenizer or args.model
-    tokenizer = load_tokenizer(named) if named else stdlib_corpus.tokenizer(library()[0])
-    with naming(args.data or "the standard library"):
+    stdlib = cache(stdlib_documents)  # read only if needed, and once
+    name = args.tokenizer or args.model
+    tokenizer = load_tokenizer(name) if name else stdlib_corpus.tokenizer(stdlib()[0])
+    with error_context(args.data or "the standard library"):
         if args.data is not None:
-            opened = open_data(args, tokenizer, args.text_column)
-            source, examples = split(opened, held_out, args.text_column)
+            source = open_data(args, tokenizer, args.text_column)
+            source, examples = hold_out(source, num_held_out, args.text_column)
         else:
-            texts, examples = library()
+            texts, examples = stdlib()
             rows = [{args.text_column: text} for text in texts]
-            source = rows if named else stdlib_corpus.encoded(texts)
-        dataset = packed(args, source, tokenizer)
-        next(iter(dataset))  # bad data speaks up before anything is written
-    return tokenizer, dataset, examples or (library()[1] if held_out else [])
+            source = rows if name else stdlib_corpus.encoded(texts)
+        dataset = packed_dataset(args, source, tokenizer)
+        next(iter(dataset))  # bad data raises before anything is written
+    return tokenizer, dataset, examples or (stdlib()[1] if num_held_out else [])
 
 
 def open_data(args: argparse.Namespace, tokenizer, column: str):
-    """The source of `--data`, so that some of it can be held out."""
-    from nopad.packing.build import open_sources
+    """Open `--data` as one source, from which rows can be held out."""
     from nopad.packing.encoding import Encoder
-    from nopad.packing.sources.token_store import TokenStore
+    from nopad.packing.sources import TokenStore, open_source
 
-    encoder = Encoder(tokenizer, column=column, eos=reading_choices(args)["eos"])
-    (opened,) = open_sources([(args.data, 1)], encoder, glob=args.glob, dtype=args.dtype)
+    encoder = Encoder(tokenizer, text_column=column, add_eos=data_kwargs(args)["add_eos"])
+    opened = open_source(
+        args.data,
+        text_column=column,
+        eos_token_id=encoder.eos_token_id,
+        glob=args.glob,
+        dtype=args.dtype,
+    )
     return TokenStore(opened) if isinstance(opened, list) else opened
 
 
-def packed(args: argparse.Namespace, source, tokenizer, overflow: str = "split"):
-    """An endless stream of packs, as the options say."""
+def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: str = "split"):
+    """Build an endless dataset of packs."""
     from nopad.packing import PackedDataset
 
     return PackedDataset(
         source,
         tokenizer=tokenizer,
-        column=args.text_column,
+        text_column=args.text_column,
         budget=args.budget,
         overflow=overflow,
         seed=args.seed,
         epochs=None,
-        **reading_choices(args),
+        **data_kwargs(args),
     )
 
 
-@cache
-def library() -> tuple[list[str], list]:
-    """Documents of Python's standard library to train on, and examples of the others."""
-    import stdlib_corpus
-    from nopad.recipes.support.holdout import beginning_of
+def stdlib_documents() -> tuple[list[str], list]:
+    """Return the standard library's training documents, and its held-out ones as examples."""
+    from nopad.recipes.support import stdlib_corpus
+    from nopad.recipes.support.holdout import prefix_example
 
-    texts, others = stdlib_corpus.held_out(stdlib_corpus.documents())
-    return texts, [example for text in others if (example := beginning_of(text))]
+    texts, held_out = stdlib_corpus.split(stdlib_corpus.documents())
+    return texts, [example for text in held_out if (example := prefix_example(text))]
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Let errors inside name what they are about."""
+def error_context(subject: str) -> Iterator[None]:
+    """Prefix errors with the file or model they are about, unless they name it."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if what in str(error):
+        if subject in str(error):
             raise
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{subject}: {error}") from error
 
 
 def load_model(args: argparse.Namespace, tokenizer):
-    """The model of `--model`, with its weights if it has some; else a small Llama."""
-    import nopad.attention  # noqa: F401
+    """Load `--model`, or build it with new weights if it is only a config; default: a Llama."""
+    from nopad.attention import register
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    register()
     settings = {"attn_implementation": args.attention}
     if args.model is None:
         model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
     else:
-        with naming(args.model):
-            name = found(args.model)
+        with error_context(args.model):
+            name = resolve_path(args.model)
             if has_weights(name):
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
             else:
                 config = AutoConfig.from_pretrained(name)
                 model = AutoModelForCausalLM.from_config(config, **settings)
-    check_vocabulary(model, tokenizer)
-    return model.train()  # what was loaded comes in evaluation
+    check_vocab_size(model, tokenizer)
+    return model.train()  # from_pretrained returns models in eval mode
 
 
-def check_vocabulary(model, tokenizer) -> None:
-    """Refuse a tokenizer whose ids the model has no rows for."""
+def check_vocab_size(model, tokenizer) -> None:
+    """Raise if the tokenizer has ids that the model has no embedding for."""
     if model.config.get_text_config().vocab_size < len(tokenizer):
         raise ValueError(
             f"the model's vocabulary of {model.config.get_text_config().vocab_size} is too small "
-            f"for the tokenizer's {len(tokenizer)} tokens: choose the tokenizer it was made for"
+            f"for the tokenizer's {len(tokenizer)} tokens: choose the model's own tokenizer"
         )
 
 
@@ -144,7 +159,7 @@ def _small_llama(args: argparse.Namespace, tokenizer):
         num_key_value_heads=2,
         max_position_embeddings=max(args.budget, 2048),
         tie_word_embeddings=True,
-        initializer_range=1 / 16,  # 1 / sqrt(hidden size): it learns from the first step
+        initializer_range=1 / 16,  # 1 / sqrt(hidden_size): the loss falls from the first step
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

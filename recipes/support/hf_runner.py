@@ -1,44 +1,46 @@
-"""What recipes on the HF Trainer share: its options, its arguments, the run itself."""
+"""Train with the HF Trainer: the options, `TrainingArguments` and run of train_hf.py and sft.py."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from nopad.cli.options import count, positive
-from nopad.recipes.support.arguments import Training, heard_to_the_end
-from nopad.recipes.support.run_dir import RunFolder, run_options
+from nopad.cli import count, positive
+from nopad.recipes.support.run_dir import RunDir, add_run_options
+from nopad.recipes.support.run_recipe import hold_signals
 
 
-def hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
-    """Add what every recipe on the HF Trainer takes."""
+def add_hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: float) -> None:
+    """Add the options of every recipe that uses the HF Trainer."""
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=float, default=1.0, help="passes over the data")
-    add("--steps", type=positive, help="optimizer steps; without it, those of --epochs")
+    add("--steps", type=positive, help="optimizer steps; overrides --epochs")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=learning_rate, help="at its peak")
-    add("--warmup", type=count, default=10, help="steps until the peak")
+    add("--learning-rate", type=float, default=learning_rate, help="peak learning rate")
+    add("--warmup", type=count, default=10, help="warmup steps")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
-    add("--compile", action="store_true", help="compile the decoder layer; T is then constant")
-    add("--checkpointing", action="store_true", help="recompute activations to save memory")
+    add("--compile", action="store_true",
+        help="torch.compile the decoder layers; pads every pack to the budget")  # fmt: skip
+    add("--checkpointing", action="store_true", help="gradient checkpointing, to save memory")
     add = parser.add_argument_group("run").add_argument
-    run_options(add, recipe)
+    add_run_options(add, recipe)
     add("--save-every", type=positive, default=100, help="steps between checkpoints")
-    add("--log-every", type=positive, default=10, help="steps between lines of the log")
+    add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--log-with", default="none", help="tensorboard, wandb, ...")
 
 
-def hf_arguments(args: argparse.Namespace):
-    """Put these settings into the words of the HF Trainer."""
+def training_arguments(args: argparse.Namespace):
+    """Translate the options to `TrainingArguments`."""
     import torch
     from transformers import TrainingArguments
     from transformers.integrations import get_available_reporting_integrations
 
-    there = get_available_reporting_integrations()
-    if args.log_with not in ("none", "all", *there):
-        found = ", ".join(there) or "none"
-        told = f"not installed, or unknown (to be had here: {found})"
-        raise ValueError(f"--log-with {args.log_with}: {told}; pip install {args.log_with}")
+    installed = get_available_reporting_integrations()
+    if args.log_with not in ("none", "all", *installed):
+        raise ValueError(
+            f"--log-with {args.log_with} is unknown or not installed "
+            f"(installed: {', '.join(installed) or 'none'}); pip install {args.log_with}"
+        )
     return TrainingArguments(
         args.output,
         max_steps=args.steps or -1,
@@ -49,7 +51,7 @@ def hf_arguments(args: argparse.Namespace):
         warmup_steps=args.warmup,
         bf16=args.precision == "bf16",
         fp16=args.precision == "fp16",
-        use_cpu=not torch.accelerator.is_available(),  # else it would refuse bf16 there
+        use_cpu=not torch.accelerator.is_available(),  # otherwise bf16 is refused on a CPU
         gradient_checkpointing=args.checkpointing,
         dataloader_num_workers=args.workers,
         seed=args.seed,
@@ -60,47 +62,45 @@ def hf_arguments(args: argparse.Namespace):
     )
 
 
-def hf_train(
-    args: argparse.Namespace, folder: RunFolder, model, data, tokenizer, examples: Sequence = ()
+def train_with_hf(
+    args: argparse.Namespace, run_dir: RunDir, model, data, tokenizer, examples: Sequence = ()
 ) -> None:
-    """Train on packs with the HF Trainer; stop when asked, and leave a model that loads.
+    """Train on packs with the HF Trainer; stop on a signal; save a model that loads.
 
-    examples: prompts with answers, to be continued every `args.eval_every` steps.
+    examples: prompts with references, to continue every `args.eval_every` steps.
     """
     from nopad.collators import PackedCollator
     from nopad.trainer.fused import compile_layers, fuse_layers
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
 
-    class Begun(TrainerCallback):
+    class StartCallback(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
-            if state.is_world_process_zero:
-                folder.start()
-            Training.begun = True
+            run_dir.start_training(state.is_world_process_zero)
 
-    with heard_to_the_end():
+    with hold_signals():
         trainer = PackedTrainer(
             model,
-            hf_arguments(args),
-            PackedCollator(fill=args.compile),
+            training_arguments(args),
+            PackedCollator(pad_to_budget=args.compile),
             data,
             processing_class=tokenizer,
-            callbacks=[StopCallback(), Begun()],
+            callbacks=[StopCallback(), StartCallback()],
         )
         if args.compile:
             compile_layers(model)
         else:
-            fuse_layers(model, trainer.args.device)  # not wrapped before the first step
+            fuse_layers(model, trainer.args.device)  # the model is wrapped at the first step
         if examples:
-            from nopad.recipes.support.holdout import continuing
+            from nopad.recipes.support.holdout import continuation_eval
             from nopad.trainer.with_hf import EvalCallback
 
-            evaluation = continuing(model, tokenizer, examples, args.eval_every, args.seed)
+            evaluation = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
             trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
         trainer.train(resume_from_checkpoint=bool(args.resume) or None)
-        whole = trainer.state.global_step >= trainer.state.max_steps
-        if whole:
+        finished = trainer.state.global_step >= trainer.state.max_steps
+        if finished:
             trainer.save_model()
         if trainer.is_world_process_zero():
-            say = "done" if whole else "stopped, go on with --resume"
-            print(f"{say}: {trainer.args.output_dir}, step {trainer.state.global_step}")
+            status = "done" if finished else "stopped, continue with --resume"
+            print(f"{status}: {trainer.args.output_dir}, step {trainer.state.global_step}")

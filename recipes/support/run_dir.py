@@ -1,10 +1,11 @@
-"""The folder of a run: numbered checkpoints that appear whole or not at all.
+"""The directory of a run; its checkpoints appear under their names only when complete.
 
-runs/pretrain-1/run.json            what the run was started with
-runs/pretrain-1/log.jsonl           loss, one line a step; rates at first and every tenth
+runs/pretrain-1/run.json            the settings that the run was started with
+runs/pretrain-1/log.jsonl           the loss of every step; rates of the first and every tenth step
 runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 
-A checkpoint is sealed and then renamed to its name; a torn or damaged one is passed over.
+A checkpoint is written as unfinished-N, gets its manifest last, and is then renamed. Incomplete
+and damaged checkpoints are skipped by a resume.
 """
 
 from __future__ import annotations
@@ -14,195 +15,238 @@ import json
 import math
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RUNS = Path("runs")
-SAVED = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
-"""What a run leaves in its folder, whichever trainer it runs on."""
-NOT_KEPT = {"resume", "output", "config"}
-FREE_TO_CHANGE = NOT_KEPT | {
+RUNS_DIR = Path("runs")
+RUN_FILES = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
+"""Files that a run of any recipe leaves in its directory."""
+NOT_SAVED = {"resume", "output", "config"}
+CHANGEABLE = NOT_SAVED | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
     "prompt", "log_every", "log_with", "keep",
 }  # fmt: skip
-"""By a resume: none changes the data's order, and `devices` alone how much of it a step learns."""
+"""Settings that may change on a resume.
+
+None of them changes the order of the data; only `devices` changes how much of it a step trains on.
+"""
 
 
-def run_options(add: Any, recipe: str) -> None:
-    """Where a run lies, and whether it goes on."""
-    add("--output", type=Path, help=f"folder of the run; without it, the next free runs/{recipe}-N")
-    add("--resume", nargs="?", const="last", metavar="FOLDER",
-        help="go on with a run, or the last, as it was started")  # fmt: skip
+def add_run_options(add: Any, recipe: str) -> None:
+    """Add the options that place a run and resume it."""
+    add("--output", type=Path,
+        help=f"directory of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
+    add("--resume", nargs="?", const="last", metavar="DIR",
+        help="continue this run, or the last one, with the settings it was started "
+        "with")  # fmt: skip
 
 
-def run_to_resume(recipe: str, which: str, output: Path | None) -> Path:
-    """The folder of the named run; of the last one, or of `--output`, where none is named."""
-    path = Path(which) if which != "last" else output
+def find_run(recipe: str, name: str, output: Path | None) -> Path:
+    """Return the directory of the run to resume.
+
+    name: a directory, or "last" for `output`, if given, or else the run with the highest number.
+    """
+    path = Path(name) if name != "last" else output
     if path and output and path.resolve() != output.resolve():
-        raise ValueError(f"--resume {path} and --output {output}: a run goes on in its own folder")
+        raise ValueError(
+            f"--resume {path} and --output {output} differ: a run continues in its own directory"
+        )
     if path is None:
-        numbers = _numbers(RUNS, recipe)
+        numbers = _numbers(RUNS_DIR, recipe)
         if not numbers:
-            raise ValueError(f"no run to resume under {RUNS}/: start one without --resume")
-        path = RUNS / f"{recipe}-{max(numbers)}"
+            raise ValueError(f"no run to resume under {RUNS_DIR}/: start one without --resume")
+        path = RUNS_DIR / f"{recipe}-{max(numbers)}"
     if not (path / "run.json").is_file():
-        raise ValueError(f"{path} is no run folder (it has no run.json): name one of {RUNS}/")
+        raise ValueError(
+            f"{path} is not a run directory (it has no run.json): name one under {RUNS_DIR}/"
+        )
     return path
 
 
-def started_with(path: Path) -> dict[str, Any]:
-    """The settings a run was started with."""
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the settings that a run was started with."""
     try:
-        found = json.loads((path / "run.json").read_text())
+        settings = json.loads((path / "run.json").read_text())
     except ValueError as error:
         raise ValueError(f"{path / 'run.json'} is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path / 'run.json'} is damaged: it holds no settings")
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path / 'run.json'} is damaged: it contains no settings")
+    return settings
 
 
-def refuse_changes(path: Path, before: dict[str, Any], said: dict[str, Any]) -> None:
-    """Refuse settings under which a resumed run would be another one."""
-    changed = []
-    for name in [k for k in said if k not in FREE_TO_CHANGE]:
-        if repr(before[name]) == repr(said[name]):  # --eos 0 equals --eos none, which is False
+def check_unchanged(path: Path, settings: dict[str, Any], explicit: dict[str, Any]) -> None:
+    """Raise if an explicit argument would change what a resumed run computes."""
+    changes = []
+    for name in [name for name in explicit if name not in CHANGEABLE]:
+        # By repr, because 0 == False: --add-eos 0 is a token id, --add-eos none is False.
+        if repr(settings[name]) == repr(explicit[name]):
             continue
         option = "--" + name.replace("_", "-")
-        was = f"no {option}" if before[name] is None else f"{option} {before[name]}"
-        changed.append(f"{was} (now {said[name]})")
-    if changed:
-        was = ", ".join(changed)
-        raise ValueError(f"{path} was started with {was}: leave that out, or start a new run")
-
-
-class RunFolder:
-    """Choose, check and fill the folder of one run."""
-
-    def __init__(self, path: Path, settings: dict, started: bool = False):
-        self.path, self.settings, self.started = path, settings, started
-        self.from_zero = False
-
-    @classmethod
-    def of(cls, recipe: str, args: argparse.Namespace) -> RunFolder:
-        """The folder of the run that goes on, or of a new one; `args.output` is its path then.
-
-        A run that was killed before its first checkpoint begins again: `args.resume` is None then.
-        """
-        settings = {k: v for k, v in vars(args).items() if k not in NOT_KEPT}
-        folder = (
-            cls(args.output, settings, started=True)
-            if args.resume
-            else cls.new(recipe, args.output, settings)
+        before = f"no {option}" if settings[name] is None else f"{option} {settings[name]}"
+        changes.append(f"{before} (now {explicit[name]})")
+    if changes:
+        raise ValueError(
+            f"{path} was started with {', '.join(changes)}: omit that, or start a new run"
         )
-        args.output = folder.path
-        if args.resume and not folder.has_checkpoint():
-            args.resume, folder.from_zero = None, True
-        return folder
+
+
+@dataclass
+class RunProgress:
+    """How far a run has come: an error before its first step is one that the user can fix."""
+
+    training_started: bool = False
+
+
+class RunDir:
+    """Create the directory of one run, and write its log and checkpoints.
+
+    settings: what run.json records.
+    created: whether run.json has been written already.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        progress: RunProgress | None = None,
+        created: bool = False,
+    ):
+        self.path, self.settings, self.created = path, settings, created
+        self.progress = progress or RunProgress()
+        self.restarts_at_zero = False
 
     @classmethod
-    def new(cls, recipe: str, output: Path | None, settings: dict) -> RunFolder:
-        """Take `output`, or the next free number; never a folder that holds a run already."""
-        path = output or RUNS / f"{recipe}-{max([0, *_numbers(RUNS, recipe)]) + 1}"
-        if any(found for pattern in SAVED for found in path.glob(pattern)):
-            raise ValueError(
-                f"{path} holds a run already: continue it with --resume {path}, "
-                "choose another --output, or remove it"
-            )
-        return cls(path, settings)
+    def from_args(
+        cls, recipe: str, args: argparse.Namespace, progress: RunProgress | None = None
+    ) -> RunDir:
+        """Choose the directory, of a new run or of the resumed one, and set `args.output` to it.
 
-    def start(self) -> None:
-        """Create the folder and write down what the run is, if that is not done yet.
-
-        On one rank, when all have met: none may find the folder taken by its own run.
+        A run that was killed before its first checkpoint starts over: `args.resume` becomes None.
         """
-        if self.from_zero:
+        settings = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
+        path = args.output if args.resume else new_path(recipe, args.output)
+        run_dir = cls(path, settings, progress, created=bool(args.resume))
+        args.output = path
+        if args.resume and not run_dir.has_checkpoint():
+            args.resume, run_dir.restarts_at_zero = None, True
+        return run_dir
+
+    def start_training(self, is_main_process: bool) -> None:
+        """Record, on every rank, that the first step starts; the main process writes run.json."""
+        if is_main_process:
+            self.create()
+        self.progress.training_started = True
+
+    def create(self) -> None:
+        """Create the directory and write run.json, unless that is done.
+
+        Called on one rank, when all ranks have chosen their path: otherwise a rank could find the
+        directory taken by its own run.
+        """
+        if self.restarts_at_zero:
             from tqdm import tqdm
 
-            tqdm.write(f"{self.path} has no checkpoint yet: it begins again, at step 0")
-            self.forget_after(0)
-            self.from_zero = False
-        if self.started:
+            tqdm.write(f"{self.path} has no checkpoint yet: starting again at step 0")
+            self.truncate_log(0)
+            self.restarts_at_zero = False
+        if self.created:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            with (self.path / "run.json").open("x") as file:  # of two at once, one has it
+            with (self.path / "run.json").open("x") as file:  # of two processes, one succeeds
                 file.write(json.dumps(self.settings, indent=2) + "\n")
         except FileExistsError:
             raise ValueError(
-                f"{self.path} was taken meanwhile by another run: start again, or name an --output"
+                f"another run has taken {self.path} in the meantime: start again, or set --output"
             ) from None
-        self.started = True
+        self.created = True
 
-    def checkpoint(self, step: int) -> Path:
+    def checkpoint_path(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
 
     def has_checkpoint(self) -> bool:
-        """Whether any save of the run was finished, be it whole still or not."""
-        from nopad.trainer import MANIFEST
+        """Whether the run has completed any save, even if it has been damaged since."""
+        from nopad.trainer import find_manifest
 
-        written = (f"checkpoint-*/{MANIFEST}", "*.ckpt", "*.safetensors")
-        return any(found for pattern in written for found in self.path.glob(pattern))
+        if any(find_manifest(path) for path in self.path.glob("checkpoint-*")):
+            return True
+        return any(
+            path for suffix in ("ckpt", "safetensors") for path in self.path.glob(f"*.{suffix}")
+        )
 
-    def last_step(self) -> int:
-        """The step of the newest whole checkpoint."""
+    def latest_step(self) -> int:
+        """Return the step of the newest intact checkpoint."""
         from nopad.trainer import latest_intact_checkpoint
 
         return int(latest_intact_checkpoint(self.path).name.partition("-")[2])
 
-    def unfinished(self, step: int) -> Path:
-        """Where a checkpoint is written until it is whole."""
+    def unfinished_path(self, step: int) -> Path:
+        """Return where a checkpoint is written until it is complete."""
         return self.path / f"unfinished-{step}"
 
-    def begin(self) -> None:
-        """Clear away what saves that were cut short have left."""
+    def remove_unfinished(self) -> None:
+        """Remove the remains of interrupted saves."""
         for path in self.path.glob("unfinished-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def finish(self, step: int, keep: int | None = None) -> None:
-        """Seal the checkpoint, and let it appear under its name, in one rename.
+    def commit_checkpoint(self, step: int, keep: int | None = None) -> None:
+        """Write the manifest, and rename the checkpoint to its final name.
 
-        keep: how many stay, this one and those before it; without it, all. What lies after it was
-        passed over by a resume, being damaged, and goes.
+        keep: how many checkpoints to keep up to this one; None keeps all. Later ones are then
+        removed too: they are damaged, or the run would have been resumed from them.
         """
         from nopad.trainer import write_manifest
 
-        write_manifest(self.unfinished(step))
-        shutil.rmtree(self.checkpoint(step), ignore_errors=True)
-        self.unfinished(step).rename(self.checkpoint(step))
+        write_manifest(self.unfinished_path(step))
+        shutil.rmtree(self.checkpoint_path(step), ignore_errors=True)
+        self.unfinished_path(step).rename(self.checkpoint_path(step))
         steps = sorted(_numbers(self.path, "checkpoint"))
-        upto = steps.index(step) + 1
-        for old in steps[: max(0, upto - keep)] + steps[upto:] if keep else ():
-            self.checkpoint(old).rename(self.unfinished(old))  # a kill leaves no half of it
-            shutil.rmtree(self.unfinished(old), ignore_errors=True)
+        end = steps.index(step) + 1
+        for old in steps[: max(0, end - keep)] + steps[end:] if keep else ():
+            # Renamed first: a kill during the removal must not leave half a checkpoint.
+            self.checkpoint_path(old).rename(self.unfinished_path(old))
+            shutil.rmtree(self.unfinished_path(old), ignore_errors=True)
 
-    def log(self, step: int, values: dict) -> None:
+    def log(self, step: int, values: dict[str, Any]) -> None:
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Drop log lines of steps that a resumed run will take again, and torn ones."""
+    def truncate_log(self, step: int) -> None:
+        """Remove log lines after `step`, which a resumed run repeats, and incomplete lines."""
         path = self.path / "log.jsonl"
         if not path.exists():
             return
         lines = path.read_text(errors="replace").splitlines(keepends=True)
-        _write(path, "".join(line for line in lines if _step_of(line) <= step))
+        _write_atomically(path, "".join(line for line in lines if _logged_step(line) <= step))
 
 
-def _step_of(line: str) -> float:
-    """The step of a log line; never, where a kill has torn it."""
+def new_path(recipe: str, output: Path | None) -> Path:
+    """Return `output`, or the next unused number; raise if the directory contains a run."""
+    path = output or RUNS_DIR / f"{recipe}-{max([0, *_numbers(RUNS_DIR, recipe)]) + 1}"
+    if any(file for pattern in RUN_FILES for file in path.glob(pattern)):
+        raise ValueError(
+            f"{path} contains a run already: continue it with --resume {path}, "
+            "choose another --output, or remove it"
+        )
+    return path
+
+
+def _logged_step(line: str) -> float:
+    """Return the step of a log line; infinity for a line that a kill truncated."""
     try:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
+def _write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
 
 
-def _numbers(folder: Path, recipe: str) -> list[int]:
-    matches = (re.fullmatch(rf"{recipe}-(\d+)", path.name) for path in folder.glob(f"{recipe}-*"))
+def _numbers(folder: Path, prefix: str) -> list[int]:
+    """Return N of every `prefix-N` in a directory."""
+    matches = (re.fullmatch(rf"{prefix}-(\d+)", path.name) for path in folder.glob(f"{prefix}-*"))
     return [int(match[1]) for match in matches if match]

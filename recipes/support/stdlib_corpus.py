@@ -1,7 +1,7 @@
-"""A corpus any machine has: the Python standard library's own sources, one file a document.
+"""A corpus on every machine: the source files of the Python standard library, one per document.
 
-The tokenizer is a byte-level BPE trained on that corpus. It and the encoded documents are kept in
-the user's cache folder, under a name that changes with the corpus: a second run starts at once.
+The tokenizer is a byte-level BPE trained on this corpus. It and the encoded documents are cached in
+the user's cache directory under a hash of the corpus, so a second run starts at once.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from pathlib import Path
 
 import numpy as np
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-VOCABULARY = 384
-END = "<|endoftext|>"
+EXCLUDED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+VOCAB_SIZE = 384
+EOS = "<|endoftext|>"
 
 
 def documents() -> list[str]:
-    """Read the sources in a fixed order; empty files are no documents."""
+    """Read the source files in a fixed order, without the empty ones."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in root.rglob("*.py") if LEFT_OUT.isdisjoint(p.parts))
+    files = sorted(p for p in root.rglob("*.py") if EXCLUDED_DIRS.isdisjoint(p.parts))
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
     return [text for text in texts if text.strip()]
 
 
-def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Split off every fiftieth document for evaluation."""
+def split(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Return the training documents, and every fiftieth document, which is held out."""
     return [t for i, t in enumerate(texts) if i % 50], texts[::50]
 
 
 def tokenizer(texts: list[str]):
-    """Load this corpus's tokenizer from the cache, or train it."""
+    """Load the corpus's tokenizer from the cache, or train it."""
     from transformers import PreTrainedTokenizerFast
 
     path = _cached(texts, ".json", lambda unfinished: _train(texts).save(str(unfinished)))
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, bos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=EOS, bos_token=EOS)
 
 
 def encoded(texts: list[str]) -> list[np.ndarray]:
-    """Load the documents' ids from the cache, or encode them; each ends with the end token."""
+    """Load the documents' token ids from the cache, or encode them; each ends with EOS."""
 
     def write(unfinished: Path) -> None:
-        end = tokenizer(texts).eos_token_id
-        rows = [[*ids, end] for ids in tokenizer(texts)(texts)["input_ids"]]
+        eos_token_id = tokenizer(texts).eos_token_id
+        rows = [[*ids, eos_token_id] for ids in tokenizer(texts)(texts)["input_ids"]]
         ends = np.cumsum([len(row) for row in rows])
         with unfinished.open("wb") as file:
             np.savez(file, ids=np.concatenate(rows).astype(np.uint16), ends=ends)
@@ -55,7 +55,7 @@ def encoded(texts: list[str]) -> list[np.ndarray]:
 
 
 def _cached(texts: list[str], suffix: str, write: Callable[[Path], None]) -> Path:
-    digest = hashlib.sha256("\0".join([str(VOCABULARY), *texts]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256("\0".join([str(VOCAB_SIZE), *texts]).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nopad"
     path = cache / f"stdlib-{digest}{suffix}"
     if not path.exists():
@@ -73,8 +73,8 @@ def _train(texts: list[str]):
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

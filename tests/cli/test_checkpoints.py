@@ -1,4 +1,4 @@
-"""What a user names is found: at home, and on the device of that number."""
+"""Checkpoints, tokenizers and devices that a user names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from nopad.cli import checkpoints
 def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
     monkeypatch.setenv("HOME", str(made.parent))
     assert len(checkpoints.load_tokenizer(f"~/{made.name}"))
-    with pytest.raises(ValueError, match="~: has no tokenizer that can be read"):
+    with pytest.raises(ValueError, match="~: has no readable tokenizer"):
         checkpoints.load_tokenizer("~")
 
 
 def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monkeypatch):
-    def unreachable(place):
+    def unreachable(path):
         raise OSError("couldn't find it in the cached files.\nCheck your connection.")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
-    told = r"^owner/name: couldn't find it in the cached files; --tokenizer takes a folder, too$"
-    with pytest.raises(ValueError, match=told):
+    message = r"^owner/name: couldn't find it in the cached files; --tokenizer also takes a folder$"
+    with pytest.raises(ValueError, match=message):
         checkpoints.load_tokenizer("owner/name")
 
 
@@ -30,8 +30,8 @@ def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monke
 def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"^there is no {kind} {name}$"):
-        checkpoints.found(name)
-    assert checkpoints.found("owner/name") == "owner/name"
+        checkpoints.resolve_path(name)
+    assert checkpoints.resolve_path("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, mo
     ],
 )
 def test_an_error_is_told_in_one_line_that_says_something(error, line):
-    assert checkpoints.first_line(error) == line
+    assert checkpoints.short_error(error) == line
 
 
 @pytest.mark.parametrize(("name", "rank", "index"), [("cuda:1", "0", 1), (None, "2", 2)])

@@ -1,4 +1,4 @@
-"""`nopad doctor` tells a leak in seconds, and its exit status says so."""
+"""`nopad doctor` finds a leak in seconds, and its exit status says so."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import pytest
 from nopad.cli import logprob_parity
 from nopad.cli.checkpoints import load_model
 from nopad.cli.doctor import main
-from nopad.cli.tiny_model import shrink
+from nopad.cli.tiny_model import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,16 +25,16 @@ def test_a_model_that_packs_rightly_passes(capsys):
     assert main(["llama", "--attn", "nopad,sdpa,eager"]) == 0
     assert (logging.getLogger("nopad").level, list(warnings.filters)) == (level, filters)
     text = capsys.readouterr().out
-    assert verdicts(text) == {"nopad": "apart", "sdpa": "apart", "eager": "apart"}
-    told = [line.split()[0] for line in text.splitlines() if "use_cache=False" in line]
-    assert told == ["sdpa", "eager"], "the default use_cache opens a leak in the stock masks only"
+    assert verdicts(text) == {"nopad": "isolated", "sdpa": "isolated", "eager": "isolated"}
+    leaky = [line.split()[0] for line in text.splitlines() if "use_cache=False" in line]
+    assert leaky == ["sdpa", "eager"], "the default use_cache leaks in the stock masks only"
 
 
 def test_a_leak_is_told_with_its_cure_and_status_one(capsys):
     assert main(["opt", "--attn", "nopad,sdpa"]) == 1
     text = capsys.readouterr().out
-    assert verdicts(text) == {"nopad": "apart", "sdpa": "LEAK"}
-    assert "mended by nopad.attention.document_mask" in text
+    assert verdicts(text) == {"nopad": "isolated", "sdpa": "LEAK"}
+    assert "fixed by nopad.attention.document_mask" in text
     assert "Do not train packed batches with sdpa." in text
 
 
@@ -46,10 +46,10 @@ def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
 
 
 def test_what_is_refused_is_told_with_the_reason(capsys):
-    assert main(["qwen3_next", "--attn", "nopad"]) == 2, "nothing was examined"
+    assert main(["qwen3_next", "--attn", "nopad"]) == 2, "nothing was checked"
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "refused"} and "recurrent" in text
-    assert "Nothing was examined" in text
+    assert "Nothing was checked" in text
 
 
 def test_what_does_not_run_here_is_told(capsys):
@@ -59,7 +59,7 @@ def test_what_does_not_run_here_is_told(capsys):
 
 
 def test_an_attention_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match=r"--attn 'sdap': .*nopad.*sdpa"):
+    with pytest.raises(ValueError, match=r"--attn 'sdap' is not .*nopad.*sdpa"):
         main(["llama", "--attn", "nopad,sdap"])
 
 
@@ -75,24 +75,24 @@ def test_configs_inside_a_config_are_shrunk_too(kind, capsys):
     assert main([kind, "--attn", "nopad"]) == 0
     text = capsys.readouterr().out
     assert int(text.split(" parameters")[0].split()[-1].replace(",", "")) < 1_000_000
-    assert verdicts(text) == {"nopad": "apart"}
+    assert verdicts(text) == {"nopad": "isolated"}
 
 
 def test_a_model_that_stays_large_is_not_built(capsys, monkeypatch):
-    monkeypatch.setattr("nopad.cli.doctor.MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("nopad.cli.doctor.MAX_PARAMETERS", 1000)
     assert main(["llama"]) == 2
-    assert "parameters even when shrunk" in capsys.readouterr().err
+    assert "its tiny model has" in capsys.readouterr().err
 
 
-def cut(folder):
-    """A checkpoint whose weights end too early."""
-    AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(folder)
+def save_truncated(folder):
+    """Save a checkpoint with truncated weights."""
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
 
 
 def test_broken_weights_are_one_line_and_status_two(tmp_path, capsys):
-    cut(tmp_path)
+    save_truncated(tmp_path)
     assert main([str(tmp_path), "--attn", "nopad"]) == 2
     assert capsys.readouterr().err.startswith(f"nopad doctor: cannot build {tmp_path}: ")
     with pytest.raises(ValueError, match="cannot load"):
@@ -102,65 +102,66 @@ def test_broken_weights_are_one_line_and_status_two(tmp_path, capsys):
 def test_a_config_file_is_enough(tmp_path, capsys):
     CONFIG_MAPPING["qwen3"]().save_pretrained(tmp_path)
     assert main([str(tmp_path / "config.json"), "--attn", "nopad"]) == 0
-    assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
+    assert verdicts(capsys.readouterr().out) == {"nopad": "isolated"}
 
 
 def test_a_checkpoint_may_lie_at_home(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    model = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]()))
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
     model.save_pretrained(tmp_path / "mine")
     assert main(["~/mine", "--attn", "nopad"]) == 0
-    assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
+    assert verdicts(capsys.readouterr().out) == {"nopad": "isolated"}
 
 
 def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
-    AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(
+        tmp_path
+    )
     assert main([str(tmp_path), "--attn", "nopad"]) == 0
     parameters = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     assert parameters == 128
-    assert verdicts(capsys.readouterr().out) == {"nopad": "apart"}
+    assert verdicts(capsys.readouterr().out) == {"nopad": "isolated"}
 
 
-def test_agreement_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
-
-    monkeypatch.setattr(logprob_parity, "LENGTHS", (1, 5, 33))  # Triton may be interpreted
-    monkeypatch.setattr(logprob_parity, "NEW", 4)
-    assert main(["llama", "--agreement"]) == 0
+def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
+    monkeypatch.setattr(logprob_parity, "PROMPT_LENGTHS", (1, 5, 33))  # Triton may be interpreted
+    monkeypatch.setattr(logprob_parity, "MAX_TOKENS", 4)
+    assert main(["llama", "--parity"]) == 0
     text = capsys.readouterr().out
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
     assert ("float32", "sdpa") in rows and ("bfloat16", "sdpa") in rows
-    assert float(rows["float32", "sdpa,"][4]) == 0.0, "batch-invariant: not even rounding is left"
+    assert float(rows["float32", "sdpa,"][4]) == 0.0, "batch-invariant: not even rounding differs"
     assert "not run: float32 flash2 (it needs CUDA)" in text
     assert "not run: bfloat16 flash2 (it needs CUDA)" in text
 
 
-def test_disagreement_is_status_one(capsys, monkeypatch):
+def test_a_mismatch_is_status_one(capsys, monkeypatch):
     from nopad.cli import logprob_parity
 
-    def apart(*args, **named):
+    def mismatch(*args, **named):
         return logprob_parity.LogprobParity(144, 0.5, 2.0, "float32", "cpu")
 
-    monkeypatch.setattr(logprob_parity, "agreement", apart)
-    assert main(["llama", "--agreement"]) == 1
-    assert "TOO FAR" in capsys.readouterr().out
+    monkeypatch.setattr(logprob_parity, "compare_logprobs", mismatch)
+    assert main(["llama", "--parity"]) == 1
+    assert "TOO LARGE" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fails", [("sdpa",), ("sdpa", "flash2", "triton")])
 def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkeypatch, fails):
     from nopad.cli import logprob_parity
 
-    def sometimes(*args, attention, **named):
-        if attention in fails:
+    def sometimes(*args, backend, **named):
+        if backend in fails:
             raise RuntimeError("no kernel image")
         return logprob_parity.LogprobParity(144, 0.0, 0.0, "float32", "cpu")
 
-    monkeypatch.setattr(logprob_parity, "agreement", sometimes)
-    assert main(["llama", "--agreement"]) == 1
+    monkeypatch.setattr(logprob_parity, "compare_logprobs", sometimes)
+    assert main(["llama", "--parity"]) == 1
     assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
 
 
-def test_agreement_of_a_refused_model_is_not_tried(capsys):
-    assert main(["qwen3_next", "--agreement"]) == 2
+def test_parity_of_a_refused_model_is_not_tried(capsys):
+    assert main(["qwen3_next", "--parity"]) == 2
     assert "refused" in capsys.readouterr().out
 
 

@@ -22,16 +22,16 @@ def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(made, tmp_path):
     from lm_tasks import write_tasks
 
     names = write_tasks(tmp_path, 6)
-    found = tmp_path / "results" / "all.json"
+    output = tmp_path / "results" / "all.json"
     done = nopad(
         "--model", made, "--tasks", ", ".join(names), "--include-path", tmp_path,
-        "--limit", 3, "--system-instruction", "Look around.", "--device", "cpu", "--output", found,
+        "--limit", 3, "--system-instruction", "Look around.", "--device", "cpu", "--output", output,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|tiny_choice|" in done.stdout.replace(" ", "")
     numbers = json.loads(done.stdout.splitlines()[-1])
     assert set(numbers) == set(names) and 0 <= numbers["tiny_choice"]["acc,none"] <= 1
-    written = json.loads(found.read_text())
+    written = json.loads(output.read_text())
     assert len(written["samples"]["tiny_write"]) == 3
     prompt = written["samples"]["tiny_write"][0]["arguments"][0][0]
     assert prompt.startswith("Look around.")
@@ -41,8 +41,8 @@ def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(made, tmp_path):
 
 def test_what_a_user_can_mend_is_one_line(tmp_path):
     missing = nopad("--model", tmp_path / "nothing", "--tasks", "x", "--device", "cpu")
-    told = f"nopad eval: there is no folder {tmp_path / 'nothing'}"
-    assert missing.returncode == 2 and missing.stderr.strip().splitlines()[-1] == told
+    message = f"nopad eval: there is no folder {tmp_path / 'nothing'}"
+    assert missing.returncode == 2 and missing.stderr.strip().splitlines()[-1] == message
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_setting_that_cannot_be_is_named(made, tmp_path, wrong, word):
         main([*given, "--include-path", str(tmp_path), *wrong])
 
 
-@pytest.mark.parametrize("wrong", ["--limit 0", "--limit -1", "--limit nan", "--max-length 0"])
+@pytest.mark.parametrize("wrong", ["--limit 0", "--limit -1", "--limit nan", "--max-model-len 0"])
 def test_a_number_that_cannot_be_ends_before_any_work(wrong, capsys):
     from nopad.cli.evaluate import main
 
@@ -73,10 +73,10 @@ def test_a_number_that_cannot_be_ends_before_any_work(wrong, capsys):
 
 @pytest.mark.parametrize(("text", "limit"), [("3", 3), ("200.0", 200), ("0.5", 0.5), ("1", 1)])
 def test_a_limit_is_a_number_of_documents_or_a_share(text, limit):
-    from nopad.cli.evaluate import options
+    from nopad.cli.evaluate import parse_args
 
-    found = options(["--model", "m", "--tasks", "x", "--limit", text]).limit
-    assert found == limit and type(found) is type(limit)
+    limit_arg = parse_args(["--model", "m", "--tasks", "x", "--limit", text]).limit
+    assert limit_arg == limit and type(limit_arg) is type(limit)
 
 
 def test_chat_without_a_template_is_told_before_the_model_is_loaded(made, tmp_path, monkeypatch):
@@ -95,11 +95,11 @@ def test_chat_without_a_template_is_told_before_the_model_is_loaded(made, tmp_pa
 
 
 def test_task_files_may_lie_at_home(monkeypatch):
-    from nopad.cli.evaluate import options
+    from nopad.cli.evaluate import parse_args
 
     monkeypatch.setenv("HOME", "/home/lily")
-    given = options(["--model", "m", "--tasks", "x", "--include-path", "~/tasks"])
-    assert given.include_path == "/home/lily/tasks"
+    args = parse_args(["--model", "m", "--tasks", "x", "--include-path", "~/tasks"])
+    assert args.include_path == "/home/lily/tasks"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):
 
     write_tasks(tmp_path, 4)
     few = tasks.TaskManager
-    monkeypatch.setattr(  # lm_eval's own thousands take seconds to look through
+    monkeypatch.setattr(  # indexing lm_eval's own tasks takes seconds
         tasks, "TaskManager", lambda include_path, **_: few(
             include_path=include_path, include_defaults=False
         )

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_prompts_of_the_command_line_come_back_completed(checkpoint, capsys):
     )
     done = lines(capsys.readouterr().out)
     assert status == 0 and [d["index"] for d in done] == [0, 1]
-    assert done[0]["text"].startswith(", there was") and len(done[0]["tokens"]) == 9
+    assert done[0]["text"].startswith(", there was") and len(done[0]["token_ids"]) == 9
 
 
 def test_files_of_prompts_are_read_and_results_written(checkpoint, tmp_path):
@@ -45,25 +46,27 @@ def test_files_of_prompts_are_read_and_results_written(checkpoint, tmp_path):
     more = ["--n", "2", "--temperature", "0.9", "--logprobs", "1", "--trace", str(trace)]
     assert main([checkpoint, *given, *more]) == 0
     done = lines(out.read_text())
-    assert [(d["index"], d["sibling"]) for d in done] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(len(d["logprobs"]) == len(d["tokens"]) for d in done)
+    assert [(d["index"], d["sample_index"]) for d in done] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(len(d["logprobs"]) == len(d["token_ids"]) for d in done)
     assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_files_at_home_are_found_and_new_folders_made(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "in.txt").write_text("Once\n")
-    new = {f"--{name}": f"~/new/{name}" for name in ("output", "trace", "plot")}
+    plots = ("plot.svg",) if find_spec("matplotlib") else ()
+    names = ("output.jsonl", *plots, "trace.json")
+    new = {f"--{name.split('.')[0]}": f"~/new/{name}" for name in names}
     given = [word for option in new.items() for word in option]
     assert main([checkpoint, "--file", "~/in.txt", "--max-tokens", "2", *given]) == 0
     written = sorted(path.name for path in (tmp_path / "new").iterdir())
-    assert written == ["output", "plot", "trace"]
+    assert written == list(names)
 
 
 def test_a_failed_request_gives_status_1_and_the_others_their_text(checkpoint, capsys):
     status = main([checkpoint, "--prompt", "a" * 9000, "--prompt", "Once", "--max-tokens", "3"])
     done = lines(capsys.readouterr().out)
-    assert status == 1 and "max_length" in done[0]["error"] and done[1]["text"]
+    assert status == 1 and "max_model_len" in done[0]["error"] and done[1]["text"]
 
 
 def test_mistakes_are_said_in_one_line(checkpoint, tmp_path):
@@ -102,7 +105,7 @@ def test_a_record_brings_its_own_settings(checkpoint, tmp_path, capsys):
                {"prompt": "Once", "logit_bias": {"7": 100}, "max_tokens": 1}]  # fmt: skip
     (tmp_path / "in.json").write_text(json.dumps(records))
     assert main([checkpoint, "--file", str(tmp_path / "in.json"), "--max-tokens", "4"]) == 0
-    done = [entry["tokens"] for entry in lines(capsys.readouterr().out)]
+    done = [entry["token_ids"] for entry in lines(capsys.readouterr().out)]
     assert [len(tokens) for tokens in done] == [2, 4, 4, 1]
     assert done[1] == done[2] and done[1][:2] == done[0] and done[3] == [7]
 
@@ -110,7 +113,7 @@ def test_a_record_brings_its_own_settings(checkpoint, tmp_path, capsys):
 def test_standard_input_may_be_json_lines(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Once", "min_tokens": 20}\n'))
     assert main([checkpoint, "--file", "-", "--jsonl", "--max-tokens", "20"]) == 0
-    assert len(lines(capsys.readouterr().out)[0]["tokens"]) == 20
+    assert len(lines(capsys.readouterr().out)[0]["token_ids"]) == 20
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_standard_input_may_be_json_lines(checkpoint, capsys, monkeypatch):
     [
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "top_p": 2}', r"a.jsonl, line 2: top_p is 2"),
         ("a.jsonl", '{"prompt": "a", "logit_bias": {"b": 1}}', "line 1: logit_bias"),
-        ("a.json", '{"prompt": "a"}', "holds no list of prompts; .* go into .jsonl"),
+        ("a.json", '{"prompt": "a"}', "is not a list of prompts; use .jsonl"),
         ("a.json", '["a", {"text": "b"}]', 'entry 2: has neither "prompt" nor "messages"'),
         ("a.json", "[", r"a.json: not JSON \("),
         ("missing.txt", None, "missing.txt: there is no such file"),
@@ -142,7 +145,7 @@ def test_a_prompt_given_twice_is_answered_twice(checkpoint, capsys):
     answers = []
     for seed in ("0", "0", "1"):
         assert main([*given, "--seed", seed]) == 0
-        answers.append([tuple(done["tokens"]) for done in lines(capsys.readouterr().out)])
+        answers.append([tuple(done["token_ids"]) for done in lines(capsys.readouterr().out)])
     assert len(set(answers[0])) == 3 and answers[0] == answers[1] != answers[2]
 
 
@@ -152,8 +155,8 @@ def test_ids_need_no_tokenizer_and_text_says_that_it_does(checkpoint, tmp_path, 
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 403, 407]}\n')
     assert main([str(tmp_path), "--file", str(tmp_path / "in.jsonl"), "--max-tokens", "4"]) == 0
     (done,) = lines(capsys.readouterr().out)
-    assert done["text"] is None and len(done["tokens"]) == 4
-    with pytest.raises(ValueError, match="no tokenizer that can be read; name one"):
+    assert done["text"] is None and len(done["token_ids"]) == 4
+    with pytest.raises(ValueError, match="no readable tokenizer; give one"):
         main([str(tmp_path), "--prompt", "Once"])
     named = ["--tokenizer", checkpoint, "--max-tokens", "4"]
     assert main([str(tmp_path), "--prompt", "Once upon", *named]) == 0
@@ -173,7 +176,7 @@ def test_texts_become_chats(made, tmp_path, capsys):
     given = [str(made), "--prompt", "Lily", "--file", str(tmp_path / "in.jsonl")]
     assert main([*given, "--chat", "--max-tokens", "4"]) == 0
     first, second = lines(capsys.readouterr().out)
-    assert first["tokens"] == second["tokens"], "the flag and the file say the same chat"
+    assert first["token_ids"] == second["token_ids"], "the flag and the file say the same chat"
 
 
 def test_chat_without_a_template_is_told_before_the_model_is_loaded(checkpoint, monkeypatch):

@@ -1,4 +1,4 @@
-"""`nopad inspect`: what it says is what packing does."""
+"""`nopad inspect` reports what packing does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from nopad.__main__ import main
 from nopad.cli import pack_map
-from nopad.cli.inspect_data import budgets, decoded, padding_waste
+from nopad.cli.inspect_data import budget_table, pack_text, padding_waste
 from nopad.packing import Pack, Sample
 
 
@@ -27,34 +27,34 @@ def data(tmp_path):
 def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
     page = tmp_path / "new" / "map.html"
     assert main(["inspect", str(data), "--budget", "128", "--packs", "3", "--html", str(page)]) == 0
-    said = capsys.readouterr().out
-    assert "200 samples" in said and "longest 59" in said
-    assert "padded batches of 32" in said
-    assert said.count(" samples\n") == 3
-    assert "pack 0: " in said and "[[" in said
+    out = capsys.readouterr().out
+    assert "200 samples" in out and "max 59" in out
+    assert "padded batches of 32" in out
+    assert out.count(" samples\n") == 3
+    assert "pack 0: " in out and "[[" in out
     assert page.read_text().count("<p>") == 3
 
 
 def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkeypatch, capsys):
-    """What is not encoded ahead is packed in parts: they are no samples."""
-    monkeypatch.setattr("nopad.packing.build.SMALL", 0)
-    monkeypatch.setattr("nopad.cli.inspect_data.MOST_PACKS", 1000)
+    """Streams that are not pretokenized split long samples; the parts are not samples."""
+    monkeypatch.setattr("nopad.packing.build.PRETOKENIZE_UP_TO", 0)
+    monkeypatch.setattr("nopad.cli.inspect_data.MAX_STREAM_PACKS", 1000)
     path = tmp_path / "long.jsonl"
     rows = [{"input_ids": [1] * (200 if i % 3 == 0 else 10)} for i in range(300)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["inspect", str(path), "--budget", "64"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("300 samples, 22,000 tokens; length: median 10, p99 200, longest 200")
-    monkeypatch.setattr("nopad.cli.inspect_data.MOST_PACKS", 8)
+    out = capsys.readouterr().out
+    assert out.startswith("300 samples, 22,000 tokens; length: median 10, p99 200, max 200")
+    monkeypatch.setattr("nopad.cli.inspect_data.MAX_STREAM_PACKS", 8)
     assert main(["inspect", str(path), "--budget", "64"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("the first 256 samples, ") and "longest 200" in said
+    out = capsys.readouterr().out
+    assert out.startswith("the first 256 samples, ") and "max 200" in out
     waste = padding_waste(np.array([len(row["input_ids"]) for row in rows[:256]]))
-    assert f"would waste {waste:.1%}" in said
+    assert f"would be {waste:.1%} padding" in out
 
 
 def test_of_many_samples_it_says_that_they_are_the_first(data, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.cli.inspect_data.MOST_LENGTHS", 150)
+    monkeypatch.setattr("nopad.cli.inspect_data.MAX_LENGTHS", 150)
     assert main(["inspect", str(data), "--budget", "128"]) == 0
     assert capsys.readouterr().out.startswith("the first 150 of 200 samples, ")
 
@@ -70,29 +70,27 @@ def test_a_folder_of_several_kinds_is_told_with_the_option_that_chooses(data, ca
 def test_flat_tokens_are_inspected(tmp_path, capsys):
     np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(tmp_path / "flat.bin")
     assert main(["inspect", str(tmp_path / "flat.bin")]) == 2
-    assert "need --dtype (uint16 or uint32) and --eos (an id)" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "flat.bin"), "--dtype", "uint16", "--eos", "0"]) == 0
+    assert "need --dtype (uint16 or uint32) and --add-eos (an id)" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "flat.bin"), "--dtype", "uint16", "--add-eos", "0"]) == 0
     assert "2 samples, 7 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_a_bad_row_stops_it_or_is_left_out_and_counted(data, small, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.build.SMALL", small)
+    monkeypatch.setattr("nopad.packing.build.PRETOKENIZE_UP_TO", small)
     with data.open("a") as file:
         file.write('{"input_ids": []}\n')
     assert main(["inspect", str(data), "--budget", "128"]) == 2
-    assert (
-        "ids.jsonl, line 201: " in (told := capsys.readouterr().err) and "--on-error skip" in told
-    )
+    assert "ids.jsonl, line 201: " in (err := capsys.readouterr().err) and "--on-error skip" in err
     assert main(["inspect", str(data), "--budget", "128", "--on-error", "skip"]) == 0
-    said = capsys.readouterr().out
-    assert "200 samples" in said and "1 rows left out, the first: ids.jsonl, line 201: " in said
+    out = capsys.readouterr().out
+    assert "200 samples" in out and "1 rows skipped; the first: ids.jsonl, line 201: " in out
 
 
 def test_text_without_a_tokenizer_is_told_of_the_option(tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n{"body": "Once"}\n')
     assert main(["inspect", str(tmp_path / "text.jsonl")]) == 2
-    assert "pass --tokenizer (--on-error skip leaves" in capsys.readouterr().err
+    assert "pass --tokenizer (pass --on-error skip" in capsys.readouterr().err
 
 
 def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
@@ -103,9 +101,9 @@ def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
 def test_an_end_that_is_no_token_is_told_of_the_option(made, tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
     given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(made)]
-    assert main(["inspect", *given, "--eos", "999999"]) == 2
-    told = capsys.readouterr().err
-    assert "--eos 999999: the vocabulary has the ids from 0 " in told and "--on-error" not in told
+    assert main(["inspect", *given, "--add-eos", "999999"]) == 2
+    err = capsys.readouterr().err
+    assert "--add-eos 999999: the vocabulary has the ids from 0 " in err and "--on-error" not in err
 
 
 def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
@@ -115,18 +113,18 @@ def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
 
 def test_only_what_counts_stands_in_brackets():
     sample = Sample(np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8]))
-    assert decoded(Pack.of([sample], 8), None).endswith("4 tokens  5 6[[7 8]]")
+    assert pack_text(Pack.of([sample], 8), None).endswith("4 tokens  5 6[[7 8]]")
 
 
 def test_the_map_draws_every_token_once():
-    row = pack_map.line([100, 28], budget=128, width=64, colour=False)
+    row = pack_map.draw_pack([100, 28], budget=128, width=64, color=False)
     assert len(row) == 64 and row.count("█") == 50 and row.count("▓") == 14
 
 
 def test_fill_and_waste_are_those_of_the_lengths():
     lengths = np.full(64, 32)
     assert padding_waste(lengths) == 0.0
-    assert "100.00%" in budgets(lengths, 128, "split")
+    assert "100.00%" in budget_table(lengths, 128, "split")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_fill_and_waste_are_those_of_the_lengths():
 )
 def test_a_pack_is_said_to_hold_what_lies_in_it(overflow, per_pack):
     """Neither what was dropped, nor documents where their parts were packed."""
-    rows = budgets(np.array([10, 10, 30, 30]), 20, overflow).splitlines()[1:]
+    rows = budget_table(np.array([10, 10, 30, 30]), 20, overflow).splitlines()[1:]
     assert [row.lstrip("*").split()[3] for row in rows] == per_pack
 
 

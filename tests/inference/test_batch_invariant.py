@@ -6,15 +6,23 @@ pages are sized, and who is preempted for lack of them (B4).
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
+from threading import Thread
 
 import pytest
 import torch
-from nopad.inference import Engine, SamplingParams, invariant
-from nopad.inference.batch_invariant import _attend_in_blocks
+from nopad.attention.backends import CallSpec, selection
+from nopad.attention.backends.selection import _trials
+from nopad.inference import Engine, SamplingParams, batch_invariant
+from nopad.inference.batch_invariant import _attention_blockwise
 from nopad.inference.fused.qkv_weights import stacked_bytes
 
+module = importlib.import_module("nopad.inference.batch_invariant")  # the function has its name
+
 LONGEST = 64
+SPEC = CallSpec("cpu", torch.float32, 4, 2, 64, 64, False, False, False, False, 16, False)
 FEW, ALL = 6, pytest.param(200, marks=pytest.mark.slow)
 
 
@@ -37,25 +45,25 @@ def asked(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
 def answers(engine: Engine, requests: list) -> list:
     out = engine.generate([p for p, _ in requests], [q for _, q in requests])
     assert all(c.error is None for c in out)
-    return [(c.tokens, [(t.logprob, t.top) for t in c.logprobs or ()]) for c in out]
+    return [(c.token_ids, [(t.logprob, t.top_logprobs) for t in c.logprobs or ()]) for c in out]
 
 
 def check_schedules(model, count: int) -> None:
     rng, preempted = random.Random(0), 0
-    whole = Engine(model, max_length=LONGEST, page_size=16)
+    whole = Engine(model, max_model_len=LONGEST, page_size=16)
     answers(whole, [([5], SamplingParams(max_tokens=1))])
-    page = whole._machine.runner.cache.page_bytes
+    page = whole._executor.runner.cache.page_bytes
     # On a GPU an engine sets memory aside for copies of weights, wanted here or not.
     aside = stacked_bytes(model, model.dtype.itemsize) if model.device.type == "cuda" else 0
-    with invariant(LONGEST):
+    with batch_invariant(LONGEST):
         requests = asked(rng)
-        alone = [answers(Engine(model, max_length=LONGEST), [r])[0] for r in requests]
+        alone = [answers(Engine(model, max_model_len=LONGEST), [r])[0] for r in requests]
         for number in range(count):
             engine = Engine(
                 model,
-                max_length=LONGEST,
+                max_model_len=LONGEST,
                 memory=aside + page * rng.choice([5, 100]),
-                graphs=False,
+                cuda_graphs=False,
                 page_size=rng.choice([16, 32]),
                 max_num_seqs=rng.randint(1, 6),
                 max_num_batched_tokens=rng.choice([1, 3, 7, 20, 200]),
@@ -88,9 +96,9 @@ def test_without_the_mode_company_shows_in_the_last_bits(tiny):
 def test_a_page_may_be_longer_than_the_longest_sequence(tiny):
     """As pages are on a GPU, where every engine in this mode was once refused for it."""
     model, requests = tiny("llama"), asked(random.Random(0))
-    with invariant(LONGEST):
+    with batch_invariant(LONGEST):
         want, got = (
-            answers(Engine(model, max_length=LONGEST, page_size=size), requests)
+            answers(Engine(model, max_model_len=LONGEST, page_size=size), requests)
             for size in (16, 256)
         )
     assert got == want
@@ -102,13 +110,47 @@ def test_what_a_gpu_computes_in_blocks_is_what_it_stands_in_for():
         q, k, v = (torch.randn(3, 4, n, 8) for n in (queries, 11, 11))
         bias = torch.randn(3, 1, 1, 11)
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.3)
-        torch.testing.assert_close(_attend_in_blocks(q, k, v, bias, 0.3), want)
+        torch.testing.assert_close(_attention_blockwise(q, k, v, bias, 0.3), want)
 
 
 def test_the_mode_leaves_nothing_behind():
-    before = dict(vars(torch.Tensor))
-    with invariant(LONGEST):
-        assert dict(vars(torch.Tensor)) != before
+    before = dict(vars(torch.Tensor)), dict(vars(torch.nn.functional)), dict(os.environ)
+    with batch_invariant(LONGEST):
+        assert before == (dict(vars(torch.Tensor)), dict(vars(torch.nn.functional)), os.environ)
         x = torch.randn(3, 5)
         assert x.mean(-1, keepdim=True).shape == (3, 1) and x.mean().ndim == 0
-    assert dict(vars(torch.Tensor)) == before
+        assert selection.select(SPEC) == "sdpa" and not _trials.get()
+    assert selection.forced_paged_backend() is None and _trials.get()
+
+
+@pytest.mark.parametrize(
+    ("call", "replacement"),
+    [
+        (lambda x: torch.nn.functional.linear(x, x), "_linear"),
+        (lambda x: torch.nn.Linear(4, 4)(x), "_linear"),
+        (lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), "_attention"),
+        (lambda x: x.mean(-1, keepdim=True), "_rowwise"),
+        (lambda x: x.logsumexp(-1), "_rowwise"),
+    ],
+    ids=["linear", "nn.Linear", "sdpa", "mean", "logsumexp"],
+)
+def test_the_four_torch_functions_are_replaced_inside_and_only_there(
+    call, replacement, monkeypatch
+):
+    calls, original = [], getattr(module, replacement)
+    monkeypatch.setattr(module, replacement, lambda *a, **k: calls.append(1) or original(*a, **k))
+    x = torch.ones(4, 4)[None, None] if replacement == "_attention" else torch.ones(4, 4)
+    with batch_invariant(LONGEST):
+        call(x)
+    assert calls == [1]
+    call(x)
+    assert calls == [1]
+
+
+def test_other_threads_compute_as_ever():
+    chosen = []
+    with batch_invariant(LONGEST):
+        other = Thread(target=lambda: chosen.append(_trials.get()))
+        other.start()
+        other.join()
+    assert chosen == [True]

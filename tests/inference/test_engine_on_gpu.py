@@ -1,4 +1,4 @@
-"""What only a GPU shows: graphs, fused kernels, memory given back."""
+"""What only a GPU shows: CUDA graphs, fused kernels, freed memory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def prompts(count: int) -> list[list[int]]:
 def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
     model = llama(torch.float32)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    wanted = []
+    want = []
     for p in prompts(9):
         ids = torch.tensor([p], device="cuda")
-        wanted.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(p) :].tolist())
+        want.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, len(p) :].tolist())
     for graphs in (True, False):
-        engine = Engine(model, memory=1 << 28, graphs=graphs, max_num_seqs=8)
-        got = [c.tokens for c in engine.generate(prompts(9), GREEDY)]
-        assert got == wanted
+        engine = Engine(model, memory=1 << 28, cuda_graphs=graphs, max_num_seqs=8)
+        got = [c.token_ids for c in engine.generate(prompts(9), GREEDY)]
+        assert got == want
         assert (engine.stats.graph_steps > 0) == graphs
 
 
@@ -59,22 +59,23 @@ def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_wei
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    got = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+    got = [c.token_ids for c in engine.generate(prompts(6), GREEDY)]
     fresh = [
-        c.tokens for c in Engine(model, memory=1 << 28, max_num_seqs=8).generate(prompts(6), GREEDY)
+        c.token_ids
+        for c in Engine(model, memory=1 << 28, max_num_seqs=8).generate(prompts(6), GREEDY)
     ]
     assert engine.stats.graphs_captured == before > 0
     assert got == fresh
 
 
-def test_keep_false_gives_all_memory_back():
+def test_keep_memory_false_frees_all_memory():
     model = llama()
     # The first graph ever makes libraries keep workspaces for its streams; those stay.
-    Engine(model, memory=1 << 26, keep=False).generate(prompts(6), GREEDY)
+    Engine(model, memory=1 << 26, keep_memory=False).generate(prompts(6), GREEDY)
     gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        Engine(model, memory=1 << 28, keep=False).generate(prompts(6), GREEDY)
+        Engine(model, memory=1 << 28, keep_memory=False).generate(prompts(6), GREEDY)
         assert torch.cuda.memory_allocated() == before
 
 
@@ -82,26 +83,28 @@ def test_wide_weights_under_autocast_compute_in_the_narrow_dtype():
     model = llama(torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
         engine = Engine(model, memory=1 << 28, max_num_seqs=8)
-        got = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        got = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert all(len(tokens) == 24 for tokens in got)
 
 
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_samples_do_not_depend_on_the_batch(heat):
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_samples_do_not_depend_on_the_batch(temperature):
     model = llama(torch.float32)
-    params = SamplingParams(temperature=heat, top_p=0.95, max_tokens=16, ignore_eos=True, seed=5)
+    params = SamplingParams(
+        temperature=temperature, top_p=0.95, max_tokens=16, ignore_eos=True, seed=5
+    )
     engine = Engine(model, memory=1 << 28, max_num_seqs=16)
-    run_on_all_ranks = [c.tokens for c in engine.generate(prompts(7), params)]
-    alone = [engine.generate([p], params)[0].tokens for p in prompts(7)]
-    assert run_on_all_ranks == alone
+    batched = [c.token_ids for c in engine.generate(prompts(7), params)]
+    alone = [engine.generate([p], params)[0].token_ids for p in prompts(7)]
+    assert batched == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
-def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
+def test_fused_decode_steps_give_the_logits_of_the_model(family):
     from nopad.attention import PagedCache, layer_shapes
-    from nopad.inference.execution.capture import for_capture
-    from nopad.inference.fused.fused_ops import _step, fused, verified_ops
+    from nopad.inference.execution.capture import capture_mode
+    from nopad.inference.fused.fused_ops import _run_step, apply_ops, verified_ops
     from nopad.inference.live_model.borrow import borrow_model
 
     model = llama(family=family)
@@ -110,18 +113,18 @@ def test_decode_steps_the_short_way_give_the_logits_of_the_longer_one(family):
             if parameter.ndim > 1:
                 parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
     shapes = layer_shapes(model)
-    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), most=256)
+    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), max_num_seqs=256)
     assert len(parts) == 6
     for rows in (1, 16, 30, 64, 100, 200):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
         lengths = [1 + 37 * row % 200 for row in range(rows)]
         after = [range(n, n + 1) for n in lengths]
-        with borrow_model(model), for_capture():
-            _step(model, cache, [range(n) for n in lengths])
-            want = _step(model, cache, after).float()
-            with fused(list(model.modules()), parts):
-                assert parts[-1]._fits
-                got = _step(model, cache, after).float()
+        with borrow_model(model), capture_mode():
+            _run_step(model, cache, [range(n) for n in lengths])
+            want = _run_step(model, cache, after).float()
+            with apply_ops(list(model.modules()), parts):
+                assert parts[-1]._supported
+                got = _run_step(model, cache, after).float()
         assert (got - want).norm() / want.norm() < 3e-2, rows
 
 
@@ -132,19 +135,19 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     engine = Engine(model, memory=1 << 28, max_num_seqs=16)
     for count in (16, 3):
         engine.generate(prompts(count), GREEDY)
-    graphs = engine._machine.runner._graphs
-    assert len(graphs) > 1 and graphs._room == graph_bytes(16, 512, 2)
+    graphs = engine._executor.runner._graphs
+    assert len(graphs) > 1 and graphs._byte_budget == graph_bytes(16, 512, 2)
     before = len(graphs)
-    graphs._taken = graphs._room
+    graphs._used_bytes = graphs._byte_budget
     done = engine.generate(prompts(11), GREEDY)
-    assert all(len(c.tokens) == 24 for c in done) and len(graphs) == before
+    assert all(len(c.token_ids) == 24 for c in done) and len(graphs) == before
 
 
 def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
     engine = Engine(llama(torch.float32), memory=1 << 28, max_num_seqs=8)
-    want = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
-    runner = engine._machine.runner
-    runner.forget_graphs()
+    want = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
+    runner = engine._executor.runner
+    runner.drop_graphs()
     forward, broken = runner.forward, []
 
     def full(*args):
@@ -156,7 +159,7 @@ def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
 
     monkeypatch.setattr(runner, "forward", full)
     before = engine.max_num_batched_tokens, engine.max_num_seqs
-    assert [c.tokens for c in engine.generate(prompts(4), GREEDY)] == want and len(broken) == 1
+    assert [c.token_ids for c in engine.generate(prompts(4), GREEDY)] == want and len(broken) == 1
     assert (engine.max_num_batched_tokens, engine.max_num_seqs) == before
 
 
@@ -169,30 +172,30 @@ def test_graphs_follow_adapters_that_are_switched():
     lora = peft.get_peft_model(llama(torch.float32), settings).eval()
 
     def tokens(engine):
-        return [c.tokens for c in engine.generate(prompts(5), GREEDY)]
+        return [c.token_ids for c in engine.generate(prompts(5), GREEDY)]
 
-    eager = Engine(lora, memory=1 << 28, max_num_seqs=8, graphs=False)
+    eager = Engine(lora, memory=1 << 28, max_num_seqs=8, cuda_graphs=False)
     engine = Engine(lora, memory=1 << 28, max_num_seqs=8)
     on = tokens(engine)
     with lora.disable_adapter():
         off = tokens(engine)
         assert off == tokens(eager) != on
     assert tokens(engine) == on == tokens(eager)
-    captured = len(engine._machine.runner._graphs)
-    assert tokens(engine) == on and len(engine._machine.runner._graphs) == captured > 0
+    captured = len(engine._executor.runner._graphs)
+    assert tokens(engine) == on and len(engine._executor.runner._graphs) == captured > 0
 
 
 def test_calls_inside_inference_mode_and_outside_it_are_alike():
     model = llama(torch.float32)
     engine = Engine(model, memory=1 << 28, max_num_seqs=8)
     with torch.inference_mode():
-        inside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
-    outside = [c.tokens for c in engine.generate(prompts(6), GREEDY)]
+        inside = [c.token_ids for c in engine.generate(prompts(6), GREEDY)]
+    outside = [c.token_ids for c in engine.generate(prompts(6), GREEDY)]
     penalised = SamplingParams(temperature=0.8, repetition_penalty=1.2, max_tokens=8, seed=1)
     with torch.inference_mode():
-        drawn = [c.tokens for c in engine.generate(prompts(6), penalised)]
+        drawn = [c.token_ids for c in engine.generate(prompts(6), penalised)]
     assert inside == outside and engine.stats.graph_steps > 0
-    assert drawn == [c.tokens for c in engine.generate(prompts(6), penalised)]
+    assert drawn == [c.token_ids for c in engine.generate(prompts(6), penalised)]
 
 
 def test_copies_of_wide_weights_follow_an_optimizer_under_the_same_graphs():
@@ -200,12 +203,12 @@ def test_copies_of_wide_weights_follow_an_optimizer_under_the_same_graphs():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with torch.autocast("cuda", torch.bfloat16):
         engine = Engine(model, memory=1 << 28, max_num_seqs=8)
-        before = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        before = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
         captured = engine.stats.graphs_captured
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * 0.1
         optimizer.step()
-        after = [c.tokens for c in engine.generate(prompts(4), GREEDY)]
+        after = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
         fresh = Engine(model, memory=1 << 28, max_num_seqs=8)
-        assert after == [c.tokens for c in fresh.generate(prompts(4), GREEDY)] != before
+        assert after == [c.token_ids for c in fresh.generate(prompts(4), GREEDY)] != before
     assert engine.stats.graphs_captured == captured > 0

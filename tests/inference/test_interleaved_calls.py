@@ -1,4 +1,4 @@
-"""Streams, blocking calls, submitted requests and scores in any order: each gets its own."""
+"""Streams, blocking calls, added requests and scores in any order: each gets its own results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import zip_longest
 from unittest.mock import patch
 
 import pytest
+from fake_tokenizer import FakeTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nopad.inference import Engine
@@ -15,21 +16,17 @@ from nopad.inference.scheduling.loop import Loop
 
 PAGE = 16 * 2 * 2 * 2 * 8 * 4
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+TOKENIZER = FakeTokenizer(
+    eos_token_id=0,
+    bos_token_id=1,
+    encoding="utf-8",
+    hidden=3,
+    to_token=lambda byte: 3 + byte % 94,
+    to_byte=lambda token: token * 37 % 256,  # characters break across tokens
+)
 
 
-class Letters:
-    """A tokenizer of one token a byte, so that characters break across tokens."""
-
-    eos_token_id, bos_token_id = 0, 1
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [3 + b % 94 for b in text.encode()]}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return bytes((t * 37) % 256 for t in tokens if t > 2).decode(errors="replace")
-
-
-ASKED = [
+REQUESTS = [
     ("hello there", GREEDY),
     ("hello there, you", GREEDY | {"max_tokens": 9, "stop": ["\N{REPLACEMENT CHARACTER}"]}),
     ("x", {"temperature": 1.0, "max_tokens": 5, "seed": 3, "n": 2}),
@@ -41,17 +38,17 @@ SCORED = [("hello there", ", you"), ("x", "yz")]
 
 
 class Record:
-    """What one request's events said."""
+    """The events of one request."""
 
     def __init__(self, which: int):
         self.which = which
-        self.tokens: dict[int, list[int]] = {}
+        self.token_ids: dict[int, list[int]] = {}
         self.text: dict[int, str] = {}
         self.done: list[Completion] = []
 
     def add(self, event) -> None:
         assert not self.done, "something comes after the completion"
-        self.tokens.setdefault(event.sample_index, []).extend(event.tokens)
+        self.token_ids.setdefault(event.sample_index, []).extend(event.token_ids)
         self.text[event.sample_index] = self.text.get(event.sample_index, "") + event.text
         if event.completion is not None:
             self.done.append(event.completion)
@@ -62,7 +59,7 @@ def all_of(completion: Completion) -> list[Completion]:
 
 
 class Caller:
-    """Makes calls on one engine in the order told, and keeps what came of each."""
+    """Makes calls on one engine and records their events."""
 
     def __init__(self, engine: Engine, alone):
         self.engine, self.alone = engine, alone
@@ -70,20 +67,20 @@ class Caller:
         self.streams: list[tuple] = []
 
     def submit(self, i: int) -> None:
-        which = i % len(ASKED)
-        self.submitted[self.engine.submit(*ASKED[which])] = Record(which)
+        which = i % len(REQUESTS)
+        self.submitted[self.engine.add_request(*REQUESTS[which])] = Record(which)
 
     def step(self, _: int = 0) -> None:
         for event in self.engine.step():
-            self.submitted[event.request].add(event)
+            self.submitted[event.request_id].add(event)
 
     def cancel(self, i: int) -> None:
         if self.submitted:
-            self.engine.cancel(list(self.submitted)[i % len(self.submitted)])
+            self.engine.abort(list(self.submitted)[i % len(self.submitted)])
 
     def stream(self, i: int) -> None:
-        which = [(i + k) % len(ASKED) for k in range(1 + i % 3)]
-        prompts, params = zip(*(ASKED[w] for w in which), strict=True)
+        which = [(i + k) % len(REQUESTS) for k in range(1 + i % 3)]
+        prompts, params = zip(*(REQUESTS[w] for w in which), strict=True)
         self.streams.append((self.engine.stream(prompts, params), [Record(w) for w in which]))
 
     def next(self, i: int) -> bool:
@@ -92,7 +89,7 @@ class Caller:
         events, records = self.streams[i % len(self.streams)]
         event = next(events, None)
         if event is not None:
-            records[event.request].add(event)
+            records[event.request_id].add(event)
         return event is not None
 
     def close(self, i: int) -> None:
@@ -103,8 +100,8 @@ class Caller:
                 self.check_beginning(record)
 
     def generate(self, i: int) -> None:
-        which = [(i + k) % len(ASKED) for k in range(1 + i % 2)]
-        prompts, params = zip(*(ASKED[w] for w in which), strict=True)
+        which = [(i + k) % len(REQUESTS) for k in range(1 + i % 2)]
+        prompts, params = zip(*(REQUESTS[w] for w in which), strict=True)
         assert self.engine.generate(prompts, params) == [self.alone(w) for w in which]
 
     def score(self, i: int) -> None:
@@ -127,7 +124,7 @@ class Caller:
     def finish(self) -> None:
         while sum(self.next(k) for k in range(len(self.streams))):
             pass
-        while self.engine._under_way or self.engine._news:
+        while self.engine._outputs.has_requests() or self.engine._events:
             self.step()
         for record in (*self.submitted.values(), *(r for _, them in self.streams for r in them)):
             assert len(record.done) == 1, "one completion each"
@@ -139,7 +136,7 @@ class Caller:
             full = record in self.submitted.values() and "queue is full" in done.error
             assert full or "released" in done.error or "RuntimeError" in done.error
             self.check_beginning(record)
-        elif any(c.finish_reason == "cancelled" for c in all_of(done)):
+        elif any(c.finish_reason == "abort" for c in all_of(done)):
             self.check_beginning(record)
             assert [record.text.get(k, "") for k in range(len(all_of(done)))] == [
                 c.text for c in all_of(done)
@@ -147,26 +144,26 @@ class Caller:
         else:
             assert done == want
             for k, one in enumerate(all_of(done)):
-                assert record.tokens.get(k, []) == one.tokens
+                assert record.token_ids.get(k, []) == one.token_ids
                 assert record.text.get(k, "") == (one.text or "")
 
     def check_beginning(self, record: Record) -> None:
         whole = all_of(self.alone(record.which))
-        for k, tokens in record.tokens.items():
-            assert whole[k].tokens[: len(tokens)] == tokens
+        for k, tokens in record.token_ids.items():
+            assert whole[k].token_ids[: len(tokens)] == tokens
 
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """What a request gets from an engine of its own; below zero: what a score is."""
+    """The completion of a request by an engine of its own; for negative indices, a score."""
 
     @cache
     def answer(which: int):
-        engine = Engine(tiny("llama"), Letters(), page_size=16)
+        engine = Engine(tiny("llama"), TOKENIZER, page_size=16)
         if which < 0:
             context, continuation = SCORED[~which]
             return engine.score([context], [continuation])[0].logprob
-        prompt, params = ASKED[which]
+        prompt, params = REQUESTS[which]
         return engine.generate([prompt], params)[0]
 
     return answer
@@ -189,15 +186,15 @@ ANY_ORDER = given(
 def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> None:
     with patch("nopad.inference.executor.Loop", partial(deep, depth)):
         engine = Engine(
-            model, Letters(), page_size=16, max_num_seqs=running, max_waiting=waiting,
-            max_num_batched_tokens=40, memory=pages * PAGE, keep=keep,
+            model, TOKENIZER, page_size=16, max_num_seqs=running, max_waiting=waiting,
+            max_num_batched_tokens=40, memory=pages * PAGE, keep_memory=keep,
         )  # fmt: skip
         caller = Caller(engine, alone)
         for kind, i in calls:
             getattr(caller, kind)(i)
-            assert engine._machine is None or engine._loop.scheduler.waiting >= 0
+            assert engine._executor is None or engine._loop.scheduler.num_waiting >= 0
         caller.finish()
-    assert keep or engine._machine is None
+    assert keep or engine._executor is None
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -214,9 +211,9 @@ def test_a_thousand_orders_of_calls_are_as_good_as_a_few(tiny, alone, **how):
 
 
 def deep(depth: int, *parts, **named) -> Loop:
-    """A loop with steps under way, as on a GPU."""
+    """A loop with steps in flight, as on a GPU."""
     loop = Loop(*parts, **named)
-    loop._depth = depth
+    loop._lookahead = depth
     return loop
 
 
@@ -227,7 +224,7 @@ def streamed(events) -> tuple[str, Completion | None]:
 
 @pytest.fixture
 def engine(tiny):
-    return Engine(tiny("llama"), Letters(), page_size=16)
+    return Engine(tiny("llama"), TOKENIZER, page_size=16)
 
 
 def test_streams_read_in_turn_get_their_own(engine):
@@ -251,15 +248,17 @@ def test_a_blocking_call_between_two_events_takes_nothing_from_the_stream(engine
 
 @pytest.mark.parametrize("waiting", [None, 1])
 def test_an_engine_that_keeps_nothing_streams_as_well(tiny, waiting):
-    engine = Engine(tiny("llama"), Letters(), keep=False, max_num_seqs=1, max_waiting=waiting)
+    engine = Engine(
+        tiny("llama"), TOKENIZER, keep_memory=False, max_num_seqs=1, max_waiting=waiting
+    )
     prompts = ["hello there", "", "x", "yz"]
     want = engine.generate(prompts, GREEDY)
     done = {}
     for event in engine.stream(prompts, GREEDY):
         if event.completion is not None:
-            done[event.request] = event.completion
+            done[event.request_id] = event.completion
             assert engine.generate(["some text"], GREEDY)[0].error is None
-    assert [done[i] for i in range(4)] == want and engine._machine is None
+    assert [done[i] for i in range(4)] == want and engine._executor is None
 
 
 def test_a_stream_left_before_all_of_it_was_queued_leaves_the_queue_as_it_was(tiny):
@@ -268,4 +267,4 @@ def test_a_stream_left_before_all_of_it_was_queued_leaves_the_queue_as_it_was(ti
         events = engine.stream([[5, 6], [7, 8], [9, 10], [11, 12]], GREEDY)
         next(events)
         events.close()
-        assert engine._loop.scheduler.waiting == 0 and not engine._loop.busy
+        assert engine._loop.scheduler.num_waiting == 0 and not engine._loop.busy

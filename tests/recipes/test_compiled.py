@@ -1,4 +1,4 @@
-"""Recipes with --compile, from the command line to the saved model."""
+"""Recipes with --compile leave the weights of an uncompiled run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def trained(recipe: str, arguments: list[str], folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that the recipe leaves."""
+def train(recipe: str, arguments: list[str], folder: Path) -> dict[str, torch.Tensor]:
+    """Run the recipe; return the weights it saves."""
     common = ["--tokenizer", folder / "tokenizer", "--budget", "64", "--steps", "3"]
     output = folder / "-".join([recipe, *arguments[:1]])
     rest = ["--learning-rate", "1e-2", "--warmup", "0", "--output", output]
@@ -34,8 +34,8 @@ def trained(recipe: str, arguments: list[str], folder: Path) -> dict[str, torch.
 def check_compiled(recipe: str, more: list[str], folder: Path, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    given = [*inputs(recipe, folder), *more]
-    compiled, plain = (trained(recipe, [*how, *given], folder) for how in (["--compile"], []))
+    args = [*inputs(recipe, folder), *more]
+    compiled, plain = (train(recipe, [*flag, *args], folder) for flag in (["--compile"], []))
     assert compiled.keys() == plain.keys()
     for name, weight in plain.items():
         assert torch.allclose(compiled[name], weight, atol=1e-4), name
@@ -43,14 +43,11 @@ def check_compiled(recipe: str, more: list[str], folder: Path, monkeypatch) -> N
 
 def inputs(recipe: str, folder: Path) -> list[str]:
     small_inputs.tokenizer(folder)
-    config = small_inputs.model(folder)
     if recipe == "train_hf":
-        return ["--data", str(small_inputs.documents(folder)), "--model", str(config)]
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    base.save_pretrained(folder / "base")
-    return ["--data", str(small_inputs.chats(folder)), "--model", str(folder / "base")]
+        model = small_inputs.model(folder)
+        return ["--data", str(small_inputs.documents(folder)), "--model", str(model)]
+    model = small_inputs.checkpoint(folder)
+    return ["--data", str(small_inputs.chats(folder)), "--model", str(model)]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +59,11 @@ def inputs(recipe: str, folder: Path) -> list[str]:
     ],
 )
 def test_a_compiled_run_leaves_the_weights_of_one_that_is_not(recipe, more, tmp_path, monkeypatch):
-    """Its graphs are run as they are: to make kernels of them takes many times as long."""
+    """The graphs run eagerly: compiling kernels takes many times as long."""
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(sys.modules["nopad.trainer.fused.compile_layers"], "frugal", counter)
+    monkeypatch.setattr(
+        sys.modules["nopad.trainer.fused.compile_layers"], "recompute_backend", counter
+    )
     check_compiled(recipe, more, tmp_path, monkeypatch)
     assert counter.frame_count >= 1
 

@@ -23,7 +23,7 @@ SMALL = ["--budget", "128", "--save-every", "2", "--eval-every", "100"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A config small enough that start-up is the whole cost."""
+    """A config so small that start-up takes nearly all the time."""
     from transformers import LlamaConfig
 
     folder = tmp_path_factory.mktemp("model")
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
-    """The recipe's own tokenizer, saved where --tokenizer finds it."""
+    """The recipe's own tokenizer, saved for --tokenizer."""
     from nopad.recipes.support import stdlib_corpus
 
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -100,8 +100,8 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     whole, again, killed = tmp_path / "whole", tmp_path / "again", tmp_path / "killed"
     assert losses(whole) == losses(again)
     assert [step for step, _ in losses(whole)] == list(range(1, 10))
-    logged = (whole / "log.jsonl").read_text()
-    assert logged.count("tokens_per_second") == 9, "the bar showed the first step's rate for long"
+    log = (whole / "log.jsonl").read_text()
+    assert log.count("tokens_per_second") == 9, "the first rates must be those of every step"
 
     child = subprocess.Popen(
         [sys.executable, RECIPE, *arguments, "--steps", "9", "--output", "killed"],
@@ -127,6 +127,24 @@ def wait_for(path: Path, child: subprocess.Popen) -> None:
         assert child.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.005)
+
+
+def test_it_starts_as_a_script_and_as_a_module(tmp_path, arguments):
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1")
+    for start in ([*launch, RECIPE], [*launch, "-m", "nopad.recipes.pretrain"],
+                  [sys.executable, "-m", "nopad.recipes.pretrain"]):  # fmt: skip
+        done = subprocess.run(
+            [*start, *arguments, "--steps", "1"],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert [run.name for run in runs] == ["pretrain-1", "pretrain-2", "pretrain-3"]
+    assert len({tuple(losses(run)) for run in runs}) == 1
 
 
 def test_two_ranks_train_like_one_rank_that_accumulates_twice(tmp_path, arguments):
@@ -174,7 +192,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory, model) -> Path:
-    """A folder with the bad things in it."""
+    """A directory with the bad inputs in it."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "corpus.xyz").write_text("x")
     (folder / "empty.jsonl").write_text("")
@@ -186,13 +204,13 @@ def used(tmp_path_factory, model) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch, capsys):
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_and_status_2(case, used, arguments, monkeypatch, capsys):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
     from nopad.recipes import pretrain
-    from nopad.recipes.support.arguments import exit_status
+    from nopad.recipes.support.run_recipe import exit_status
 
-    extra, word = BAD[what]
+    extra, word = BAD[case]
     before = snapshot(used)
     monkeypatch.chdir(used)
     status = exit_status("pretrain", pretrain.main, [*arguments, "--steps", "1", *extra])
@@ -202,36 +220,20 @@ def test_bad_input_gets_one_line_and_status_2(what, used, arguments, monkeypatch
 
 
 def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, arguments, capfd):
-    """What the message tells to do can be done, under the same name."""
+    """The user can do what the message says, with the same --output."""
     from nopad.recipes import pretrain
-    from nopad.recipes.support.arguments import exit_status
+    from nopad.recipes.support.run_recipe import exit_status
 
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    given = [*arguments, "--model", str(tmp_path / "config.json"), "--steps", "1"]
-    given += ["--output", str(tmp_path / "out")]
-    assert exit_status("pretrain", pretrain.main, given) == 2
-    told = capfd.readouterr().err.splitlines()[-1]
-    assert told.startswith("pretrain: a sequence of ") and "lower the budget to 64" in told
+    argv = [*arguments, "--model", str(tmp_path / "config.json"), "--steps", "1"]
+    argv += ["--output", str(tmp_path / "out")]
+    assert exit_status("pretrain", pretrain.main, argv) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("pretrain: a sequence of ") and "lower the budget to 64" in last
     assert not (tmp_path / "out").exists()
-    assert exit_status("pretrain", pretrain.main, [*given, "--budget", "64"]) == 0
+    assert exit_status("pretrain", pretrain.main, [*argv, "--budget", "64"]) == 0
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_an_error_in_the_middle_of_training_keeps_its_traceback(begun, capsys):
-    from nopad.recipes.support.arguments import Training, exit_status
-
-    def main(_):
-        Training.begun = begun
-        raise ValueError("no room\nleft")
-
-    if begun:
-        with pytest.raises(ValueError, match="no room"):
-            exit_status("pretrain", main)
-    else:
-        assert exit_status("pretrain", main) == 2
-        assert capsys.readouterr().err == "pretrain: no room left\n"
 
 
 def test_the_process_exits_with_that_status_and_without_a_traceback(used, arguments):
@@ -259,7 +261,7 @@ def test_a_pack_trains_like_its_samples_one_by_one():
             return 512
 
     torch.manual_seed(0)
-    model = pretrain.load_model(pretrain.options([]), Tokenizer())
+    model = pretrain.load_model(pretrain.parse_args([]), Tokenizer())
     generator = np.random.default_rng(0)
     samples = [Sample(generator.integers(0, 512, n)) for n in (1, 2, 97, 31, 256, 5)]
     pack = Pack.of(samples, budget=1024)
@@ -268,7 +270,7 @@ def test_a_pack_trains_like_its_samples_one_by_one():
         model.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = model(**batch, num_items_in_batch=pack.counted).loss
+            loss = model(**batch, num_items_in_batch=pack.num_label_tokens).loss
             loss.backward()
             total += loss.item()
         return total, {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -281,8 +283,8 @@ def test_a_pack_trains_like_its_samples_one_by_one():
         torch.testing.assert_close(grad, alone_grads[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
-class Launched:
-    """What Accelerate is under one kind of parallel training, without its processes."""
+class FakeAccelerator:
+    """An Accelerator under one kind of parallel training, without the processes."""
 
     num_processes, sync_gradients = 1, True
 
@@ -290,26 +292,28 @@ class Launched:
         from accelerate.utils import DistributedType
 
         self.distributed_type, self.is_fsdp2 = DistributedType(kind), is_fsdp2
-        self.called: list[str] = []
+        self.calls: list[str] = []
 
     def accumulate(self, model):
         return nullcontext()
 
     def backward(self, loss) -> None:
-        self.called.append("backward")
+        self.calls.append("backward")
 
     def clip_grad_norm_(self, parameters, norm: float) -> None:
-        self.called.append(f"clip at {norm}")
+        self.calls.append(f"clip at {norm}")
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
-def test_who_clips_by_settings_of_its_own_is_refused(kind, monkeypatch):
+def test_a_backend_that_clips_by_its_own_settings_is_refused(kind, monkeypatch):
     import accelerate
     from nopad.recipes import pretrain
 
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: Launched(kind))
-    with pytest.raises(ValueError, match=rf"{kind} clips by its own settings.*train_hf\.py"):
-        pretrain.start(pretrain.options([]))
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: FakeAccelerator(kind))
+    with pytest.raises(
+        ValueError, match=rf"{kind} clips gradients by its own settings.*train_hf\.py"
+    ):
+        pretrain.create_accelerator(pretrain.parse_args([]))
 
 
 @pytest.mark.parametrize(
@@ -326,14 +330,14 @@ def test_under_fsdp1_accelerate_clips_before_the_step(kind, is_fsdp2, clipped):
     from nopad.recipes import pretrain
 
     run = pretrain.Pretraining.__new__(pretrain.Pretraining)
-    run.accelerator = Launched(kind, is_fsdp2)
-    run.args = pretrain.options(["--clip", "0.5"])
+    run.accelerator = FakeAccelerator(kind, is_fsdp2)
+    run.args = pretrain.parse_args(["--clip", "0.5"])
     run.model = torch.nn.Linear(1, 1)
     run.model.forward = lambda: SimpleNamespace(loss=torch.zeros(()))
     run.optimizer = run.scheduler = SimpleNamespace(
-        step=lambda: run.accelerator.called.append("step"), zero_grad=lambda: None
+        step=lambda: run.accelerator.calls.append("step"), zero_grad=lambda: None
     )
-    run.clips = pretrain.optimizer_clips(run.accelerator)
+    run.optimizer_clips = pretrain.can_optimizer_clip(run.accelerator)
     run.backward({})
     clip = ["clip at 0.5"] if clipped else []
-    assert run.accelerator.called == ["backward", *clip, "step", "step"]
+    assert run.accelerator.calls == ["backward", *clip, "step", "step"]

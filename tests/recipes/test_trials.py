@@ -1,4 +1,4 @@
-"""Whole recipes under signals, crashes, dead workers and changed data: all end as promised."""
+"""Recipes under signals, crashes, dead workers and changed data end as documented."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ LONG = [
 ]
 
 
-def take(folder: Path, *trials: str) -> None:
+def run_trials(folder: Path, *trials: str) -> None:
     command = [sys.executable, str(TRIALS), "--folder", str(folder), *trials]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found) == list(trials)
-    assert [each["failures"] for each in found.values()] == [[]] * len(trials)
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert list(results) == list(trials)
+    assert [result["failures"] for result in results.values()] == [[]] * len(trials)
     assert done.returncode == 0
 
 
 def test_a_few_of_each_trial(tmp_path):
-    take(tmp_path, *QUICK)
+    run_trials(tmp_path, *QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("trials", LONG)
 def test_many_of_each_trial(trials, tmp_path):
-    take(tmp_path, trials)
+    run_trials(tmp_path, trials)

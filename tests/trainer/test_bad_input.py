@@ -10,7 +10,7 @@ from nopad.packing import PackedDataset
 
 def stream(*rows):
     """Rows whose lengths nobody knows before reading them."""
-    order = {"strategy": "sequential", "shuffle": False, "shards": 1, "ahead": False}
+    order = {"strategy": "sequential", "shuffle": False, "shards": 1, "pretokenize": False}
     return PackedDataset(lambda: iter(rows), budget=128, **order)
 
 

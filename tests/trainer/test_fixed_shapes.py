@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_run
 from front_ends import FIRST_STEP
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.monitoring.preflight import measure_leak
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FIXED = {
-    "fill": {"fill": True, "mean": "sample"},
+    "fill": {"pad_to_budget": True, "mean": "sample"},
     "stack": {"stack": True},
     "fixed": {"fixed_sequences": 16},
 }
@@ -30,9 +30,9 @@ def test_a_step_of_constant_shape_equals_its_samples_one_by_one(front, shapes, t
 
 
 def test_masks_are_repaired_under_constant_shapes_too(tmp_path):
-    config = shrink(CONFIG_MAPPING["opt"]())
+    config = tiny_config(CONFIG_MAPPING["opt"]())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    scramble(model)
+    randomize_weights(model)
     gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
     collator = PackedCollator(fixed_sequences=16)
     ours = FIRST_STEP["hf"](model, tiny_run.dataset(), tmp_path, collator=collator)

@@ -17,13 +17,13 @@ from nopad.trainer.with_accelerate import PackedAccelerateLoader
 from nopad.trainer.with_hf import PackedTrainer
 from transformers import TrainingArguments
 
-KINDS = {"finite": {}, "two epochs": {"epochs": 2}, "packs": {"epochs": None, "packs": 7}}
+KINDS = {"finite": {}, "two epochs": {"epochs": 2}, "packs": {"epochs": None, "max_packs": 7}}
 
 
 def dataset(kind: str) -> PackedDataset:
     if kind == "stream":
         rows = [row["input_ids"] for row in tiny_run.samples(14)]
-        settings = {"shards": 2, "ahead": False, "shuffle": 4, "pool": 2}
+        settings = {"shards": 2, "pretokenize": False, "shuffle": 4, "pool": 2}
         return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, **settings)
     return tiny_run.dataset(14, **KINDS[kind])
 

@@ -48,7 +48,7 @@ class PackInfo:
 
     @classmethod
     def of(cls, pack: Pack, batch: Batch) -> PackInfo:
-        weight = pack.counted
+        weight = pack.num_label_tokens
         if "loss_weights" in batch:
             weight = float(batch["loss_weights"].sum())
         ids = pack.sources, pack.samples
@@ -136,8 +136,8 @@ class PackedLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
-        self.dataset.go_on()
-        self.dataset.stepped()  # no step yet: from here on the state follows steps, not reads
+        self.dataset.start_next_pass()
+        self.dataset.mark_trained()  # no step yet: from here on the state follows steps, not reads
         self._state = self.dataset.state_dict()
         for step, is_last in _mark_last(self._steps()):
             if is_last:  # trainers save before they ask for more, and resume with the next pass
@@ -160,7 +160,7 @@ class PackedLoader:
         if self.dataset.lengths is None:
             return None
         position = self.state()["position"]
-        epoch, done = position["epoch"], position["index"] - position["start"]
+        epoch, done = position["epoch"], position["index"] - position["epoch_start"]
         if self._packs_of_epoch[0] != epoch:
             self._packs_of_epoch = epoch, max(1, self.dataset.count(epoch))
         return epoch + done / self._packs_of_epoch[1]
@@ -169,8 +169,8 @@ class PackedLoader:
         """Count split, truncated, dropped and skipped samples: of the epoch, or a stream so far."""
         position = self.state()["position"]
         epoch = position["epoch"]
-        if position["until"] is not None:
-            epoch = min(epoch, position["until"] - 1)  # after the last epoch, report that one
+        if position["end_epoch"] is not None:
+            epoch = min(epoch, position["end_epoch"] - 1)  # after the last epoch, report that one
         if self.dataset.lengths is None or self._overflow_counts[0] != epoch:
             report = self.dataset.report(epoch)
             counts = {name: report[name] for name in ("split", "truncated", "dropped")}

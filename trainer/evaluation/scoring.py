@@ -41,7 +41,7 @@ def score_completions(
                 scores[name].append(value)
             rows.append(_table_row(example, completion, values))
     means = {name: sum(values) / len(values) for name, values in scores.items() if values}
-    new = sum(len(completion.tokens) for completion in completions)
+    new = sum(len(completion.token_ids) for completion in completions)
     counters = dict(zip(COUNTERS, (len(rows), failed, unfinished, new), strict=True))
     return means | counters, rows, error
 
@@ -76,7 +76,7 @@ def _text(completion: Any) -> str:
     """Return the text, or the token ids if there is no tokenizer."""
     if completion.text is not None:
         return completion.text
-    return " ".join(map(str, completion.tokens))
+    return " ".join(map(str, completion.token_ids))
 
 
 def _table_row(example: Example, completion: Any, scores: dict[str, float]) -> TableRow:

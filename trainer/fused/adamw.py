@@ -1,9 +1,9 @@
-"""AdamW whose step clips the gradient on the way: the norm first, then one pass over everything.
+"""AdamW whose step clips the gradient in the same pass: the norm first, then one fused update.
 
-    clip_grad_norm_, then step    the norm reads g; scaling reads and writes g; the update reads it
-    ClippedAdamW.step             the norm reads g; the update reads it and scales in a register
+    clip_grad_norm_, then step    norm reads g; clipping reads and writes g; the update reads g
+    ClippedAdamW.step             norm reads g; the update reads g and clips it in a register
 
-Its state is that of `torch.optim.AdamW`, so that checkpoints go from one to the other.
+Its state is that of `torch.optim.AdamW`: checkpoints of either load into the other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ...runtime import world_size
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with `max_norm`, the largest norm that a gradient may keep.
+    """`torch.optim.AdamW` with `max_norm`, to which the gradient's norm is clipped.
 
-    For one process, DDP and FSDP2. Leave out the trainer's own clipping (`clip_grad_norm_`, or
+    For one process, DDP and FSDP2. Switch off the trainer's own clipping (no `clip_grad_norm_`,
     `max_grad_norm=0`).
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -31,13 +31,13 @@ class ClippedAdamW(torch.optim.AdamW):
     5.0
     """
 
-    def __init__(self, params: Any, *args: Any, max_norm: float = 1.0, **settings: Any):
-        super().__init__(params, *args, **settings)
+    def __init__(self, params: Any, *args: Any, max_norm: float = 1.0, **kwargs: Any):
+        super().__init__(params, *args, **kwargs)
         for name in ("fused", "capturable", "differentiable"):
             if any(group[name] for group in self.param_groups):
                 raise ValueError(
-                    f"{name}=True: this step has kernels of its own, and reads no loss scale; "
-                    "leave it out, or use torch.optim.AdamW with clip_grad_norm_"
+                    f"{name}=True: this optimizer has its own kernel and ignores a loss scale; "
+                    "omit it, or use torch.optim.AdamW with clip_grad_norm_"
                 )
         self.max_norm = max_norm
         self.norm: Tensor | None = None
@@ -45,23 +45,23 @@ class ClippedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip and update."""
+        """Clip the gradient and update the parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not given:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not params:
             return loss
-        if any(map(_a_piece, given)):
+        if any(map(_is_shard, params)):
             raise ValueError(
-                "under FSDP1 and DeepSpeed a rank has a piece of the gradient, whose norm is not "
-                "that of the whole (under FSDP1's NO_SHARD too, which is not told apart): use "
+                "under FSDP1 and DeepSpeed a rank holds a shard of the gradient, whose norm is not "
+                "the total norm (FSDP1's NO_SHARD is refused too, since it looks the same): use "
                 "torch.optim.AdamW and their own clipping, or FSDP2"
             )
-        self.norm = torch.nn.utils.get_total_norm([p.grad for p in given])
-        if not all(_fusible(p) for p in given) or any(map(_special, self.param_groups)):
-            torch.nn.utils.clip_grads_with_norm_(given, self.max_norm, self.norm)
+        self.norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        if not all(map(_can_fuse, params)) or any(map(_needs_torch, self.param_groups)):
+            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, self.norm)
             super().step()
             return loss
         for group in self.param_groups:
@@ -69,31 +69,43 @@ class ClippedAdamW(torch.optim.AdamW):
         return loss
 
     def _update(self, group: dict[str, Any], norm: Tensor) -> None:
-        from ...kernels.adamw import update
+        from ...kernels import adamw_update
 
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] = state["step"].cpu() + 1  # torch's fused one keeps it on the device
-                update(parameter, state, norm, self.max_norm, group)
-
-
-def _a_piece(p: Tensor) -> bool:
-    """Whether FSDP1 or DeepSpeed's ZeRO 3 has marked a parameter as theirs, and shares it out."""
-    return (hasattr(p, "_fsdp_flattened") and world_size() > 1) or hasattr(p, "ds_id")
-
-
-def _fusible(p: Tensor) -> bool:
-    """One dense block on the GPU, its gradient alike; sharded parameters take torch's way."""
-    gradient = p.grad
-    assert gradient is not None
-    alike = gradient.dtype == p.dtype and gradient.stride() == p.stride()
-    return type(p.data) is Tensor and p.is_cuda and alike and p.is_contiguous()
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+            state["step"] = state["step"].cpu() + 1  # torch's fused AdamW keeps it on the device
+            adamw_update(
+                param,
+                param.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                norm,
+                max_norm=self.max_norm,
+                step=state["step"].item(),
+                **options,
+            )
 
 
-def _special(group: dict[str, Any]) -> bool:
+def _is_shard(param: Tensor) -> bool:
+    """Whether FSDP1 or DeepSpeed's ZeRO 3 has marked a parameter as sharded by them."""
+    return (hasattr(param, "_fsdp_flattened") and world_size() > 1) or hasattr(param, "ds_id")
+
+
+def _can_fuse(param: Tensor) -> bool:
+    """Whether a parameter is one dense block on the GPU, and its gradient too; else torch steps."""
+    grad = param.grad
+    assert grad is not None
+    same_layout = grad.dtype == param.dtype and grad.stride() == param.stride()
+    return type(param.data) is Tensor and param.is_cuda and same_layout and param.is_contiguous()
+
+
+def _needs_torch(group: dict[str, Any]) -> bool:
+    """Whether a group has options that the kernel does not implement."""
     return group["amsgrad"] or group["maximize"] or torch.is_tensor(group["lr"])

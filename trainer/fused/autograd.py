@@ -1,4 +1,4 @@
-"""How a fused operation is run backward: once, and as it was run forward."""
+"""The decorator of every fused backward: no second derivatives, no autocast."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 
-def alone(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep out what autograd may bring along.
+def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise on `create_graph=True`, and switch autocast off inside.
 
-    A second derivative: a kernel has none, and without this it would be wrong.
-    Autocast: some products inside would follow it, and those that add up in place would not.
+    A kernel has no second derivative; without this check it would be silently wrong. Under autocast
+    some products of the backward would be cast, and those that accumulate in place would not.
     """
 
     @wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # inside a backward: create_graph
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # inside a backward this means create_graph
             raise RuntimeError(
                 "fused layers have no second derivatives (create_graph=True): "
                 "call `undo` of what fuse_layers returned first"
             )
-        kind = next((g.device.type for g in gradients if g is not None), "cpu")
-        if not torch.is_autocast_enabled(kind):
-            return backward(ctx, *gradients)
-        with torch.autocast(kind, enabled=False):
-            return backward(ctx, *gradients)
+        device_type = next((grad.device.type for grad in grads if grad is not None), "cpu")
+        if not torch.is_autocast_enabled(device_type):
+            return backward(ctx, *grads)
+        with torch.autocast(device_type, enabled=False):
+            return backward(ctx, *grads)
 
     return run

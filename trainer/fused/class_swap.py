@@ -1,7 +1,8 @@
-"""Twins: subclasses of a model's own classes, of the same name, whose forward is fused.
+"""Swap a module's class for a subclass of the same name whose forward is fused.
 
-A module becomes its twin by its class alone: weights, hooks and names stay, and the way back is
-the class it had.
+Only the class of the module changes: weights, hooks and names stay, and the class it had before
+undoes the swap. A subclass may have several fused forwards (rotary and QKV of an attention); each
+falls back to the one before it, and the first to the stock forward.
 """
 
 from __future__ import annotations
@@ -14,47 +15,71 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-FUSED = "_nopad_fused"
-"""Marks a class or function that has fused kernels already; on a class, it is the one it was."""
+from ...runtime import STOCK_CLASS
+
+FORWARDS = "_nopad_fused_forwards"
+"""Attribute of a fused subclass: its fused forwards, in the order in which they were added."""
 
 Forward = Callable[..., Any]
-"""Takes a module and its forward's arguments; None where they are not for the kernels."""
+"""Takes a module, the forward to fall back to, and that forward's arguments.
+
+It returns None where the kernels cannot run; the fallback is then called.
+"""
 
 
 @cache
-def fused_subclass(kind: type, fused: Forward) -> type:
-    """A subclass of the same name whose forward is fused where it can be."""
+def fused_subclass(stock: type, *forwards: Forward) -> type:
+    """Return a subclass of the same name that tries `forwards`, the last one first."""
+    forward: Any = stock.forward  # pyright: ignore[reportAttributeAccessIssue]
+    for fused in forwards:
+        forward = _with_fallback(fused, forward)
 
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
-        out = fused(self, *args, **options)
-        return kind.forward(self, *args, **options) if out is None else out
+    def reduce(self: Any, protocol: Any) -> tuple:  # by name, pickle would find the stock class
+        return _rebuild, (stock, forwards), object.__reduce_ex__(self, protocol)[2]
 
-    def reduce(self: Any, protocol: Any) -> tuple:  # by name, a pickle would find the parent
-        return _remade, (kind, fused), object.__reduce_ex__(self, protocol)[2]
-
-    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), {**members, FUSED: kind})
-
-
-def _remade(kind: type, fused: Forward) -> Any:
-    twin: Any = fused_subclass(kind, fused)
-    return object.__new__(twin)
+    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": stock.__module__}
+    return type(stock.__name__, (stock,), {**members, STOCK_CLASS: stock, FORWARDS: forwards})
 
 
-def serves(x: Any) -> bool:
-    """Whether the kernels are for this tensor, here: they are launched on the current device."""
+def add_forward(cls: type, fused: Forward) -> type:
+    """Return the fused subclass of a class, or of a fused subclass, with one more fused forward."""
+    return fused_subclass(getattr(cls, STOCK_CLASS, cls), *fused_forwards(cls), fused)
+
+
+def fused_forwards(cls: type) -> tuple[Forward, ...]:
+    """Return the fused forwards of a class; none for a stock class."""
+    return getattr(cls, FORWARDS, ())
+
+
+def _with_fallback(fused: Forward, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = fused(self, fallback, *args, **kwargs)
+        return fallback(self, *args, **kwargs) if out is None else out
+
+    return forward
+
+
+def _rebuild(stock: type, forwards: tuple[Forward, ...]) -> Any:
+    return object.__new__(fused_subclass(stock, *forwards))
+
+
+def can_run(x: Any) -> bool:
+    """Whether the kernels can run on a tensor: they are launched on the current device.
+
+    A compiled layer does not use them: torch.compile generates its own.
+    """
     if not (isinstance(x, Tensor) and x.is_cuda) or torch.compiler.is_compiling():
         return False
     return x.get_device() == torch.cuda.current_device()
 
 
-def has_no_hooks(part: nn.Module) -> bool:
-    """Whether calling a module is its forward and nothing else: no hook has to run."""
-    own = part._forward_hooks or part._forward_pre_hooks
-    own = own or part._backward_hooks or part._backward_pre_hooks
-    return not (own or _has_any_global_hook() or "forward" in vars(part))
+def has_no_hooks(module: nn.Module) -> bool:
+    """Whether calling a module only calls its class's forward: no hook, no replaced forward."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    hooks = hooks or module._backward_hooks or module._backward_pre_hooks
+    return not (hooks or _has_any_global_hook() or "forward" in vars(module))
 
 
-def is_plain_linear(part: Any) -> bool:
-    """No adapter, no quantized weight, no hook that has to run before a weight is there."""
-    return type(part) is nn.Linear and has_no_hooks(part)
+def is_plain_linear(module: Any) -> bool:
+    """Whether a module is an `nn.Linear` without adapter, quantized weight or hooks."""
+    return type(module) is nn.Linear and has_no_hooks(module)

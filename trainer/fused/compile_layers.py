@@ -1,14 +1,14 @@
-"""torch.compile for packed training: the decoder layer, once, for all layers.
+"""torch.compile for packed training: one graph, shared by all decoder layers.
 
-    for layer in layers: layer.compile(fullgraph=True)     one graph, since layers are twins
+    for layer in layers: layer.compile(fullgraph=True)     one graph, since the layers are alike
 
-Compiling the layer instead of the model costs a sixteenth of the time and gives up nothing that
+Compiling the layer instead of the model takes a sixteenth of the time and loses nothing that
 matters: between two layers there is only the residual. Batches should have a constant T
-(`PackedCollator(fill=True)`); with `fixed_sequences` no shape ever changes at all.
+(`PackedCollator(pad_to_budget=True)`); with `fixed_sequences` no shape ever changes.
 
-What is cheap to compute again is not kept for the backward: the inputs of products (normed hidden
-states, gated MLP states) are a third of a layer's activations, and come again out of the very
-kernels that read what they are made of: a fifth less memory for half a percent of time, on an H200.
+Tensors that are cheap to recompute are not kept for the backward: the inputs of products (normed
+hidden states, gated MLP states) are a third of a layer's activations, and are recomputed by the
+kernels that read their sources anyway: a fifth less memory for half a percent of time, on an H200.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import nn
 def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile every decoder layer of a causal LM in place; return how many there are.
 
-    options: what torch.compile takes; `fullgraph=True` unless told otherwise.
+    options: those of torch.compile; `fullgraph=True` by default.
     """
-    stack = max(
-        (part for part in model.modules() if isinstance(part, nn.ModuleList)),
-        key=lambda part: sum(p.numel() for p in part.parameters()),
+    layers = max(
+        (module for module in model.modules() if isinstance(module, nn.ModuleList)),
+        key=lambda module: sum(p.numel() for p in module.parameters()),
         default=None,
     )
-    if stack is None or not len(stack):
+    if layers is None or not len(layers):
         raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
-    for layer in stack:
+    for layer in layers:
         layer.compile(**{"fullgraph": True, "backend": recompute_backend, **options})
-    return len(stack)
+    return len(layers)
 
 
 def recompute_backend(
     graph: Any, inputs: Any, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """torch.compile's own backend, told to keep little for the backward."""
+    """Compile by torch.compile's own backend, set to keep little for the backward."""
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx
 

@@ -1,10 +1,9 @@
-"""Whether two ways to compute something agree: results and gradients, on a small input."""
+"""Whether two functions agree on a small input: in their outputs and in all gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,80 +11,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...runtime import preserve_rng, rng_states
 
-def agree(
+
+def outputs_match(
     stock: Callable[..., Any], fused: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
 ) -> bool:
-    """Whether two functions have results of the same form, and nearly the same gradients.
+    """Whether two functions have outputs of the same structure, and nearly the same gradients.
 
-    What draws random numbers agrees with nothing, however few it drops.
+    A function that draws random numbers matches nothing, however small its dropout.
 
-    >>> agree(torch.sin, lambda x: (x + 2 * math.pi).sin(), [wave(torch.ones(1), 9)], [])
+    >>> x = trial_input(torch.ones(1), 9)
+    >>> outputs_match(torch.sin, lambda x: (x + 2 * math.pi).sin(), [x], [])
     True
-    >>> agree(torch.sin, torch.tanh, [wave(torch.ones(1), 9)], [])
+    >>> outputs_match(torch.sin, torch.tanh, [x], [])
     False
-    >>> agree(torch.sin, lambda x: (x.sin(),), [wave(torch.ones(1), 9)], [])
+    >>> outputs_match(torch.sin, lambda x: (x.sin(),), [x], [])
     False
     """
-    with torch.enable_grad(), _random_states(inputs[0].device) as untouched:
-        form, gold = _outcome(stock, inputs, weights)
-        other_form, ours = _outcome(fused, inputs, weights)
-        if other_form != form or not untouched():
+    device = inputs[0].device
+    with torch.enable_grad(), preserve_rng(device):
+        before = rng_states(device)
+        structure, expected = _outputs_and_grads(stock, inputs, weights)
+        fused_structure, actual = _outputs_and_grads(fused, inputs, weights)
+        drew_numbers = not all(map(torch.equal, before, rng_states(device)))
+        if fused_structure != structure or drew_numbers:
             return False
-        pairs = zip(gold, ours, strict=True)
+        pairs = zip(expected, actual, strict=True)
         errors = [((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs]
-    limit = 1e-3 if inputs[0].dtype == torch.float32 else 4e-2  # the products' may be TF32
-    return all(error < limit for error in errors)  # unlike max, false where one is no number
+    limit = 1e-3 if inputs[0].dtype == torch.float32 else 4e-2  # fp32 products may use TF32
+    return all(error < limit for error in errors)  # unlike max, False where an error is NaN
 
 
-def agrees(part: Any, twin: Any, device: torch.device) -> bool:
-    """Run one module of a single input as it is and as its twin, where it will train."""
-    return all(_agrees(copy, twin) for copy in copies(part, device))
+def module_matches(module: Any, fused_class: Any, device: torch.device) -> bool:
+    """Whether a module of one input computes the same with its fused class, on `device`."""
+    return all(_copy_matches(copy, fused_class) for copy in trial_copies(module, device))
 
 
-def _agrees(part: Any, twin: Any) -> bool:
-    weights = list(part.parameters())
-    x = wave(weights[0], 1, 5, weights[0].shape[-1])
-    return agree(partial(type(part).forward, part), partial(twin.forward, part), [x], weights)
+def _copy_matches(module: Any, fused_class: Any) -> bool:
+    weights = list(module.parameters())
+    x = trial_input(weights[0], 1, 5, weights[0].shape[-1])
+    stock, fused = (partial(cls.forward, module) for cls in (type(module), fused_class))
+    return outputs_match(stock, fused, [x], weights)
 
 
-def copies(part: nn.Module, device: torch.device) -> list[Any]:
-    """What to try: as it will train, where it drops out; and in fp32, where little is forgiven."""
-    if any(p.is_meta for p in part.parameters()):
-        raise ValueError(f"{type(part).__name__} has no numbers yet")
-    part = deepcopy(part).to(device).train()
-    if all(p.dtype == torch.float32 for p in part.parameters()):
-        return [part]
-    return [part, deepcopy(part).float()]
+def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
+    """Return copies to try: one as it will train, in train mode, and one in fp32, held tighter."""
+    if any(p.is_meta for p in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no values yet (meta device)")
+    module = deepcopy(module).to(device).train()
+    if all(p.dtype == torch.float32 for p in module.parameters()):
+        return [module]
+    return [module, deepcopy(module).float()]
 
 
-@contextmanager
-def _random_states(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave random states as they are; tell whether they were asked."""
-
-    def states() -> list[Tensor]:
-        here = [torch.get_rng_state()]
-        return [*here, torch.cuda.get_rng_state(device)] if device.type == "cuda" else here
-
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        before = states()
-        yield lambda: all(map(torch.equal, before, states()))
-
-
-def _outcome(
-    call: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
+def _outputs_and_grads(
+    function: Callable[..., Any], inputs: list[Tensor], weights: list[Any]
 ) -> tuple[Any, list[Tensor]]:
-    """What the results look like; the results and all gradients."""
-    out = call(*inputs)
+    """Return the structure of the outputs, and the outputs with all gradients."""
+    out = function(*inputs)
     outs = list(out) if isinstance(out, tuple) else [out]
-    given = [x for x in (*inputs, *weights) if x.requires_grad]
-    rises = [wave(o, *o.shape).detach().mul(3).cos() for o in outs]  # not along the inputs
-    grads = torch.autograd.grad(outs, given, rises)
-    form = type(out), [(o.dtype, o.shape) for o in outs]
-    return form, [tensor.detach().float() for tensor in (*outs, *grads)]
+    variables = [x for x in (*inputs, *weights) if x.requires_grad]
+    d_outs = [trial_input(o, *o.shape).detach().mul(3).cos() for o in outs]  # unlike the inputs
+    grads = torch.autograd.grad(outs, variables, d_outs)
+    structure = type(out), [(o.dtype, o.shape) for o in outs]
+    return structure, [tensor.detach().float() for tensor in (*outs, *grads)]
 
 
-def wave(like: Tensor, *shape: int) -> Tensor:
-    """Numbers to try something with, without touching a random state."""
-    numbers = torch.linspace(-9, 9, math.prod(shape), device=like.device).sin()
-    return numbers.view(shape).to(like.dtype).requires_grad_()
+def trial_input(like: Tensor, *shape: int) -> Tensor:
+    """Return varied values of the dtype and device of `like`, without drawing random numbers."""
+    values = torch.linspace(-9, 9, math.prod(shape), device=like.device).sin()
+    return values.view(shape).to(like.dtype).requires_grad_()

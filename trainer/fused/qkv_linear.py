@@ -1,8 +1,8 @@
-"""Products of one input, as one operation: the gradients that meet at the input meet in a product.
+"""Several linear layers of one input as one operation, whose input gradient is summed in products.
 
-x ─┬─ q      d x = d q · Wq + d k · Wk + d v · Wv     added up inside the second product and
-   ├─ k                                               the third, with no pass over memory for
-   └─ v                                               each sum
+x ─┬─ q      d_x = d_q · Wq + d_k · Wk + d_v · Wv     the sums are accumulated inside the second
+   ├─ k                                               and third product: no pass over memory
+   └─ v                                               for each of them
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .autograd import alone
+from .autograd import no_double_backward
 
 
-class _Products(torch.autograd.Function):
-    """Of x's rows: a result must be no view, or it could not be changed in place."""
+class _QKVLinear(torch.autograd.Function):
+    """Returns 2-D tensors: autograd forbids in-place changes of views returned here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights_and_biases: Any) -> tuple[Tensor, ...]:
@@ -29,14 +29,14 @@ class _Products(torch.autograd.Function):
         return tuple(nn.functional.linear(rows, w, b) for w, b in pairs)
 
     @staticmethod
-    @alone
+    @no_double_backward
     def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad
         wants_weight, wants_bias = wants[: len(weights)], wants[len(weights) :]
         rows = x.flatten(0, -2)
         d_x = None
-        for d, weight in _merged(d_outs, weights) if wants_x else ():
+        for d, weight in _merge_adjacent(d_outs, weights) if wants_x else ():
             d_x = d @ weight if d_x is None else d_x.addmm_(d, weight)
         d_weights = [
             d.T @ rows if wanted and d is not None else None
@@ -49,21 +49,21 @@ class _Products(torch.autograd.Function):
         return None if d_x is None else d_x.view_as(x), *d_weights, *d_biases
 
 
-def _merged(
-    gradients: Sequence[Tensor | None], weights: Sequence[Tensor]
+def _merge_adjacent(
+    grads: Sequence[Tensor | None], weights: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs to multiply and add up; gradients that lie side by side are one matrix.
+    """Return the pairs to multiply; gradients that are adjacent in memory become one matrix.
 
-    >>> both = torch.ones(2, 5)
-    >>> pairs = _merged([both[:, :3], both[:, 3:]], [torch.ones(3, 4), torch.ones(2, 4)])
+    >>> joint = torch.ones(2, 5)
+    >>> pairs = _merge_adjacent([joint[:, :3], joint[:, 3:]], [torch.ones(3, 4), torch.ones(2, 4)])
     >>> [(tuple(d.shape), tuple(w.shape)) for d, w in pairs]
     [((2, 5), (5, 4))]
     """
     pairs: list[tuple[Tensor, list[Tensor]]] = []
-    for d, weight in zip(gradients, weights, strict=True):
+    for d, weight in zip(grads, weights, strict=True):
         if d is None:
             continue
-        if pairs and _beside(pairs[-1][0], d):
+        if pairs and _are_adjacent(pairs[-1][0], d):
             left, ws = pairs.pop()
             d = left.as_strided((len(d), left.shape[1] + d.shape[1]), left.stride())
             pairs.append((d, [*ws, weight]))
@@ -72,19 +72,20 @@ def _merged(
     return [(d, ws[0] if len(ws) == 1 else torch.cat(ws)) for d, ws in pairs]
 
 
-def _beside(left: Tensor, right: Tensor) -> bool:
-    """Whether every row of one goes on in the other's."""
-    same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    behind = right.storage_offset() == left.storage_offset() + left.shape[1]
-    wide = left.stride(0) >= left.shape[1] + right.shape[1]
-    return same and behind and wide and left.stride() == right.stride() and left.stride(1) == 1
+def _are_adjacent(left: Tensor, right: Tensor) -> bool:
+    """Whether each row of `right` follows the same row of `left` in memory."""
+    same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    follows = right.storage_offset() == left.storage_offset() + left.shape[1]
+    fits = left.stride(0) >= left.shape[1] + right.shape[1]
+    same_stride = left.stride() == right.stride() and left.stride(1) == 1
+    return same_storage and follows and fits and same_stride
 
 
-def joint_products(x: Tensor, parts: list[nn.Linear]) -> tuple[Tensor, ...]:
-    """Return what each linear layer makes of x."""
-    inputs = (x, *(part.weight for part in parts), *(part.bias for part in parts))
+def qkv_linear(x: Tensor, linears: list[nn.Linear]) -> tuple[Tensor, ...]:
+    """Return the output of each linear layer for x."""
+    inputs = (x, *(linear.weight for linear in linears), *(linear.bias for linear in linears))
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
-    made: Any = _Products.apply(*inputs)
-    return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in made)
+    outputs: Any = _QKVLinear.apply(*inputs)
+    return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outputs)

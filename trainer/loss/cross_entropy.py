@@ -13,7 +13,7 @@ torch.compile, so that it does not break the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -177,9 +177,9 @@ _losses.register_autograd(_backward, setup_context=_setup_context)
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply in fp32 and round once: in bf16 the product would lose bits."""
     if gradient.is_cuda:
-        from ...kernels.cross_entropy import scaled
+        from ...kernels import scale_tensor
 
-        return scaled(gradient, by, dtype)
+        return scale_tensor(gradient, by, dtype)
     return (gradient * by.to(torch.promote_types(gradient.dtype, by.dtype))).to(dtype)
 
 
@@ -263,6 +263,6 @@ def _kernel(device: str) -> Callable[..., Tensor]:
     """On a GPU, a row's arithmetic is one kernel of our own."""
     if device != "cuda":
         return _losses_and_gradient
-    from ...kernels.cross_entropy import losses_and_gradient
+    from ...kernels import losses_and_gradient
 
-    return losses_and_gradient
+    return partial(losses_and_gradient, ignore_index=IGNORE_INDEX)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ...attention.hf import document_mask, eval_mode, installed
+from ...attention.hf import document_mask, eval_mode, install_mask_patch
 from ...collators import PackedCollator
 from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
 from ...runtime import rank, sum_over_ranks
@@ -105,7 +105,7 @@ def _try_mask_repair(model: Any, collator: Any, leak: float) -> str:
     """Have the attached loss pass document ids to the stock masks, if that stops the leak."""
     config, way_out = model.config.get_text_config(), 'use attn_implementation="nopad"'
     attention = getattr(config, "_attn_implementation", "eager")
-    can_mask = attention != "nopad" and installed()
+    can_mask = attention != "nopad" and install_mask_patch()
     if can_mask and not measure_leak(model, collator, mask_documents=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.mask_documents = True
@@ -138,12 +138,12 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 
 def _describe_plan(data: PackedDataset) -> list[str]:
     """Describe the number of packs, their fill, and the samples that overflow."""
-    lengths, budget, max_packs = data.lengths, data.settings["budget"], data.packs.packs
+    lengths, budget, max_packs = data.lengths, data.settings["budget"], data.max_packs
     if lengths is None or not len(lengths):
         total = "" if max_packs is None else f"{max_packs:,} "
         return [f"{total}packs of {budget} tokens; lengths are unknown before reading"]
     planned = lengths[:MAX_PLANNED]
-    names = ("budget", "pool", "strategy", "overflow", "align")
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of")
     planner = Planner(**{name: data.settings[name] for name in names})
     sequences = len(planner.feed(planned).items) + len(planner.finish().items)
     counts, is_estimate = planner.counts, len(lengths) > len(planned)

@@ -1,7 +1,7 @@
-"""cuDNN's ragged attention: what is handed to its graphs, held against the oracle on a CPU.
+"""cuDNN's ragged attention: the arguments of its graphs, compared with the reference on a CPU.
 
-The graphs themselves run on a GPU only (test_backends.py); here stand-ins compute from what they
-are given, and refuse what cuDNN would.
+The graphs themselves only run on a GPU (test_backends.py); the stand-ins here compute from their
+arguments, and refuse what cuDNN would refuse.
 """
 
 from contextlib import contextmanager
@@ -20,30 +20,30 @@ SEEN = []
 
 
 class StandIn:
-    """Computes from what a graph is given, where cuDNN would look for it."""
+    """Computes from the arguments of a graph, read where cuDNN would read them."""
 
     def __init__(self, shape, run):
         self.shape, self._run = shape, run
 
-    def run(self, tensors, ragged):
-        shape, lengths = self.shape, ragged.lengths.flatten()
-        SEEN.append((shape.sequences, shape.longest))
+    def run(self, tensors, offsets):
+        shape, lengths = self.shape, offsets.lengths.flatten()
+        SEEN.append((shape.sequences, shape.max_length))
         assert lengths.dtype == torch.int32 and len(lengths) == shape.sequences
-        assert lengths.max() <= shape.longest
+        assert lengths.max() <= shape.max_length
         for name in "qkv":
             x, layout = tensors[name], getattr(shape, name)
             assert (*x.shape[1:], *x.stride()[:2]) == layout and x.stride(2) == 1
         assert all(tensors[name].is_contiguous() for name in tensors if name not in "qkv")
-        places = {name: self._places(x, ragged) for name, x in tensors.items()}
+        slices = {name: self._slices(x, offsets) for name, x in tensors.items()}
         for n in range(shape.sequences):
-            self._run(shape, {name: tensors[name][places[name][n]] for name in tensors})
+            self._run(shape, {name: tensors[name][slices[name][n]] for name in tensors})
 
-    def _places(self, x, ragged):
-        offsets = ragged.offsets(x.stride(0)).flatten()
-        assert offsets.dtype == torch.int64 and len(offsets) == self.shape.sequences + 1
-        begins = (offsets // x.stride(0)).tolist()
-        ends = (torch.tensor(begins[:-1]) + ragged.lengths.flatten()).tolist()
-        return [slice(*pair) for pair in zip(begins[:-1], ends, strict=True)]
+    def _slices(self, x, offsets):
+        starts = offsets.offsets(x.stride(0)).flatten()
+        assert starts.dtype == torch.int64 and len(starts) == self.shape.sequences + 1
+        starts = starts[:-1] // x.stride(0)
+        ends = starts + offsets.lengths.flatten()
+        return [slice(*pair) for pair in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def scores_of(q, k, scale):
@@ -59,20 +59,20 @@ def wide(x, q):
 def forward(shape, x):
     """Attention and its log-sum-exp, of one sequence."""
     scores = scores_of(x["q"], wide(x["k"], x["q"]), shape.scale)
-    x["sums"][:, :, 0] = scores.logsumexp(-1).T
+    x["lse"][:, :, 0] = scores.logsumexp(-1).T
     x["out"][:] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide(x["v"], x["q"]))
 
 
 def backward(shape, x):
     """Gradients from the log-sum-exp, of one sequence."""
     q, k, v, grad = x["q"], wide(x["k"], x["q"]), wide(x["v"], x["q"]), x["grad"]
-    weights = (scores_of(q, k, shape.scale) - x["sums"][:, :, 0].T[:, :, None]).exp()
+    weights = (scores_of(q, k, shape.scale) - x["lse"][:, :, 0].T[:, :, None]).exp()
     inner = torch.einsum("qhd,khd->hqk", grad, v)
     inner = weights * (inner - (grad * x["out"]).sum(-1).T[:, :, None]) * shape.scale
-    x["d q"][:] = torch.einsum("hqk,khd->qhd", inner, k)
+    x["dq"][:] = torch.einsum("hqk,khd->qhd", inner, k)
     for name, gradient in (
-        ("d k", torch.einsum("hqk,qhd->khd", inner, q)),
-        ("d v", torch.einsum("hqk,qhd->khd", weights, grad)),
+        ("dk", torch.einsum("hqk,qhd->khd", inner, q)),
+        ("dv", torch.einsum("hqk,qhd->khd", weights, grad)),
     ):
         x[name][:] = gradient.unflatten(1, (x[name].shape[1], -1)).sum(2)
 
@@ -80,8 +80,8 @@ def backward(shape, x):
 @pytest.fixture(autouse=True)
 def _graphs(monkeypatch):
     SEEN.clear()
-    monkeypatch.setattr(cudnn_graph, "attend", lambda shape: StandIn(shape, forward))
-    monkeypatch.setattr(cudnn_graph, "gradients", lambda shape: StandIn(shape, backward))
+    monkeypatch.setattr(cudnn_graph, "forward_graph", lambda shape: StandIn(shape, forward))
+    monkeypatch.setattr(cudnn_graph, "backward_graph", lambda shape: StandIn(shape, backward))
 
 
 def row(lengths):
@@ -123,8 +123,13 @@ def test_a_longer_longest_length_compiles_no_second_graph():
 
 
 def test_how_a_row_is_cut_is_worked_out_once_and_again_when_it_changes(monkeypatch):
-    made, ragged = [], cudnn_graph.Ragged
-    monkeypatch.setattr(cudnn_ragged, "Ragged", lambda *a: made.append(a[0].tolist()) or ragged(*a))
+    made, original = [], cudnn_graph.RaggedOffsets
+
+    def counted(cu_seqlens, sequences):
+        made.append(cu_seqlens.tolist())
+        return original(cu_seqlens, sequences)
+
+    monkeypatch.setattr(cudnn_ragged, "RaggedOffsets", counted)
     q, k, v, varlen = row([5, 3])
     layers = [cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3)) for _ in range(3)]
     torch.stack(layers).sum().backward()
@@ -134,7 +139,7 @@ def test_how_a_row_is_cut_is_worked_out_once_and_again_when_it_changes(monkeypat
     torch.testing.assert_close(other, reference(q, k, v, varlen, scale=0.3))
     cudnn_ragged.packed(q, k, v, row([4, 4])[3], ScoreParams(0.3)).sum().backward()
     assert made == [[0, 5, 8], [0, 2, 8], [0, 4, 8]]
-    with torch.inference_mode():  # what has no version is never kept
+    with torch.inference_mode():  # a tensor without a version is never cached
         varlen = row([4, 4])[3]
         for _ in range(2):
             cudnn_ragged.packed(q, k, v, varlen, ScoreParams(0.3))
@@ -159,17 +164,26 @@ def test_a_buffer_filled_again_without_a_sign_is_seen_in_the_next_batch():
 def test_what_is_kept_of_a_row_ends_when_a_first_layer_attends():
     module, x = torch.nn.Module(), torch.randn(1, 2, 8, 4)
     bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
-    kept = cudnn_ragged._ragged(bounds)
+    cached = cudnn_ragged._offsets(bounds)
     for layer_idx, stays in ((1, True), (0, False)):
         module.layer_idx = layer_idx
         attention(module, x, x, x, None, cu_seq_lens_q=bounds, max_length_q=5)
-        assert (cudnn_ragged._ragged(bounds) is kept) == stays
+        assert (cudnn_ragged._offsets(bounds) is cached) == stays
+
+
+def test_batches_in_turn_keep_their_own_offsets():
+    """As with accumulation over several batches: one does not evict the other's."""
+    first, second = (torch.tensor([0, cut, 8], dtype=torch.int32) for cut in (5, 3))
+    cached = [cudnn_ragged._offsets(bounds) for bounds in (first, second)]
+    assert [cudnn_ragged._offsets(bounds) for bounds in (first, second)] == cached
 
 
 def test_rows_of_all_sizes_share_few_backward_plans():
-    steps = {cudnn_ragged._step(tokens) for tokens in range(1, 100_000)}
+    steps = {cudnn_ragged._round_up_tokens(tokens) for tokens in range(1, 100_000)}
     assert len(steps) < 25
-    assert all(0 <= cudnn_ragged._step(n) - n < max(1024, n / 4) for n in range(1, 100_000, 7))
+    assert all(
+        0 <= cudnn_ragged._round_up_tokens(n) - n < max(1024, n / 4) for n in range(1, 100_000, 7)
+    )
 
 
 def test_a_graph_is_run_on_the_device_of_its_tensors(monkeypatch):
@@ -184,9 +198,10 @@ def test_a_graph_is_run_on_the_device_of_its_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(cudnn_graph, "_handle", lambda device: None)
     ran = SimpleNamespace(execute=lambda *_, **__: entered.append("ran"))
-    graph.shape, graph.places, graph.room = SimpleNamespace(device="cpu"), [], 1
+    graph.shape, graph.tensor_names = SimpleNamespace(device="cpu"), []
+    graph.workspace_bytes = 1
     graph.graph = ran
-    graph.run({}, cudnn_ragged._ragged(torch.tensor([0, 3], dtype=torch.int32)))
+    graph.run({}, cudnn_ragged._offsets(torch.tensor([0, 3], dtype=torch.int32)))
     assert entered == ["cpu", "ran", None]
 
 

@@ -15,14 +15,14 @@ PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
 BUILDS = {"flash2": "kernels-community/flash-attn2", "flash3": "kernels-community/flash-attn3"}
 
 
-def varlen_func(q, k, v, bounds, key_bounds, longest, longest_key, **rule):
-    """The library's function, by the oracle; keeps what it was told."""
-    varlen_func.told = rule
+def varlen_func(q, k, v, bounds, key_bounds, longest, longest_key, **kwargs):
+    """The library's function, by the oracle; remembers its keyword arguments."""
+    varlen_func.kwargs = kwargs
     ends = bounds.tolist()
-    given = {"scale": rule["softmax_scale"], "softcap": rule["softcap"] or None, "sinks": None}
-    window = None if rule["window_size"] == (-1, -1) else rule["window_size"][0] + 1
+    params = {"scale": kwargs["softmax_scale"], "softcap": kwargs["softcap"] or None, "sinks": None}
+    window = None if kwargs["window_size"] == (-1, -1) else kwargs["window_size"][0] + 1
     parts = [slice(a, b) for a, b in pairwise(ends)]
-    return torch.cat([one_sequence(q[p], k[p], v[p], window=window, **given) for p in parts])
+    return torch.cat([one_sequence(q[p], k[p], v[p], window=window, **params) for p in parts])
 
 
 LIBRARY = SimpleNamespace(flash_attn_varlen_func=varlen_func)
@@ -34,8 +34,8 @@ def hopper_without_libraries(monkeypatch):
     for name in (*PACKAGES.values(), "kernels"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(selection, "_trial", lambda name, ask: None)
-    caches = flash_library.find.cache_clear, selection._choose.cache_clear
+    monkeypatch.setattr(selection, "trial_failure", lambda backend, spec: None)
+    caches = flash_library._found.clear, selection._cached_choice.cache_clear
     for clear in caches:
         clear()
     yield
@@ -56,22 +56,23 @@ def offer_builds(monkeypatch, *wanted):
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_without_package_and_kernels_the_package_is_named(name):
-    reason = selection.why_not(name, HOPPER_CALL) or ""
+    reason = selection.unsupported_reason(name, HOPPER_CALL) or ""
     assert f"{PACKAGES[name]} is not installed" in reason
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_prebuilt_build_serves_where_the_package_is_missing(monkeypatch, name):
     offer_builds(monkeypatch, name)
-    assert selection.why_not(name, HOPPER_CALL) is None
-    assert selection.module(name)._flash is LIBRARY
+    assert selection.unsupported_reason(name, HOPPER_CALL) is None
+    assert flash_library.find(*selection.MODULES[name].LIBRARY) == (LIBRARY, None)
 
 
 def test_the_package_goes_before_the_build(monkeypatch):
     package = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     offer_builds(monkeypatch, "flash2")
-    assert selection.why_not("flash2", HOPPER_CALL) is None and flash2._flash is package
+    assert selection.unsupported_reason("flash2", HOPPER_CALL) is None
+    assert flash_library.find(*flash2.LIBRARY) == (package, None)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +80,13 @@ def test_the_package_goes_before_the_build(monkeypatch):
 )
 def test_the_best_build_there_is_gets_chosen(monkeypatch, builds, first):
     offer_builds(monkeypatch, *builds)
-    facts = tuple(getattr(HOPPER_CALL, name) for name in HOPPER_CALL.__slots__)
-    assert selection.select(facts) == first
+    assert selection.select(HOPPER_CALL) == first
 
 
 @pytest.mark.parametrize("backend", [flash2, flash3], ids=["flash2", "flash3"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_library_is_told_scale_window_and_softcap(monkeypatch, backend, window):
-    monkeypatch.setattr(backend, "_flash", LIBRARY)
+    monkeypatch.setitem(flash_library._found, backend.LIBRARY[0], (LIBRARY, None))
     q, k, v = (torch.randn(7, heads, 8) for heads in (4, 2, 2))
     varlen = Varlen(torch.tensor([0, 5, 7], dtype=torch.int32), 5)
     scores = ScoreParams(scale=0.3, window=window, softcap=2.0)
@@ -95,4 +95,4 @@ def test_the_library_is_told_scale_window_and_softcap(monkeypatch, backend, wind
         softmax_scale=0.3, softcap=2.0, window_size=(-1, -1) if window is None else (2, 0),
     )  # fmt: skip
     assert torch.equal(backend.packed(q, k, v, varlen, scores), want)
-    assert varlen_func.told["causal"] is True
+    assert varlen_func.kwargs["causal"] is True

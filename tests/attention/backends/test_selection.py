@@ -1,4 +1,4 @@
-"""Which backend serves which call, and that a refusal is told and never worked round in silence."""
+"""Which backend serves which call, and that a refusal names its reason."""
 
 import logging
 
@@ -6,19 +6,19 @@ import pytest
 import torch
 import torch._dynamo.testing
 from nopad.attention import PagedCache, Pages, Varlen, attend
-from nopad.attention.attend import _facts
-from nopad.attention.backends import CallSpec, selection
+from nopad.attention.attend import call_spec
+from nopad.attention.backends import CallSpec, ScoreParams, sdpa, selection
 
 VARLEN = Varlen(torch.tensor([0, 3], dtype=torch.int32), 3)
 
 
-def facts(**changes):
-    plain = {
+def spec(**changes):
+    defaults = {
         "device": "cpu", "dtype": torch.float32, "heads": 2, "kv_heads": 2, "key_dim": 16,
         "value_dim": 16, "grad": False, "window": False, "softcap": False, "sinks": False,
         "page_size": 0, "decode": False,
     }  # fmt: skip
-    return tuple((plain | changes).values())
+    return CallSpec(**defaults | changes)
 
 
 def qkv():
@@ -26,18 +26,39 @@ def qkv():
 
 
 def test_sdpa_serves_the_cpu():
-    assert selection.select(facts()) == selection.select(facts(page_size=16)) == "sdpa"
+    assert selection.select(spec()) == selection.select(spec(page_size=16)) == "sdpa"
 
 
-def test_a_kind_of_call_seen_before_is_looked_up_and_not_built_anew(monkeypatch):
-    kinds = [facts(), facts(page_size=16)]
-    names = list(map(selection.select, kinds))
-    monkeypatch.setattr(selection, "Ask", None)
-    assert list(map(selection.select, kinds)) == names
+def test_the_choice_for_a_kind_of_call_seen_before_is_cached(monkeypatch):
+    specs = [spec(), spec(page_size=16)]
+    names = list(map(selection.select, specs))
+    monkeypatch.setattr(selection, "unsupported_reason", lambda *_: pytest.fail("asked again"))
+    assert list(map(selection.select, specs)) == names
+
+
+def test_forcing_a_backend_for_all_calls_yields_to_one_for_pages(monkeypatch):
+    monkeypatch.setenv("NOPAD_ATTENTION", "torch")
+    with selection.force_backend("sdpa"):
+        assert selection.select(spec()) == selection.select(spec(page_size=16)) == "sdpa"
+        with selection.force_paged_backend("triton"):
+            assert selection.select(spec()) == "sdpa"
+            assert selection.select(spec(page_size=16)) == "triton"  # interpreted
+    with pytest.raises(ValueError, match="'torch' does not support this call"):
+        selection.select(spec())
+
+
+def test_without_trials_declared_limits_decide_and_nothing_is_cached(monkeypatch):
+    monkeypatch.setattr(selection, "trial_failure", lambda *_: pytest.fail("a trial was made"))
+    paged = spec(device="cuda", dtype=torch.bfloat16, page_size=16)
+    cached = selection._cached_choice.cache_info().currsize
+    with selection.without_trials():
+        assert selection.select(paged) == "triton"
+        assert selection.select(paged, "flash2") == "flash2"
+    assert selection._cached_choice.cache_info().currsize == cached
 
 
 def test_a_forced_backend_that_cannot_raises_with_the_reason():
-    with pytest.raises(ValueError, match="'flash2' cannot serve this call: it needs CUDA"):
+    with pytest.raises(ValueError, match="'flash2' does not support this call: it needs CUDA"):
         attend(*qkv(), VARLEN, backend="flash2")
 
 
@@ -48,7 +69,7 @@ def test_an_unknown_name_raises_with_those_there_are():
 
 def test_the_environment_forces_a_backend(monkeypatch):
     monkeypatch.setenv("NOPAD_ATTENTION", "torch")
-    with pytest.raises(ValueError, match="'torch' cannot serve"):
+    with pytest.raises(ValueError, match="'torch' does not support"):
         attend(*qkv(), VARLEN)
     monkeypatch.setenv("NOPAD_ATTENTION", "sdpa")
     assert attend(*qkv(), VARLEN).shape == (3, 2, 16)
@@ -56,14 +77,14 @@ def test_the_environment_forces_a_backend(monkeypatch):
 
 def test_who_reads_pages_can_be_named_for_a_while():
     with selection.force_paged_backend("flash2"):
-        assert selection.select(facts()) == "sdpa"
-        with pytest.raises(ValueError, match="'flash2' cannot serve"):
-            selection.select(facts(page_size=256))
-    assert selection.select(facts(page_size=256)) == "sdpa"
+        assert selection.select(spec()) == "sdpa"
+        with pytest.raises(ValueError, match="'flash2' does not support"):
+            selection.select(spec(page_size=256))
+    assert selection.select(spec(page_size=256)) == "sdpa"
 
 
 def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
-    selection._choose.cache_clear()
+    selection._cached_choice.cache_clear()
     with caplog.at_level(logging.INFO, "nopad.attention"):
         for _ in range(3):
             attend(*qkv(), VARLEN)
@@ -73,25 +94,22 @@ def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
 
 
 def test_a_backend_that_computes_wrongly_is_passed_over(monkeypatch):
-    """The trial is what stands between a broken build and a wrong result."""
-    monkeypatch.setattr(
-        selection.module("sdpa"), "packed", lambda q, k, v, varlen, scores: v.clone()
-    )
-    reason = selection.why_not("sdpa", CallSpec(*facts()))
+    """Without the trial, a broken build would give wrong results."""
+    monkeypatch.setattr(sdpa, "packed", lambda q, k, v, varlen, score_params: v.clone())
+    reason = selection.unsupported_reason("sdpa", spec())
     assert reason is not None and "off by" in reason
 
 
 def test_a_head_dim_that_a_build_left_out_is_the_reason_told(monkeypatch):
     """flash-attn built without its narrowest kernels runs wider ones, on scratch too narrow."""
-    module = selection.module("sdpa")
-    right = module.packed
+    right = sdpa.packed
 
     def without_narrow_heads(q, k, v, *rest):
         return right(q, k, v, *rest) if q.shape[-1] > 32 else v.clone()
 
-    monkeypatch.setattr(module, "packed", without_narrow_heads)
-    reason = selection.why_not("sdpa", CallSpec(*facts())) or ""
-    assert reason.startswith("it does not serve head dim 16 here: its trial call was off by")
+    monkeypatch.setattr(sdpa, "packed", without_narrow_heads)
+    reason = selection.unsupported_reason("sdpa", spec()) or ""
+    assert reason.startswith("it does not support head dim 16 here: its trial call was off by")
     assert reason.endswith("with 64 it was right")
 
 
@@ -99,14 +117,14 @@ def test_a_backend_that_raises_is_passed_over_with_its_words(monkeypatch):
     def broken(*_):
         raise RuntimeError("built without softcap")
 
-    monkeypatch.setattr(selection.module("sdpa"), "packed", broken)
-    assert "built without softcap" in (selection.why_not("sdpa", CallSpec(*facts())) or "")
+    monkeypatch.setattr(sdpa, "packed", broken)
+    assert "built without softcap" in (selection.unsupported_reason("sdpa", spec()) or "")
 
 
-@pytest.mark.parametrize("name", selection.NAMES)
+@pytest.mark.parametrize("name", selection.BACKENDS)
 def test_trials_do_not_move_the_random_state(name):
     before = torch.get_rng_state()
-    selection.why_not(name, CallSpec(*facts(page_size=16)))
+    selection.unsupported_reason(name, spec(page_size=16))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -114,34 +132,34 @@ def test_trials_do_not_move_the_random_state(name):
     ("name", "changes", "reason"),
     [
         ("flash2", {"page_size": 16}, "multiple of 256"),
-        ("flash2", {"sinks": True}, "no sinks"),
+        ("flash2", {"sinks": True}, "has no sinks"),
         ("flash2", {"dtype": torch.float32}, "float32"),
         ("flash2", {"key_dim": 300}, "head dim 300"),
         ("flash2", {"value_dim": 8, "page_size": 256}, "value dim 8"),
         ("torch", {"softcap": True}, "softcap"),
-        ("flash3", {"sinks": True}, "no sinks"),
+        ("flash3", {"sinks": True}, "has no sinks"),
         ("flash3", {"key_dim": 300}, "head dim 300"),
-        ("torch", {"page_size": 256}, "it reads no pages"),
-        ("cudnn", {"page_size": 256}, "it reads no pages"),
-        ("triton", {}, "it reads pages only"),
+        ("torch", {"page_size": 256}, "it does not read pages"),
+        ("cudnn", {"page_size": 256}, "it does not read pages"),
+        ("triton", {}, "it only reads pages"),
         ("triton", {"page_size": 16, "key_dim": 512}, "over 256"),
     ],
 )
 def test_declared_limits_are_told(name, changes, reason):
     known = {"device": "cuda", "dtype": torch.bfloat16} | changes
-    assert reason in (selection.why_not(name, CallSpec(*facts(**known))) or "")
+    assert reason in (selection.unsupported_reason(name, spec(**known)) or "")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "longest", "many"),
+    ("tokens", "sequences", "longest", "large"),
     [(16384, 40, 4096, True), (4096, 40, 4096, False), (16384, 512, 16384, False)],
 )
-def test_sequences_that_would_fill_memory_when_spread_out_are_not_called_many(
-    tokens, sequences, longest, many
+def test_sequences_that_would_fill_memory_when_padded_are_not_large(
+    tokens, sequences, longest, large
 ):
     q = torch.empty(tokens, 2, 16, device="meta")
     varlen = Varlen(torch.zeros(sequences + 1, dtype=torch.int32), longest)
-    assert CallSpec(*_facts(q, q, q, (1.0, None, None, None), varlen)).many == many
+    assert call_spec(q, q, q, ScoreParams(1.0), varlen).large == large
 
 
 def test_rows_of_other_lengths_and_counts_compile_no_third_graph():
@@ -162,19 +180,19 @@ def test_rows_of_other_lengths_and_counts_compile_no_third_graph():
 def test_a_right_backend_passes_its_trial_whatever_the_size(heads, kv_heads, dim, dtype):
     for grad, page_size in ((True, 0), (False, 0), (False, 16)):
         shape = {"heads": heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim}
-        asked = facts(**shape, dtype=dtype, grad=grad, page_size=page_size)
-        assert selection.why_not("sdpa", CallSpec(*asked)) is None
+        call = spec(**shape, dtype=dtype, grad=grad, page_size=page_size)
+        assert selection.unsupported_reason("sdpa", call) is None
 
 
 @pytest.mark.parametrize("which", range(3), ids=["queries", "keys", "values"])
 def test_a_gradient_is_asked_for_where_any_input_needs_one(which):
     """LoRA on the values alone: in the first layer, nothing else needs a gradient."""
     inputs = qkv()
-    assert not CallSpec(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+    assert not call_spec(*inputs, ScoreParams(1.0), VARLEN).grad
     inputs[which].requires_grad_()
-    assert CallSpec(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+    assert call_spec(*inputs, ScoreParams(1.0), VARLEN).grad
     with torch.no_grad():
-        assert not CallSpec(*_facts(*inputs, (1.0, None, None, None), VARLEN)).grad
+        assert not call_spec(*inputs, ScoreParams(1.0), VARLEN).grad
 
 
 def test_pages_refuse_gradients_instead_of_keeping_the_graph_alive():
@@ -183,7 +201,7 @@ def test_pages_refuse_gradients_instead_of_keeping_the_graph_alive():
     where = torch.tensor([[0]], **ints), torch.tensor([3], **ints), torch.arange(3)
     varlen = Varlen(VARLEN.cu_seqlens, 3, Pages(cache, *where, 3))
     q, k, v = qkv()
-    with pytest.raises(ValueError, match="pages keep no gradients"):
+    with pytest.raises(ValueError, match="paged attention has no gradients"):
         attend(q, k.requires_grad_(), v, varlen)
     with torch.no_grad():
         attend(q, k, v, varlen)
@@ -194,13 +212,13 @@ def test_the_environment_speaks_only_of_calls_that_the_backend_offers(monkeypatc
     """A run that trains and generates makes both kinds; no one name serves them all."""
     monkeypatch.setenv("NOPAD_ATTENTION", "cudnn")
     assert (
-        selection.select(facts(page_size=16)) == "sdpa" and selection.forced_paged_backend() is None
+        selection.select(spec(page_size=16)) == "sdpa" and selection.forced_paged_backend() is None
     )
-    with pytest.raises(ValueError, match="'cudnn' cannot serve"):
-        selection.select(facts())
+    with pytest.raises(ValueError, match="'cudnn' does not support"):
+        selection.select(spec())
     monkeypatch.setenv("NOPAD_ATTENTION", "triton")
-    assert selection.select(facts()) == "sdpa" and selection.forced_paged_backend() == "triton"
-    assert selection.select(facts(page_size=16)) == "triton"  # interpreted
+    assert selection.select(spec()) == "sdpa" and selection.forced_paged_backend() == "triton"
+    assert selection.select(spec(page_size=16)) == "triton"  # interpreted
     monkeypatch.setenv("NOPAD_ATTENTION", "flsh")
     with pytest.raises(ValueError, match="no attention backend is called 'flsh'"):
-        selection.select(facts())
+        selection.select(spec())

@@ -16,18 +16,18 @@ from nopad.attention import (
     layer_shapes,
     unsupported_reason,
 )
-from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
-from nopad.attention.hf.selfcheck import worst
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
+from nopad.attention.hf.selfcheck import nan_max
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 def tiny(kind="llama", attention="nopad", **changes):
-    config = shrink(CONFIG_MAPPING[kind](), **changes)
+    config = tiny_config(CONFIG_MAPPING[kind](), **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    scramble(model)
+    randomize_weights(model)
     return model.eval()
 
 
@@ -44,12 +44,12 @@ def gradients(model, batch):
 
 
 def largest(a, b):
-    return worst((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+    return nan_max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():
     model = tiny().train()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     plain = gradients(model, batch)
     model.gradient_checkpointing_enable()
     assert largest(plain, gradients(model, batch)) == 0
@@ -59,12 +59,12 @@ def test_checkpointed_layers_that_lose_keywords_still_find_their_boundaries():
     model = tiny("nemotron").train()
     oracle = with_attention(model, "eager")
     model.gradient_checkpointing_enable()
-    assert check_packed(model, oracle).right()
+    assert check_packed(model, oracle).within()
 
 
 def test_an_evaluation_through_pages_in_the_middle_leaves_training_as_it_was():
     model = tiny().train()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     plain, state = gradients(model, batch), torch.get_rng_state()
     check_paged(model)
     assert model.training and torch.equal(state, torch.get_rng_state())
@@ -73,7 +73,7 @@ def test_an_evaluation_through_pages_in_the_middle_leaves_training_as_it_was():
 
 def test_rows_of_a_batch_are_sequences_when_nothing_else_is_said():
     model = tiny()
-    rows = torch.cat(draw_documents(model, (7, 7, 7)))
+    rows = torch.cat(random_documents(model, (7, 7, 7)))
     together = model(input_ids=rows, use_cache=False).logits
     alone = torch.cat([model(input_ids=row[None], use_cache=False).logits for row in rows])
     assert (together - alone).abs().max() < 1e-4
@@ -81,7 +81,7 @@ def test_rows_of_a_batch_are_sequences_when_nothing_else_is_said():
 
 def test_several_packed_rows_take_flat_boundaries():
     model = tiny()
-    first, second = (batch_of(draw_documents(model, (5, 3), seed)) for seed in (0, 1))
+    first, second = (packed_batch(random_documents(model, (5, 3), seed)) for seed in (0, 1))
     batch = {k: torch.cat([first[k], second[k]]) for k in ("input_ids", "position_ids")}
     flat = torch.tensor([0, 5, 8, 13, 16], dtype=torch.int32)
     got = model(**batch, cu_seq_lens_q=flat, cu_seq_lens_k=flat, max_length_q=5, use_cache=False)
@@ -91,7 +91,7 @@ def test_several_packed_rows_take_flat_boundaries():
 
 def test_restarting_positions_alone_keep_documents_apart():
     model = tiny()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     want = model(**batch).logits
     only = {k: batch[k] for k in ("input_ids", "position_ids", "use_cache")}
     assert (model(**only).logits - want).abs().max() < 1e-4
@@ -99,7 +99,7 @@ def test_restarting_positions_alone_keep_documents_apart():
 
 def test_boundaries_of_the_keys_alone_are_those_of_the_queries():
     model = tiny()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     want = model(**batch).logits
     only = {k: batch[k] for k in ("input_ids", "cu_seq_lens_k", "max_length_k", "use_cache")}
     assert (model(**only).logits - want).abs().max() < 1e-4
@@ -107,7 +107,7 @@ def test_boundaries_of_the_keys_alone_are_those_of_the_queries():
 
 def test_autocast_narrows_attention_as_it_narrows_every_product():
     model = tiny()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     seen = []
     original = interface.attend
     interface.attend = lambda q, *rest, **rule: seen.append(q.dtype) or original(q, *rest, **rule)
@@ -145,9 +145,9 @@ def test_a_mask_of_ones_says_nothing_and_passes():
 def test_a_compiled_model_looks_at_its_mask_too():
     model, ids = tiny(layers=1), torch.arange(3, 11)[None]
     padded = torch.tensor([[0] * 3 + [1] * 5])
-    whole = torch.compile(model, backend="eager", fullgraph=True)
+    fullgraph = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="takes no attention_mask"):
-        whole(input_ids=ids, attention_mask=padded, use_cache=False)
+        fullgraph(input_ids=ids, attention_mask=padded, use_cache=False)
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match="takes no attention_mask"):
         compiled(input_ids=ids, attention_mask=padded, use_cache=False)
@@ -159,7 +159,7 @@ def test_boundaries_that_were_cut_off_are_refused_by_their_shape_alone(compiled,
     """As Accelerate's `prepare` hands them on, which slices every tensor of a batch like a row."""
     torch.compiler.reset()
     model = tiny(layers=1)
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     run = torch.compile(model, backend="eager") if compiled else model
     cut = batch["cu_seq_lens_q"][:entries]
     with pytest.raises(
@@ -198,10 +198,10 @@ def test_attention_dropout_is_refused_in_training():
 
 def test_chunked_attention_is_refused_beyond_one_chunk():
     model = tiny("llama4_text")
-    assert check_packed(model, with_attention(model, "eager")).right()
+    assert check_packed(model, with_attention(model, "eager")).within()
     model.config.attention_chunk_size = 8
     with pytest.raises(ValueError, match="chunks of 8"):
-        model(**batch_of(draw_documents(model)))
+        model(**packed_batch(random_documents(model)))
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_shapes_of_the_cache_are_probed_without_a_trace():
 
 def test_the_proof_passes_where_every_layer_is_told_and_fails_where_one_is_not():
     model = tiny("nemotron")
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     varlen = Varlen(batch["cu_seq_lens_q"], batch["max_length_q"])
     with check_every_layer(model), forward_context(varlen):
         model(**batch)
     with pytest.raises(ValueError, match="did not receive"), check_every_layer(model):
-        model(**batch)  # nemotron drops the keywords, and nobody carries them
+        model(**batch)  # nemotron drops the keywords, and there is no context
 
 
 def test_the_proof_fails_on_a_layer_that_does_not_call_the_function():
@@ -244,7 +244,7 @@ def test_the_proof_fails_on_a_layer_that_does_not_call_the_function():
 def test_fixed_shapes_compile_to_one_graph_without_breaks():
     model, batches = tiny(), []
     for lengths in ((9, 1, 14, 6), (20, 4, 3, 3)):
-        batch = batch_of(draw_documents(model, lengths))
+        batch = packed_batch(random_documents(model, lengths))
         padded = torch.cat([batch["cu_seq_lens_q"], torch.full((3,), 30, dtype=torch.int32)])
         batches.append({**batch, "cu_seq_lens_q": padded, "cu_seq_lens_k": padded})
         batches[-1] |= {"max_length_q": 30, "max_length_k": 30}
@@ -292,7 +292,7 @@ def test_ddp_and_fsdp2_give_the_same_gradients(one_rank):
     from torch.nn.parallel import DistributedDataParallel
 
     model = tiny()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     plain = gradients(model, batch)
     wrapped = DistributedDataParallel(copy.deepcopy(model))
     assert largest(plain, gradients(wrapped, batch)) < 1e-6
@@ -308,11 +308,11 @@ def test_ddp_and_fsdp2_give_the_same_gradients(one_rank):
 def test_only_one_sequence_moves_when_it_is_changed():
     """The seeded fault for all of the above: forget one boundary, and a neighbour moves."""
     model = tiny()
-    batch = batch_of(draw_documents(model))
+    batch = packed_batch(random_documents(model))
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     other["input_ids"][0, :9] = batch["input_ids"][0, :9].flip(0)
-    told = [model(**b).logits[:, 9:] for b in (batch, other)]
-    assert torch.equal(*told)
+    isolated = [model(**b).logits[:, 9:] for b in (batch, other)]
+    assert torch.equal(*isolated)
     joined = batch["cu_seq_lens_q"][[0, 2, 3, 4, 5]]
     blind = [model(**{**b, "cu_seq_lens_q": joined}).logits[:, 9:] for b in (batch, other)]
     assert not torch.equal(*blind)

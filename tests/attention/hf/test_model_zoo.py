@@ -10,8 +10,8 @@ import copy
 import pytest
 import torch
 from nopad.attention import check_every_layer, unsupported_reason
-from nopad.attention.hf import batch_of, check_packed, check_paged, draw_documents, interface
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LARGEST = 3_000_000
 REFUSED, TOO_BIG = "refused", "not built small"
-# `unsupported_reason` gives each one's reason: state beside attention, no attention interface, sparse
-# choice of keys, positions that cannot restart.
+# `unsupported_reason` gives the reason of each: state beside attention, no attention interface,
+# sparse selection of keys, positions that cannot restart.
 _REFUSED = """
 axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
 camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon
@@ -31,7 +31,7 @@ qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rembert rob
 roberta-prelayernorm roformer rwkv trocr whisper xglm xlm xlm-roberta xlm-roberta-xl
 xlstm
 """
-# With sizes that hang together in ways `shrink` does not know.
+# With sizes that hang together in ways `tiny_config` does not know.
 _TOO_BIG = """
 bamba blt cohere_compass_text cpmant dbrx falcon_h1 gemma3n gemma4_assistant
 gemma4_unified_assistant got_ocr2 gpt_neo lfm2_moe mamba2 musicgen musicgen_melody
@@ -48,7 +48,7 @@ class NotBuiltSmall(Exception):
 def build(kind):
     """The config and a tiny model of it under eager attention."""
     try:
-        config = shrink(CONFIG_MAPPING[kind]())
+        config = tiny_config(CONFIG_MAPPING[kind]())
         with torch.device("meta"):  # some types ignore every size we ask for
             trial = eager(config)
         size = sum(p.numel() for p in trial.parameters())
@@ -58,7 +58,7 @@ def build(kind):
         oracle(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
     except Exception as error:
         raise NotBuiltSmall(f"{type(error).__name__}: {error}") from error
-    scramble(oracle)
+    randomize_weights(oracle)
     return config, oracle
 
 
@@ -83,7 +83,7 @@ def examine(kind):
         return REFUSED, reason
     model = with_nopad(config, oracle)
     packed, paged = check_packed(model, oracle), check_paged(model)
-    if not (packed.right() and paged <= 1e-3):
+    if not (packed.within() and paged <= 1e-3):
         return "wrong", f"{packed}, paged {paged}"
     for name, change in unused_rules(model).items():
         if not change >= 1e-3:
@@ -95,8 +95,8 @@ def examine(kind):
 
 
 def unused_rules(model):
-    """How far the logits move when a rule the model asks for (window, softcap, ...) is left out."""
-    batch = batch_of(draw_documents(model))
+    """How far the logits move without a parameter that the model uses (window, softcap, ...)."""
+    batch = packed_batch(random_documents(model))
     asked, attend = set(), interface.attend
 
     def spy(q, k, v, varlen, **rule):
@@ -109,10 +109,10 @@ def unused_rules(model):
     try:
         with torch.no_grad():
             with check_every_layer(model, positions_suffice=True):
-                whole = model(**batch).logits
+                complete = model(**batch).logits
             for name in sorted(asked):
                 dropped = {name}
-                changes[name] = (model(**batch).logits - whole).abs().max().item()
+                changes[name] = (model(**batch).logits - complete).abs().max().item()
     finally:
         interface.attend = attend
     return changes

@@ -1,11 +1,11 @@
-"""The self-check fails on what is not a number, wherever it stands: max() and > would lose it."""
+"""The self-check fails on a NaN in any of its differences: max() and > would lose it."""
 
 import pytest
 import torch
-from nopad.attention.hf import Packed, check_packed, check_paged, interface
-from nopad.attention.hf.selfcheck import worst
+from nopad.attention.hf import PackedDifferences, check_packed, check_paged, interface
+from nopad.attention.hf.selfcheck import nan_max
 from nopad.cli import isolation
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -14,9 +14,9 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def oracle():
-    config = shrink(CONFIG_MAPPING["llama"]())
+    config = tiny_config(CONFIG_MAPPING["llama"]())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    scramble(model)
+    randomize_weights(model)
     return model.eval()
 
 
@@ -52,22 +52,22 @@ def spoil(monkeypatch, fault):
 @pytest.mark.parametrize("fault", ["pages", "gradient", "first"])
 def test_nan_is_wrong(oracle, monkeypatch, fault):
     model = isolation.with_attention(oracle, "nopad")
-    assert check_packed(model, oracle).right() and check_paged(model) < 1e-3
+    assert check_packed(model, oracle).within() and check_paged(model) < 1e-3
     spoil(monkeypatch, fault)
     packed = check_packed(model, oracle)
-    assert packed.right() is (fault == "pages"), packed
+    assert packed.within() is (fault == "pages"), packed
     if fault == "pages":
         assert torch.tensor(check_paged(model)).isnan()
-    assert isolation.examine(oracle, "nopad").verdict == "WRONG"
+    assert isolation.check_isolation(oracle, "nopad").verdict == "WRONG"
 
 
 def test_the_worst_of_numbers_is_the_one_that_is_none():
-    assert worst([0.5, NAN, 1.0]) != worst([0.5, NAN, 1.0])
-    assert worst([0.5, 2.0]) == 2.0 and worst([]) == 0.0
+    assert nan_max([0.5, NAN, 1.0]) != nan_max([0.5, NAN, 1.0])
+    assert nan_max([0.5, 2.0]) == 2.0 and nan_max([]) == 0.0
 
 
 def test_every_difference_of_a_pack_counts():
     for place in range(4):
         numbers = [0.0] * 4
         numbers[place] = NAN
-        assert not Packed(*numbers).right()
+        assert not PackedDifferences(*numbers).within()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from nopad.attention import PagedCache
 from nopad.attention.backends.kv_write import write
-from nopad.kernels.kv_write import write_slots
+from nopad.kernels import write_kv
 
 
 def test_copies_read_before_they_write():
@@ -12,7 +12,7 @@ def test_copies_read_before_they_write():
     for layer in range(2):
         for tensor in cache.layer(layer):
             tensor += torch.arange(4.0).view(4, 1, 1, 1)
-    cache.copy_page([0, 1], [1, 2])
+    cache.copy_pages([0, 1], [1, 2])
     for layer in range(2):
         for tensor in cache.layer(layer):
             assert tensor[:, 0, 0, 0].tolist() == [0, 0, 1, 3]
@@ -25,11 +25,11 @@ def test_a_cache_weighs_what_it_says():
 
 
 def test_pages_under_sixteen_tokens_are_refused():
-    with pytest.raises(ValueError, match="8 tokens"):
+    with pytest.raises(ValueError, match="page_size=8 is too small"):
         PagedCache(4, 8, [(1, 8, 8)], torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("writer", [write, write_slots])
+@pytest.mark.parametrize("writer", [write, write_kv])
 def test_tokens_land_in_their_slots_and_minus_one_nowhere(writer):
     cache = PagedCache(4, 16, [(3, 8, 5)], torch.float32, "cpu")
     keys, values = cache.layer(0)

@@ -1,4 +1,4 @@
-"""What does not fit the memory: a graph costs itself, a step its size; no GPU needed."""
+"""Out of memory: a graph is skipped, a step is made smaller; no GPU needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import capture
-from nopad.inference.execution.cuda_graphs import DecodeGraphs, _recording
+from nopad.inference.execution.cuda_graphs import DecodeGraphs, _capture_into
 
 FULL = [
     torch.OutOfMemoryError("seeded"),
@@ -21,40 +21,40 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def made(monkeypatch) -> DecodeGraphs:
+def graphs(monkeypatch) -> DecodeGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing: Any = None
-    return DecodeGraphs(nothing, torch.zeros(65, dtype=torch.int64), room=1)
+    return DecodeGraphs(nothing, torch.zeros(65, dtype=torch.int64), byte_budget=1)
 
 
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
 def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
-    tiny, made, monkeypatch, caplog, full
+    tiny, graphs, monkeypatch, caplog, full
 ):
-    tried = []
+    attempts = []
 
     def capture(arrays, forward):
-        tried.append(1)
+        attempts.append(1)
         raise full
 
     engine = Engine(tiny("llama"), page_size=16)
-    want = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
-    assert engine._machine is not None
-    monkeypatch.setattr(made, "_capture", capture)
-    engine._machine.runner._graphs = made
+    want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    assert engine._executor is not None
+    monkeypatch.setattr(graphs, "_capture", capture)
+    engine._executor.runner._graphs = graphs
     before = engine.max_num_batched_tokens, engine.max_num_seqs
-    got = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    got = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert got == want and (engine.max_num_batched_tokens, engine.max_num_seqs) == before
-    assert len(tried) == 1 and "without" in caplog.text
+    assert len(attempts) == 1 and "without" in caplog.text
     assert engine.stats.preemptions == 0
 
 
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
 def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
     engine = Engine(tiny("llama"), page_size=16)
-    want = [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
-    assert engine._machine is not None
-    runner = engine._machine.runner
+    want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
+    assert engine._executor is not None
+    runner = engine._executor.runner
     real = runner._launch
 
     def launch(step):
@@ -63,24 +63,24 @@ def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
         return real(step)
 
     monkeypatch.setattr(runner, "_launch", launch)
-    assert [c.tokens for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)] == want
+    assert [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)] == want
 
 
-def test_an_error_that_is_not_about_memory_is_told(tiny, made, monkeypatch):
+def test_an_error_that_is_not_about_memory_is_told(tiny, graphs, monkeypatch):
     def capture(arrays, forward):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     engine = Engine(tiny("llama"), page_size=16)
     engine.generate([[5, 6]], GREEDY)
-    assert engine._machine is not None
-    monkeypatch.setattr(made, "_capture", capture)
-    engine._machine.runner._graphs = made
+    assert engine._executor is not None
+    monkeypatch.setattr(graphs, "_capture", capture)
+    engine._executor.runner._graphs = graphs
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate([[5, 6]], GREEDY)
 
 
 class Stream:
-    """A stream that knows whom it waited for; one that waits may be told to fail."""
+    """A stream that records what it waited for; waiting can be made to fail."""
 
     def __init__(self, broken: bool = False):
         self.waited, self._broken = [], broken
@@ -97,25 +97,25 @@ def test_a_branch_that_does_not_fit_leaves_no_fork_open(monkeypatch, failing, br
     main, sides = Stream(broken), [Stream(), Stream()]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(capture, "streams", lambda device: [None, *sides])
+    monkeypatch.setattr(capture, "capture_streams", lambda device: [None, *sides])
 
-    def branch(place):
+    def branch(index):
         def run(x):
-            if place == failing:
+            if index == failing:
                 raise torch.OutOfMemoryError("seeded")
 
         return run
 
     x: Any = SimpleNamespace(is_cuda=True, device=None)
-    with pytest.raises(torch.OutOfMemoryError, match="seeded"), capture.for_capture():
-        capture.side_by_side(x, *map(branch, range(3)))
+    with pytest.raises(torch.OutOfMemoryError, match="seeded"), capture.capture_mode():
+        capture.run_on_streams(x, *map(branch, range(3)))
     forked = [side for side in sides if side.waited]
     assert main.waited == (forked[:1] if broken else forked)
     assert len(forked) == (failing or 2)
 
 
 class BrokenGraph:
-    """A graph whose capture cannot be ended, as after a branch that was never joined."""
+    """A graph whose capture cannot end, as after a branch that was never joined."""
 
     def capture_begin(self, pool, capture_error_mode):
         pass
@@ -126,7 +126,7 @@ class BrokenGraph:
 
 def test_a_capture_broken_off_tells_what_broke_it():
     graph: Any = BrokenGraph()
-    with pytest.raises(torch.OutOfMemoryError, match="seeded"), _recording(graph, (0, 0)):
+    with pytest.raises(torch.OutOfMemoryError, match="seeded"), _capture_into(graph, (0, 0)):
         raise torch.OutOfMemoryError("seeded")
-    with pytest.raises(RuntimeError, match="unjoined"), _recording(graph, (0, 0)):
+    with pytest.raises(RuntimeError, match="unjoined"), _capture_into(graph, (0, 0)):
         pass

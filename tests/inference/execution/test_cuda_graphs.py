@@ -1,4 +1,4 @@
-"""Which graph serves a step, and what follows when a backend cannot be captured; no GPU needed."""
+"""Which graph runs a step, and what happens if a backend cannot be captured; no GPU needed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import DecodeGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.slot_params import SlotParams
+from nopad.inference.scheduling.row_params import RowParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:
     return SimpleNamespace(
-        requests=[None] * rows, yielding=[None] * rows, rows=[None] * rows, max_tokens=1,
-        table=np.zeros((rows, pages), np.int32),
+        requests=[None] * rows, sampled_requests=[None] * rows, logits_indices=[None] * rows,
+        max_query_len=1, page_table=np.zeros((rows, pages), np.int32),
     )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def step(rows: int = 3, pages: int = 2) -> Any:
 def graphs(monkeypatch) -> DecodeGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing: Any = None
-    return DecodeGraphs(nothing, torch.zeros(5, dtype=torch.int64), room=1)
+    return DecodeGraphs(nothing, torch.zeros(5, dtype=torch.int64), byte_budget=1)
 
 
 def test_a_backend_asked_for_by_name_has_graphs_of_its_own(graphs, monkeypatch):
@@ -41,38 +41,38 @@ def test_a_backend_asked_for_by_name_has_graphs_of_its_own(graphs, monkeypatch):
 
 def test_without_room_no_backend_replays_the_graph_of_another(graphs):
     graphs._captured = {graphs._key(step(rows=8)): None}
-    graphs._taken = graphs._room
+    graphs._used_bytes = graphs._byte_budget
     assert graphs._key(step()) == (None, 8, 4)
     with force_paged_backend("flash2"):
-        assert graphs._key(step()) is None and not graphs.serves(step())
+        assert graphs._key(step()) is None and not graphs.can_run(step())
 
 
 def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
-    tried = []
+    attempts = []
 
     class Graphs(list):
-        def serves(self, step):
+        def can_run(self, step):
             return True
 
         def run(self, step, forward):
-            tried.append(1)
+            attempts.append(1)
             raise NotCapturable("it reads lengths on the host")
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = ModelRunner(nothing, nothing, SlotParams(4), Stats(), cpu, room_for_graphs=0)
+    runner = ModelRunner(nothing, nothing, RowParams(4), Stats(), cpu, graph_byte_budget=0)
     runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):
             assert runner._replay(step()) is None
-    assert len(tried) == len(caplog.records) == 1 and "lengths" in caplog.text
+    assert len(attempts) == len(caplog.records) == 1 and "lengths" in caplog.text
     runner._replay(step())
-    assert len(tried) == 2
+    assert len(attempts) == 2
 
 
 def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch):
     class Graphs(list):
-        def serves(self, step):
+        def can_run(self, step):
             return True
 
         def run(self, step, forward):
@@ -81,10 +81,10 @@ def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch)
     engine = Engine(tiny("llama"))
     captures = []
     for gathering in (False, True, False):
-        monkeypatch.setattr(session, "gathers", lambda model, now=gathering: now)
+        monkeypatch.setattr(session, "gathers_parameters", lambda model, now=gathering: now)
         engine.generate([[5, 6]], SamplingParams(max_tokens=1))
-        assert engine._machine is not None
-        runner = engine._machine.runner
+        assert engine._executor is not None
+        runner = engine._executor.runner
         runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
         captures.append(runner._replay(step()))
         runner._graphs = None

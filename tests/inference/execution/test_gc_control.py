@@ -1,4 +1,4 @@
-"""Collections of garbage wait, and afterwards everything is as the caller had it."""
+"""Garbage collection is deferred, and afterwards its settings are the caller's again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nopad.inference.requests.request_group import RequestGroup
 
 @pytest.fixture
 def collected():
-    """The generations collected meanwhile; full ones come soon, however much is loaded."""
+    """The generations collected meanwhile; full collections are made frequent."""
     seen = []
     gc.freeze()
-    gc.collect()  # Python puts a full one off until a quarter more lives than after the last
+    gc.collect()  # Python skips a full one until 25 % more objects survive than after the last
 
     def note(phase, info):
         if phase == "start":

@@ -1,4 +1,4 @@
-"""Sampling: each knob against plain arithmetic, and draws that depend on the request alone."""
+"""Sampling: each parameter against its definition; samples depend on their request alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nopad.inference.execution.sampler import (
     LogitEdits,
     Penalties,
     SamplingInputs,
+    _apply_penalties,
     gather_logprobs,
     sample,
 )
@@ -25,18 +26,18 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def choice(heat, uniform, k=0, p=1.0, m=0.0) -> SamplingInputs:
+def inputs(temperature, uniform, k=0, p=1.0, m=0.0) -> SamplingInputs:
     n = len(uniform)
     filters = Filters(
         torch.arange(n), torch.full((n,), k), torch.full((n,), p), torch.full((n,), m)
     )
     u = torch.tensor(uniform, dtype=torch.float64)
-    return SamplingInputs(None, None, torch.full((n,), heat), u, filters)
+    return SamplingInputs(None, None, torch.full((n,), temperature), u, filters)
 
 
-def allowed(logits, heat, k, p, m) -> np.ndarray:
-    """The distribution by the definitions: top-k, then top-p and min-p of what is left."""
-    z = logits.double().numpy() / heat
+def expected_distribution(logits, temperature, k, p, m) -> np.ndarray:
+    """The distribution by definition: top-k, then top-p and min-p of the rest."""
+    z = logits.double().numpy() / temperature
     order = np.argsort(-z, kind="stable")
     keep = np.zeros(V, bool)
     kept = order[: k or V]
@@ -59,19 +60,21 @@ def allowed(logits, heat, k, p, m) -> np.ndarray:
     st.sampled_from([0.0, 0.1, 0.9]),
     st.floats(0, 0.999999),
 )
-def test_a_draw_inverts_the_filtered_distribution(seed, heat, k, p, m, u):
+def test_a_draw_inverts_the_filtered_distribution(seed, temperature, k, p, m, u):
     logits = rows(1, seed)
-    token = int(sample(logits, choice(heat, [u], k, p, m))[0])
-    cdf = np.cumsum(allowed(logits[0], heat, k, p, m))
+    token = int(sample(logits, inputs(temperature, [u], k, p, m))[0])
+    cdf = np.cumsum(expected_distribution(logits[0], temperature, k, p, m))
     assert cdf[token] > u - 1e-5 and (token == 0 or cdf[token - 1] <= u + 1e-5)
 
 
 def test_many_draws_have_the_distribution_they_should():
     logits = rows(1, 5)
     u = uniform(np.full(20000, 9), np.arange(20000))
-    tokens = sample(logits.expand(len(u), -1), choice(0.8, u.tolist(), 0, 0.9, 0.0))
-    found = np.bincount(tokens.numpy(), minlength=V) / len(u)
-    np.testing.assert_allclose(found, allowed(logits[0], 0.8, 0, 0.9, 0.0), atol=0.012)
+    tokens = sample(logits.expand(len(u), -1), inputs(0.8, u.tolist(), 0, 0.9, 0.0))
+    frequencies = np.bincount(tokens.numpy(), minlength=V) / len(u)
+    np.testing.assert_allclose(
+        frequencies, expected_distribution(logits[0], 0.8, 0, 0.9, 0.0), atol=0.012
+    )
 
 
 def test_uniforms_are_uniform_and_independent_of_each_other():
@@ -90,16 +93,14 @@ def test_penalties_follow_their_definitions():
         torch.tensor([1.3, 1.0]), torch.tensor([0.5, 0.0]), torch.tensor([0.0, 0.7]),
     )  # fmt: skip
     want = logits.clone()
-    for token in {1, 2, 5, 9}:  # prompt and output; the last 9 lies past its length
+    for token in {1, 2, 5, 9}:  # prompt and output; the last 9 is past its length
         x = want[0, token]
         want[0, token] = x / 1.3 if x > 0 else x * 1.3
     for token in {2, 5, 9}:
         want[0, token] -= 0.5
     want[1, 3] -= 0.7 * 3
     got = logits.clone()
-    from nopad.inference.execution.sampler import _penalise
-
-    _penalise(got, penalties)
+    _apply_penalties(got, penalties)
     torch.testing.assert_close(got, want)
 
 
@@ -117,8 +118,8 @@ def test_bias_and_bans_change_single_logits_only():
 def test_logits_that_are_no_numbers_fail_their_row_alone():
     logits = rows(3, 6)
     logits[1, 4] = torch.nan
-    for how in (SamplingInputs(), choice(1.0, [0.3, 0.3, 0.3])):
-        tokens = sample(logits, how).tolist()
+    for sampling in (SamplingInputs(), inputs(1.0, [0.3, 0.3, 0.3])):
+        tokens = sample(logits, sampling).tolist()
         assert tokens[1] == -1 and min(tokens[0], tokens[2]) >= 0
 
 
@@ -126,14 +127,14 @@ def test_logits_that_are_no_numbers_fail_their_row_alone():
 def test_rows_without_a_distribution_fail_alone(knobs):
     logits = rows(4, 6)
     logits[1, 4], logits[2] = torch.inf, -torch.inf
-    tokens = sample(logits, choice(1.0, [0.5] * 4, **knobs)).tolist()
+    tokens = sample(logits, inputs(1.0, [0.5] * 4, **knobs)).tolist()
     assert tokens[1] == tokens[2] == -1 and min(tokens[0], tokens[3]) >= 0
-    tokens = sample(logits * 1e38, choice(0.5, [0.5] * 4, **knobs)).tolist()
-    assert set(tokens) == {-1}, "cooled, they are more than floats hold"
-    heat = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    tokens = sample(logits * 1e38, inputs(0.5, [0.5] * 4, **knobs)).tolist()
+    assert set(tokens) == {-1}, "divided by the temperature, they overflow"
+    temperature = torch.tensor([0.0, 0.0, 1.0, 1.0])
     uniform = torch.full((4,), 0.5, dtype=torch.float64)
-    tokens = sample(logits, SamplingInputs(temperature=heat, uniform=uniform)).tolist()
-    assert tokens[1] == 4 and tokens[2] == -1, "greedy rows take what is largest"
+    tokens = sample(logits, SamplingInputs(temperature=temperature, uniform=uniform)).tolist()
+    assert tokens[1] == 4 and tokens[2] == -1, "greedy rows take the largest"
 
 
 def test_infinite_logits_end_a_sampled_request_with_an_error(tiny):
@@ -145,8 +146,8 @@ def test_infinite_logits_end_a_sampled_request_with_an_error(tiny):
         bad, good = Engine(model).generate([[3, 4], [5, 6]], [hot, greedy])
     finally:
         hook.remove()
-    assert bad.finish_reason == "error" and "NaN or infinite" in bad.error and not bad.tokens
-    assert good.tokens == [5, 5, 5] and good.error is None
+    assert bad.finish_reason == "error" and "NaN or infinite" in bad.error and not bad.token_ids
+    assert good.token_ids == [5, 5, 5] and good.error is None
 
 
 HOT = torch.tensor([5])
@@ -155,11 +156,11 @@ HOT = torch.tensor([5])
 def test_likelihoods_are_log_softmax():
     logits = rows(4, 8)
     tokens = torch.tensor([0, 5, int(logits[2].argmax()), 22])
-    found = gather_logprobs(logits, tokens, 3)
+    logprobs = gather_logprobs(logits, tokens, 3)
     want = logits.log_softmax(-1)
-    torch.testing.assert_close(found.logprob, want[torch.arange(4), tokens])
-    torch.testing.assert_close(found.top_logprobs, want.topk(3).values)
-    assert found.greedy.tolist()[2] is True
+    torch.testing.assert_close(logprobs.logprob, want[torch.arange(4), tokens])
+    torch.testing.assert_close(logprobs.top_logprobs, want.topk(3).values)
+    assert logprobs.is_greedy.tolist()[2] is True
 
 
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
@@ -170,15 +171,15 @@ def test_samples_do_not_depend_on_batch_order_chunks_or_preemption(tiny, knobs):
     model = tiny("llama")
     prompts = [[3 + i, 5, 8 + 2 * i] * (1 + 3 * i) for i in range(5)]
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=9, ignore_eos=True, **knobs)
-    alone = [Engine(model).generate([p], params)[0].tokens for p in prompts]
+    alone = [Engine(model).generate([p], params)[0].token_ids for p in prompts]
     assert len({tuple(t) for t in alone}) == len(prompts)
-    run_on_all_ranks = [c.tokens for c in Engine(model).generate(prompts, params)]
-    assert run_on_all_ranks == alone
-    back = [c.tokens for c in Engine(model).generate(prompts[::-1], params)]
+    together = [c.token_ids for c in Engine(model).generate(prompts, params)]
+    assert together == alone
+    back = [c.token_ids for c in Engine(model).generate(prompts[::-1], params)]
     assert back[::-1] == alone
-    # Memory for 5 pages of 16 tokens: they take turns.
+    # Memory for 5 pages of 16 tokens: requests are preempted.
     tight = Engine(model, memory=5 * 16 * 2 * 2 * 2 * 8 * 4, page_size=16, max_num_batched_tokens=7)
-    assert [c.tokens for c in tight.generate(prompts, params)] == alone
+    assert [c.token_ids for c in tight.generate(prompts, params)] == alone
     assert tight.stats.preemptions > 0
 
 
@@ -188,8 +189,8 @@ def test_greedy_with_sampled_neighbours_stays_greedy(tiny):
     greedy = SamplingParams(temperature=0, max_tokens=8)
     hot = SamplingParams(temperature=1.5, max_tokens=8, seed=1, logprobs=2)
     mixed = Engine(model).generate(prompts, [greedy, hot])
-    assert mixed[0].tokens == Engine(model).generate([prompts[0]], greedy)[0].tokens
-    assert mixed[0].logprobs is None and len(mixed[1].logprobs) == len(mixed[1].tokens)
+    assert mixed[0].token_ids == Engine(model).generate([prompts[0]], greedy)[0].token_ids
+    assert mixed[0].logprobs is None and len(mixed[1].logprobs) == len(mixed[1].token_ids)
 
 
 def test_n_completions_share_their_prompt_and_differ(tiny):
@@ -198,18 +199,18 @@ def test_n_completions_share_their_prompt_and_differ(tiny):
     params = SamplingParams(temperature=1.0, n=4, max_tokens=3, seed=2, ignore_eos=True)
     (done,) = engine.generate([prompt], params)
     every = [done, *done.others]
-    assert len({tuple(c.tokens) for c in every}) == 4
+    assert len({tuple(c.token_ids) for c in every}) == 4
     # The prompt once, the last 16 tokens for each of the others, two decodes each.
-    assert engine.stats.tokens_run == 80 + 3 * 16 + 4 * 2
+    assert engine.stats.num_computed_tokens == 80 + 3 * 16 + 4 * 2
 
 
 def test_the_same_prompt_twice_without_a_seed_is_answered_twice(tiny):
     hot = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
     one, two = Engine(tiny("llama")).generate([[3, 4], [3, 4]], hot)
-    assert one.tokens != two.tokens
+    assert one.token_ids != two.token_ids
     seeded = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=0)
     one, two = Engine(tiny("llama")).generate([[3, 4], [3, 4]], seeded)
-    assert one.tokens == two.tokens
+    assert one.token_ids == two.token_ids
 
 
 def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
@@ -217,18 +218,18 @@ def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
     hot = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
 
     def submitted(count: int, **more) -> list[list[int]]:
-        """All of them, the later ones submitted while the first run or after they ended."""
+        """Add requests while earlier ones run or after they ended; return all token lists."""
         order, done = [], {}
         while len(done) < count:
             if len(order) < count:
-                order.append(engine.submit([3, 4], hot | more))
-            done |= {e.request: e.completion.tokens for e in engine.step() if e.completion}
+                order.append(engine.add_request([3, 4], hot | more))
+            done |= {e.request_id: e.completion.token_ids for e in engine.step() if e.completion}
         return [done[number] for number in order]
 
     answers = submitted(12)
     assert len({tuple(tokens) for tokens in answers}) == 12
-    assert answers == [c.tokens for c in engine.generate([[3, 4]] * 12, hot)]
-    assert submitted(12) == answers, "an idle engine begins again"
+    assert answers == [c.token_ids for c in engine.generate([[3, 4]] * 12, hot)]
+    assert submitted(12) == answers, "an idle engine starts over"
     assert submitted(3, seed=0) == [submitted(1, seed=0)[0]] * 3
 
 
@@ -240,15 +241,15 @@ def test_prompt_logprobs_and_logprobs_equal_a_plain_forward(tiny):
     )
     (done,) = Engine(model, max_num_batched_tokens=2).generate([prompt], params)
     with torch.no_grad():
-        want = model(torch.tensor([prompt + done.tokens])).logits[0].log_softmax(-1)
+        want = model(torch.tensor([prompt + done.token_ids])).logits[0].log_softmax(-1)
     assert done.prompt_logprobs[0] is None
     for place, entry in enumerate(done.prompt_logprobs[1:], start=1):
-        assert entry.token == prompt[place]
+        assert entry.token_id == prompt[place]
         assert abs(entry.logprob - float(want[place - 1, prompt[place]])) < 1e-5
-        assert list(entry.top) == want[place - 1].topk(2).indices.tolist()
+        assert list(entry.top_logprobs) == want[place - 1].topk(2).indices.tolist()
     for place, entry in enumerate(done.logprobs, start=len(prompt)):
-        assert abs(entry.logprob - float(want[place - 1, entry.token])) < 1e-5
-        assert len(entry.top) == 3
+        assert abs(entry.logprob - float(want[place - 1, entry.token_id])) < 1e-5
+        assert len(entry.top_logprobs) == 3
 
 
 def test_min_tokens_holds_the_end_back_and_stop_ids_end(tiny):
@@ -256,21 +257,21 @@ def test_min_tokens_holds_the_end_back_and_stop_ids_end(tiny):
     free = Engine(model).generate(
         [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     )[0]
-    end = free.tokens[2]
-    first = free.tokens.index(end)
+    end = free.token_ids[2]
+    first = free.token_ids.index(end)
     stopped = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[end], ignore_eos=True)
     got = Engine(model).generate([[3, 4, 5]], stopped)[0]
-    assert got.tokens == free.tokens[: first + 1] and got.finish_reason == "stop"
+    assert got.token_ids == free.token_ids[: first + 1] and got.finish_reason == "stop"
     held = SamplingParams(
         temperature=0, max_tokens=20, min_tokens=10, stop_token_ids=[end], ignore_eos=True
     )
     later = Engine(model).generate([[3, 4, 5]], held)[0]
-    assert len(later.tokens) >= 10 and end not in later.tokens[:10]
+    assert len(later.token_ids) >= 10 and end not in later.token_ids[:10]
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy(tiny):
     engine = Engine(tiny("llama"))
     greedy, faint = (
-        SamplingParams(temperature=heat, max_tokens=6, ignore_eos=True) for heat in (0, 1e-42)
+        SamplingParams(temperature=t, max_tokens=6, ignore_eos=True) for t in (0, 1e-42)
     )
     assert engine.generate([[3, 4, 5]], faint) == engine.generate([[3, 4, 5]], greedy)

@@ -1,4 +1,4 @@
-"""What a rehearsal leaves out and puts back; the compiling itself shows on a GPU only."""
+"""Which launches precompilation skips and what it restores; compiling itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("triton", reason="kernels are Triton's")
 
-from nopad.attention.backends import selection
+from nopad.attention.backends import CallSpec, selection
 from nopad.inference.fused import precompile as stage
 from triton import knobs
 
-PACKED = ("cpu", torch.float32, 4, 2, 64, 64, False, False, False, False, 0, False, False)
-DECODE = ("cuda", torch.bfloat16, 32, 8, 64, 64, False, False, False, False, 256, True, False)
+PACKED = CallSpec("cpu", torch.float32, 4, 2, 64, 64, False, False, False, False, 0, False)
+DECODE = CallSpec("cuda", torch.bfloat16, 32, 8, 64, 64, False, False, False, False, 256, True)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def launch(module: str, key: str = "1") -> bool | None:
 
 def test_kernels_of_ours_are_left_out_and_compiled_once_each(compiled):
     with stage.precompile_kernels(torch.device("cpu")):
-        assert launch("nopad.kernels.skinny_kernels") and launch("nopad.kernels.skinny_kernels")
+        assert launch("nopad.kernels.skinny_gemm") and launch("nopad.kernels.skinny_gemm")
         assert launch("nopad.kernels.paged_decode", "2")
         assert not launch("liger_kernel.ops")
         assert not compiled
@@ -43,17 +43,16 @@ def test_kernels_of_ours_are_left_out_and_compiled_once_each(compiled):
 
 def test_nothing_is_left_changed_even_if_the_call_fails(compiled, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", theirs := lambda **launch: False)
-    select = selection.select
     with pytest.raises(ZeroDivisionError), stage.precompile_kernels(torch.device("cpu")):
-        assert selection.select is not select
+        assert not selection._trials.get() and knobs.runtime.jit_cache_hook is not theirs
         raise ZeroDivisionError
-    assert selection.select is select and knobs.runtime.jit_cache_hook is theirs
+    assert selection._trials.get() and knobs.runtime.jit_cache_hook is theirs
     assert not compiled
 
 
 def test_no_backend_is_judged_by_what_a_rehearsal_computes(compiled, monkeypatch):
-    """Once one was: its trial's kernels were left out, so it was found wrong, and passed over."""
-    monkeypatch.setattr(selection, "_trial", lambda name, ask: pytest.fail("a trial was made"))
+    """Once one was: its trial's kernels were skipped, so it was found wrong, and not selected."""
+    monkeypatch.setattr(selection, "trial_failure", lambda *_: pytest.fail("a trial was made"))
     with stage.precompile_kernels(torch.device("cpu")):
         assert selection.select(DECODE) == "triton"
         with selection.force_paged_backend("flash2"):
@@ -61,7 +60,7 @@ def test_no_backend_is_judged_by_what_a_rehearsal_computes(compiled, monkeypatch
 
 
 def test_other_threads_choose_as_ever_during_a_rehearsal(compiled, monkeypatch):
-    monkeypatch.setattr(selection, "choose", lambda facts, forced=None: "theirs")
+    monkeypatch.setattr(selection, "_cached_choice", lambda *_: "theirs")
     chosen = []
     with stage.precompile_kernels(torch.device("cpu")):
         other = Thread(target=lambda: chosen.append(selection.select(DECODE)))

@@ -1,9 +1,9 @@
-"""What a task does not ask for is taken from the model's generation_config, or refused."""
+"""Settings that a task does not give come from the model's generation_config, or are refused."""
 
 from __future__ import annotations
 
 import pytest
-from nopad.inference.harness.gen_kwargs import check_defaults, settle
+from nopad.inference.harness.gen_kwargs import check_generation_config, to_sampling_kwargs
 from nopad.inference.requests.sampling_params import SamplingParams
 from transformers import GenerationConfig
 
@@ -12,18 +12,21 @@ WARM = {"do_sample": True, "temperature": 0.7}
 
 
 def test_what_is_drawn_from_is_the_models_wish_where_the_task_has_none():
-    assert settle(WARM, GenerationConfig()) == {"temperature": 0.7, "top_k": 50}
-    own = GenerationConfig(do_sample=True, temperature=0.3, top_k=20, top_p=0.8, min_p=0.1)
-    wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
-    assert settle(WARM, own) == wanted
-    assert settle({**WARM, "top_k": 0, "top_p": 1.0}, own) == wanted | {"top_k": 0, "top_p": 1.0}
-    assert settle(GREEDY, own) == {"temperature": 0.0}, "they play no part"
+    assert to_sampling_kwargs(WARM, GenerationConfig()) == {"temperature": 0.7, "top_k": 50}
+    config = GenerationConfig(do_sample=True, temperature=0.3, top_k=20, top_p=0.8, min_p=0.1)
+    expected = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
+    assert to_sampling_kwargs(WARM, config) == expected
+    assert to_sampling_kwargs({**WARM, "top_k": 0, "top_p": 1.0}, config) == expected | {
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+    assert to_sampling_kwargs(GREEDY, config) == {"temperature": 0.0}, "they have no effect"
 
 
 def test_a_penalty_of_the_model_holds_without_draws_too():
-    own = GenerationConfig(repetition_penalty=1.2)
-    assert settle(GREEDY, own) == {"temperature": 0.0, "repetition_penalty": 1.2}
-    assert SamplingParams(**settle(GREEDY, own)).penalises
+    config = GenerationConfig(repetition_penalty=1.2)
+    assert to_sampling_kwargs(GREEDY, config) == {"temperature": 0.0, "repetition_penalty": 1.2}
+    assert SamplingParams(**to_sampling_kwargs(GREEDY, config)).has_penalties
 
 
 @pytest.mark.parametrize(
@@ -38,23 +41,23 @@ def test_a_penalty_of_the_model_holds_without_draws_too():
     ],
 )
 def test_a_setting_of_the_model_that_we_do_not_have_is_refused_with_the_way_out(name, value):
-    own = GenerationConfig(**{name: value})
+    config = GenerationConfig(**{name: value})
     way_out = f"sets {name} to .* model.generation_config.{name} = None"
     with pytest.raises(ValueError, match=way_out):
-        check_defaults(own)
+        check_generation_config(config)
     with pytest.raises(ValueError, match=way_out):
-        settle(GREEDY, own)
+        to_sampling_kwargs(GREEDY, config)
 
 
 def test_settings_that_change_nothing_are_taken():
-    check_defaults(None)
-    check_defaults(GenerationConfig())
-    check_defaults(GenerationConfig(num_beams=1, min_length=0, suppress_tokens=[]))
-    check_defaults(GenerationConfig(max_length=4096, eos_token_id=[1, 2], pad_token_id=0))
+    check_generation_config(None)
+    check_generation_config(GenerationConfig())
+    check_generation_config(GenerationConfig(num_beams=1, min_length=0, suppress_tokens=[]))
+    check_generation_config(GenerationConfig(max_length=4096, eos_token_id=[1, 2], pad_token_id=0))
 
 
 def test_what_only_changes_draws_is_refused_only_for_draws():
-    own = GenerationConfig(typical_p=0.9)
-    assert settle(GREEDY, own) == {"temperature": 0.0}
+    config = GenerationConfig(typical_p=0.9)
+    assert to_sampling_kwargs(GREEDY, config) == {"temperature": 0.0}
     with pytest.raises(ValueError, match="sets typical_p to 0"):
-        settle(WARM, own)
+        to_sampling_kwargs(WARM, config)

@@ -1,4 +1,4 @@
-"""What a Harness is given is checked when it is built, and stays as it was."""
+"""A Harness checks its arguments when it is built, and does not modify them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def small():
 
 @pytest.fixture
 def write(tmp_path):
-    """A task of generation as a dict, as tasks without a file are given."""
+    """A generation task as a dict, for tasks without a file."""
     lm_tasks.write_tasks(tmp_path, 4)
     return {
         "task": "tiny_write",
@@ -39,8 +39,11 @@ def write(tmp_path):
 
 
 WRONG = [
-    ({"temprature": 0.7}, r"^tiny_write: generation setting 'temprature': there are"),
-    ({"max_gen_toks": 100_000}, r"^tiny_write: max_gen_toks is 100000 and the model's length 256"),
+    ({"temprature": 0.7}, r"^tiny_write: generation setting 'temprature' is not supported"),
+    (
+        {"max_gen_toks": 100_000},
+        r"^tiny_write: max_gen_toks is 100000, which leaves no tokens .* 256",
+    ),
     ({"do_sample": True, "temperature": 1, "top_p": 2}, r"^tiny_write: top_p is 2; it must lie"),
     ({"temperature": None}, "^tiny_write: .*NoneType"),
 ]
@@ -54,7 +57,9 @@ def test_settings_that_cannot_be_followed_are_told_when_it_is_built(small, write
 
 def test_settings_of_a_task_that_cannot_be_followed_are_told_when_it_is_built(small, write):
     write["generation_kwargs"]["num_beams"] = 4
-    with pytest.raises(ValueError, match=r"^tiny_write: num_beams is 4: there is no beam search"):
+    with pytest.raises(
+        ValueError, match=r"^tiny_write: num_beams is 4: beam search is not supported"
+    ):
         harness(small, [write])
     harness(small, [write], gen_kwargs={"num_beams": 1})
 
@@ -66,24 +71,24 @@ def test_settings_in_a_line_are_refused(small, write):
 
 def test_a_task_that_was_given_stays_as_it_was(small, write):
     before = copy.deepcopy(write)
-    _asked(harness(small, [write], limit=1, gen_kwargs={"max_gen_toks": 2}), 2)
+    _samples(harness(small, [write], limit=1, gen_kwargs={"max_gen_toks": 2}), 2)
     assert write == before
-    _asked(harness(small, [write], limit=1), 8)
+    _samples(harness(small, [write], limit=1), 8)
 
 
 def test_numbers_may_be_numpys(small, write):
     numbers = {"limit": np.int64(2), "num_fewshot": np.int32(0)}
-    made = harness(small, [write], gen_kwargs={"max_gen_toks": np.int64(2)}, **numbers)
-    assert len(_asked(made, 2)) == 2
+    built = harness(small, [write], gen_kwargs={"max_gen_toks": np.int64(2)}, **numbers)
+    assert len(_samples(built, 2)) == 2
 
 
 def harness(small, tasks: list, **settings) -> Harness:
-    """A Harness that does not look through lm_eval's own tasks: that takes seconds."""
+    """Return a Harness that does not index lm_eval's own tasks: that takes seconds."""
     return Harness(*small, tasks, include_path=str(Path(__file__).parent), **settings)
 
 
-def _asked(made: Harness, tokens: int) -> list:
-    """The samples of its task, seen to ask for that many tokens."""
-    samples = made.results(samples=True)["samples"]["tiny_write"]
+def _samples(built: Harness, tokens: int) -> list:
+    """Return the samples of its task, after checking their max_gen_toks."""
+    samples = built.results(samples=True)["samples"]["tiny_write"]
     assert all(sample["arguments"][0][1]["max_gen_toks"] == tokens for sample in samples)
     return samples

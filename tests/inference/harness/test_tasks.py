@@ -57,7 +57,7 @@ def tasks(tmp_path_factory):
 
 
 def both(pair, folder: Path, names: list[str], limit: int, chat: bool = False, **settings):
-    """The same tasks by our engine and by lm_eval's own model: sample by sample, and in sum."""
+    """Run the same tasks with our engine and with lm_eval's own model; return both results."""
     torch.set_num_threads(1)
     model, tokenizer = pair
     harness = Harness(
@@ -77,11 +77,11 @@ def both(pair, folder: Path, names: list[str], limit: int, chat: bool = False, *
 
 
 def assert_equal(ours: dict, theirs: dict) -> int:
-    """Equal predictions, flags and metrics; log-likelihoods to 1e-4; the number of answers."""
+    """Check predictions, flags, metrics, log-likelihoods to 1e-4; return the number of answers."""
     answers = 0
     for name, samples in theirs["samples"].items():
-        mine = sorted(ours["samples"][name], key=lambda s: s["doc_id"])
-        for a, b in zip(mine, sorted(samples, key=lambda s: s["doc_id"]), strict=True):
+        our_samples = sorted(ours["samples"][name], key=lambda s: s["doc_id"])
+        for a, b in zip(our_samples, sorted(samples, key=lambda s: s["doc_id"]), strict=True):
             assert a["arguments"] == b["arguments"]
             for (x,), (y,) in zip(a["resps"], b["resps"], strict=True):
                 answers += 1
@@ -89,7 +89,7 @@ def assert_equal(ours: dict, theirs: dict) -> int:
                     assert x == y
                 elif isinstance(y, tuple):
                     assert abs(x[0] - y[0]) < 1e-4 and x[1] == y[1]
-                else:  # a sum over a whole text
+                else:  # the sum over a text
                     assert abs(x - y) < 1e-4 + 1e-6 * abs(y)
         for metric, value in theirs["results"][name].items():
             if isinstance(value, float):
@@ -114,10 +114,10 @@ def test_scores_of_a_real_model_are_equal_on_200_documents(stories, tasks):
 
 
 def test_over_a_wide_vocabulary_the_rounding_is_that_of_lm_evals_softmax():
-    """torch's log_softmax of a float32 row loses about 1e-5 a token over 50,000 words on a CPU.
+    """torch's float32 log_softmax loses about 1e-5 per token over 50,000 words on a CPU.
 
-    Sums of a dozen tokens then differ by more than 1e-4: held against double precision, ours do
-    not, and neither do lm_eval's with a softmax in double.
+    Sums of a dozen tokens then differ by more than 1e-4. Compared with double precision, ours do
+    not, and neither do lm_eval's with a softmax in double precision.
     """
     torch.manual_seed(0)
     logits = 3 * torch.randn(12, 49152)
@@ -142,16 +142,18 @@ def test_a_system_message_the_template_refuses_is_left_out_and_said_once(tasks, 
     data = lm_tasks.DATA.format(path=tasks[0] / "data.jsonl")
     (tmp_path / "w.yaml").write_text(lm_tasks.WRITE + "description: Say what they saw.\n" + data)
     assert assert_equal(*both(pair, tmp_path, ["tiny_write"], 3, chat=True)) == 3
-    said = [r.getMessage() for r in caplog.records if r.name == "nopad.inference.harness.tasks"]
-    assert said == ["the chat template takes no system message, left out: no system"]
+    messages = [
+        r.getMessage() for r in caplog.records if r.name == "nopad.inference.harness.engine_lm"
+    ]
+    assert messages == ["the chat template refuses system messages; omitting them: no system"]
     tokenizer.chat_template = "{{ raise_exception('nothing works') }}"
     with pytest.raises(Exception, match="nothing works"):
         EngineLM(*pair).apply_chat_template([{"role": "user", "content": "a"}])
 
 
 @pytest.fixture
-def defaults(small):
-    """The model's generation_config, put back afterwards."""
+def generation_config(small):
+    """A copy of the model's generation_config; the original is restored afterwards."""
     model, before = small[0], small[0].generation_config
     model.generation_config = copy.deepcopy(before)
     yield model.generation_config
@@ -161,16 +163,20 @@ def defaults(small):
 @pytest.mark.parametrize(
     ("name", "value"), [("repetition_penalty", 1.3), ("max_new_tokens", 5), ("max_new_tokens", 40)]
 )
-def test_settings_of_the_model_change_answers_alike(small, defaults, tasks, name, value):
-    setattr(defaults, name, value)
+def test_settings_of_the_model_change_answers_alike(small, generation_config, tasks, name, value):
+    setattr(generation_config, name, value)
     assert assert_equal(*both(small, tasks[0], ["tiny_write"], 4)) == 4
 
 
-def test_settings_of_the_model_that_the_engine_does_not_do_are_refused(small, defaults, tasks):
-    defaults.no_repeat_ngram_size = 2
+def test_settings_of_the_model_that_the_engine_does_not_do_are_refused(
+    small, generation_config, tasks
+):
+    generation_config.no_repeat_ngram_size = 2
     with pytest.raises(ValueError, match="sets no_repeat_ngram_size to 2, which the engine"):
         Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]))
-    assert Harness(*small, ["tiny_roll"], limit=2, include_path=str(tasks[0]))(), "nothing drawn"
+    assert Harness(*small, ["tiny_roll"], limit=2, include_path=str(tasks[0]))(), (
+        "no task generates"
+    )
 
 
 def test_grade_school_questions_with_examples_are_answered_alike(stories, shared, tmp_path):
@@ -195,7 +201,7 @@ metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
     )
-    # Contexts are longer than the model's 512 positions: both cut them from the left.
+    # Contexts exceed the model's 512 positions: both truncate them from the left.
     assert assert_equal(*both(stories, tmp_path, ["gsm_local"], 6)) == 6
 
 
@@ -225,7 +231,7 @@ def test_an_evaluation_sets_no_seed_writes_no_cache_and_leaves_the_model(small, 
 def test_standard_errors_are_drawn_in_this_process_and_told_to_nobody(
     small, tmp_path, monkeypatch, capsys
 ):
-    """Forked, a trainer's threads, its device and its ears for signals would come along."""
+    """A forked process would inherit the trainer's threads, device and signal handlers."""
     lm_tasks.write_tasks(tmp_path, 6)
     (tmp_path / "last.yaml").write_text(LAST + lm_tasks.DATA.format(path=tmp_path / "data.jsonl"))
     ours, theirs = both(small, tmp_path, ["tiny_last"], 6)
@@ -236,15 +242,15 @@ def test_standard_errors_are_drawn_in_this_process_and_told_to_nobody(
     monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
     harness = Harness(*small, ["tiny_last"], limit=6, include_path=str(tmp_path))
     capsys.readouterr()
-    found = harness()
-    assert found["tiny_last/perplexity_stderr"] > 0 and found["tiny_last/acc_stderr"] >= 0
+    metrics = harness()
+    assert metrics["tiny_last/perplexity_stderr"] > 0 and metrics["tiny_last/acc_stderr"] >= 0
     assert capsys.readouterr().out == "" and "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_lm_evals_own_entry_takes_the_engine_and_none_for_seeds(small, tasks):
     folder, names = tasks
     state = torch.get_rng_state()
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=EngineLM(*small),
         tasks=names[:1],
         limit=4,
@@ -254,11 +260,11 @@ def test_lm_evals_own_entry_takes_the_engine_and_none_for_seeds(small, tasks):
         torch_random_seed=None,
         bootstrap_iters=0,
     )
-    assert found["results"]["tiny_choice"]["sample_len"] == 4
+    assert results["results"]["tiny_choice"]["sample_len"] == 4
     assert torch.equal(state, torch.get_rng_state())
 
 
-class Asked:
+class Request:
     """A request as lm_eval makes them."""
 
     def __init__(self, *args):
@@ -267,20 +273,22 @@ class Asked:
 
 def test_a_special_token_among_the_stop_strings_ends_the_text(small):
     lm = EngineLM(*small)
-    ids, params, _ = lm._generation("Lily", {"until": ["<end>", "."], "max_gen_toks": 4})
-    checked = lm.engine._tongue.check_params(params)
+    ids, params, _ = lm.generation_request("Lily", {"until": ["<end>", "."], "max_gen_toks": 4})
+    checked = lm.engine._tokenizer.check_params(params)
     assert checked.stop == (".",) and set(checked.stop_token_ids) == {1, 2}
-    assert params.greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
+    assert params.is_greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
 
 
 def test_a_setting_we_do_not_have_is_refused_by_name(small):
     lm = EngineLM(*small)
-    with pytest.raises(ValueError, match="num_beams is 4: there is no beam search"):
-        lm.generate_until([Asked("Lily", {"num_beams": 4})])
-    with pytest.raises(ValueError, match="'length_penalty': there are"):
-        lm.generate_until([Asked("Lily", {"length_penalty": 2})])
+    with pytest.raises(ValueError, match="num_beams is 4: beam search is not supported"):
+        lm.generate_until([Request("Lily", {"num_beams": 4})])
+    with pytest.raises(ValueError, match="'length_penalty' is not supported"):
+        lm.generate_until([Request("Lily", {"length_penalty": 2})])
     plain = {"max_gen_toks": 4}
-    one, none = (lm.generate_until([Asked("Lily", s)]) for s in ({**plain, "num_beams": 1}, plain))
+    one, none = (
+        lm.generate_until([Request("Lily", s)]) for s in ({**plain, "num_beams": 1}, plain)
+    )
     assert one == none
 
 
@@ -293,27 +301,31 @@ def test_a_tokenizer_needs_a_token_to_begin_with(small, bos, works):
             EngineLM(model, tokenizer)
         return
     lm = EngineLM(model, tokenizer)
-    assert len(lm.generate_until([Asked("Lily", {"max_gen_toks": 4})])) == 1
-    assert len(lm.loglikelihood([Asked("", " a cat")], disable_tqdm=True)) == 1
+    assert len(lm.generate_until([Request("Lily", {"max_gen_toks": 4})])) == 1
+    assert len(lm.loglikelihood([Request("", " a cat")], disable_tqdm=True)) == 1
 
 
 def test_equal_requests_are_computed_once_and_answered_each(small):
     lm = EngineLM(*small)
-    asked = [Asked("Lily saw", " a cat"), Asked("Lily saw", " a dog"), Asked("Tom", " a cat")]
-    once = lm.loglikelihood(asked, disable_tqdm=True)
-    ran = lm.engine.stats.tokens_run
-    again = lm.loglikelihood(asked * 5, disable_tqdm=True)
+    requests = [
+        Request("Lily saw", " a cat"),
+        Request("Lily saw", " a dog"),
+        Request("Tom", " a cat"),
+    ]
+    once = lm.loglikelihood(requests, disable_tqdm=True)
+    ran = lm.engine.stats.num_computed_tokens
+    again = lm.loglikelihood(requests * 5, disable_tqdm=True)
     assert [round(x, 5) for x, _ in again] == [round(x, 5) for x, _ in once] * 5
-    assert lm.engine.stats.tokens_run - ran <= ran
+    assert lm.engine.stats.num_computed_tokens - ran <= ran
 
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ({"tasks": "tiny_choice"}, "tasks is 'tiny_choice'; name them in a list"),
+        ({"tasks": "tiny_choice"}, "tasks is 'tiny_choice'; give a list"),
         ({"tasks": []}, "tasks is .*at least one"),
         ({"limit": "5"}, "limit is '5'"),
-        ({"limit": 1.5}, "a share of them below 1"),
+        ({"limit": 1.5}, "a fraction below 1"),
         ({"num_fewshot": -1}, "num_fewshot is -1"),
     ],
 )
@@ -323,12 +335,12 @@ def test_what_is_no_choice_of_tasks_or_documents_is_refused(small, tasks, wrong,
 
 
 def test_a_system_instruction_and_settings_of_ones_own_reach_the_prompts(small, tasks):
-    asked = {"system_instruction": "Look.", "gen_kwargs": {"max_gen_toks": 2}}
-    harness = Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]), **asked)
+    settings = {"system_instruction": "Look.", "gen_kwargs": {"max_gen_toks": 2}}
+    harness = Harness(*small, ["tiny_write"], limit=2, include_path=str(tasks[0]), **settings)
     for sample in harness.results(samples=True)["samples"]["tiny_write"]:
-        prompt, settings = sample["arguments"][0]
-        assert prompt.startswith("Look.") and settings["max_gen_toks"] == 2
-        assert settings["until"] == [".", "\n\n"], "the others stay"
+        prompt, gen_kwargs = sample["arguments"][0]
+        assert prompt.startswith("Look.") and gen_kwargs["max_gen_toks"] == 2
+        assert gen_kwargs["until"] == [".", "\n\n"], "the others stay"
 
 
 def test_too_little_time_raises_instead_of_scoring_a_part(small, tasks):
@@ -336,7 +348,7 @@ def test_too_little_time_raises_instead_of_scoring_a_part(small, tasks):
     harness = Harness(*small, names[:1], limit=4, include_path=str(folder))
     with pytest.raises(TimeoutError, match="lower the limit"):
         harness(deadline=0)
-    assert harness()["tiny_choice/acc"] >= 0, "the next one has its time"
+    assert harness()["tiny_choice/acc"] >= 0, "the next call has a new deadline"
 
 
 @pytest.mark.slow
@@ -345,5 +357,5 @@ def test_results_do_not_depend_on_the_number_of_ranks(tmp_path):
 
     child = Path(__file__).parents[1] / "support" / "harness_child.py"
     (alone,) = launch(child, tmp_path, world=1, timeout=300)
-    for found in launch(child, tmp_path, world=2, timeout=300):
-        assert found == alone
+    for metrics in launch(child, tmp_path, world=2, timeout=300):
+        assert metrics == alone

@@ -1,4 +1,4 @@
-"""The model changes between calls: the engine computes with what is there now, and leaves it."""
+"""The model changes between calls: the engine uses the current weights, and leaves them alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution import model_runner as running
+from nopad.inference.execution import model_runner
 from nopad.inference.executor import build_key
 from nopad.inference.live_model.cast_weights import CastWeights
 from torch import nn
@@ -29,25 +29,25 @@ def score(engine) -> float:
 
 
 def plain(model) -> float:
-    """The same by a forward of the model itself."""
+    """The same score from a forward of the model itself."""
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, 6, 7, 8]])).logits[0].float().log_softmax(-1)
     return sum(float(logits[len(PROMPT) - 1 + i, t]) for i, t in enumerate([6, 7, 8]))
 
 
-def held(model) -> list[tuple[str, int]]:
-    """Which parameter lies where; tied ones twice."""
+def parameter_ids(model) -> list[tuple[str, int]]:
+    """Return (name, id) of every parameter, tied ones twice."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name, id(parameter)) for name, parameter in named]
 
 
 def finish(engine) -> list[int]:
-    """Step until a completion comes."""
+    """Step until a completion arrives."""
     for _ in range(100):
         for event in engine.step():
             if event.completion is not None:
-                return event.completion.tokens
-    raise AssertionError("no completion came")
+                return event.completion.token_ids
+    raise AssertionError("no completion arrived")
 
 
 def load(model):
@@ -91,32 +91,32 @@ def test_narrow_copies_follow_the_parameters_and_give_them_back(model, change, h
     with around:
         before = score(engine)
         change(model)
-        there = held(model)
+        before_call = parameter_ids(model)
         after = score(engine)
-        assert held(model) == there
+        assert parameter_ids(model) == before_call
         assert after == score(Engine(model, dtype=torch.bfloat16)) != before
-    assert held(model) == there
+    assert parameter_ids(model) == before_call
 
 
 def test_a_call_that_fails_gives_the_new_parameters_back_too(model):
     engine = Engine(model, dtype=torch.bfloat16)
     score(engine)
     load(model)
-    there = held(model)
-    engine._machine.runner.launch = lambda step: (_ for _ in ()).throw(RuntimeError("seeded"))
+    there = parameter_ids(model)
+    engine._executor.runner.launch = lambda step: (_ for _ in ()).throw(RuntimeError("seeded"))
     with pytest.raises(RuntimeError, match="seeded"):
         score(engine)
-    assert held(model) == there
+    assert parameter_ids(model) == there
 
 
 def test_weights_tied_no_more_have_copies_of_their_own():
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     b.weight = a.weight
-    shadow = CastWeights([a, b], torch.bfloat16)
-    assert shadow.bytes == 18 and not shadow.refresh([a, b])
+    cast = CastWeights([a, b], torch.bfloat16)
+    assert cast.bytes == 18 and not cast.refresh([a, b])
     b.weight = nn.Parameter(torch.full((3, 3), 5.0))
-    assert shadow.refresh([a, b]) and shadow.bytes == 36
-    with shadow.active():
+    assert cast.refresh([a, b]) and cast.bytes == 36
+    with cast.active():
         assert not torch.equal(a.weight, b.weight) and b.weight.dtype == torch.bfloat16
     assert a.weight.dtype == b.weight.dtype == torch.float32
 
@@ -138,7 +138,7 @@ def test_the_cache_takes_the_dtype_of_the_model(model, first, then):
     assert score(engine) == score(Engine(model)) == pytest.approx(plain(model), abs=5e-2)
     if then == "float32":
         assert score(engine) == pytest.approx(plain(model), abs=1e-4)
-    assert engine._machine.runner.cache.layer(0)[0].dtype == getattr(torch, then)
+    assert engine._executor.runner.cache.layer(0)[0].dtype == getattr(torch, then)
 
 
 def test_another_device_or_other_modules_are_another_kind_of_model():
@@ -151,28 +151,32 @@ def test_another_device_or_other_modules_are_another_kind_of_model():
 
 def test_a_change_of_dtype_is_refused_while_requests_run_and_they_live_on(model):
     exact = copy.deepcopy(model.state_dict())
-    want = Engine(model).generate([PROMPT], GREEDY)[0].tokens
+    want = Engine(model).generate([PROMPT], GREEDY)[0].token_ids
     engine = Engine(model)
-    engine.submit(PROMPT, GREEDY)
+    engine.add_request(PROMPT, GREEDY)
     engine.step()
     model.bfloat16()
-    for call in (engine.step, lambda: engine.generate([PROMPT]), lambda: engine.submit(PROMPT)):
-        with pytest.raises(ValueError, match=r"requests run in torch.float32 .* cancel them"):
+    for call in (
+        engine.step,
+        lambda: engine.generate([PROMPT]),
+        lambda: engine.add_request(PROMPT),
+    ):
+        with pytest.raises(ValueError, match=r"requests run in torch.float32 .* abort them"):
             call()
     model.float().load_state_dict(exact)
     assert finish(engine) == want
-    number = engine.submit(PROMPT, GREEDY)
+    number = engine.add_request(PROMPT, GREEDY)
     model.bfloat16()
-    with pytest.raises(ValueError, match="cancel them"):
+    with pytest.raises(ValueError, match="abort them"):
         engine.step()
-    engine.cancel(number)
-    assert engine.step()[0].completion.finish_reason == "cancelled"
+    engine.abort(number)
+    assert engine.step()[0].completion.finish_reason == "abort"
     assert score(engine) == score(Engine(model))
 
 
 def test_a_change_of_modules_is_refused_while_requests_run_and_taking_it_back_helps(model):
-    engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].tokens
-    engine.submit(PROMPT, GREEDY)
+    engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].token_ids
+    engine.add_request(PROMPT, GREEDY)
     engine.step()
     model.more = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="the model is now in"):
@@ -195,22 +199,22 @@ def test_a_sharded_model_is_of_one_kind_gathered_or_not(model, tmp_path, layers)
             fully_shard(layer, reshard_after_forward=False, **how)
         fully_shard(model, **how)
         engine = Engine(model)
-        streamed = [t for event in engine.stream([PROMPT], GREEDY) for t in event.tokens]
-        prepared, machine = engine.stats.preparing, engine._machine
+        streamed = [t for event in engine.stream([PROMPT], GREEDY) for t in event.token_ids]
+        prepared, machine = engine.stats.setup_seconds, engine._executor
         for _ in range(2):
             model(torch.tensor([PROMPT])).logits.float().sum().backward()
             model.zero_grad()
-            assert engine.generate([PROMPT], GREEDY)[0].tokens == streamed
-        assert engine._machine is machine and engine.stats.preparing == prepared
+            assert engine.generate([PROMPT], GREEDY)[0].token_ids == streamed
+        assert engine._executor is machine and engine.stats.setup_seconds == prepared
     finally:
         dist.destroy_process_group()
 
 
 def test_requests_under_autocast_finish_under_autocast(model):
     with torch.autocast("cpu", torch.bfloat16):
-        want = Engine(model).generate([PROMPT], GREEDY)[0].tokens
+        want = Engine(model).generate([PROMPT], GREEDY)[0].token_ids
         engine = Engine(model)
-        engine.submit(PROMPT, GREEDY)
+        engine.add_request(PROMPT, GREEDY)
         engine.step()
     with pytest.raises(ValueError, match=r"requests run in torch.bfloat16 .* now in torch.float32"):
         engine.step()
@@ -219,9 +223,9 @@ def test_requests_under_autocast_finish_under_autocast(model):
 
 
 def test_a_forward_that_fails_while_it_is_looked_at_harms_no_request(model):
-    want = Engine(model).generate([PROMPT], GREEDY)[0].tokens
+    want = Engine(model).generate([PROMPT], GREEDY)[0].token_ids
     engine = Engine(model)
-    engine.submit(PROMPT, GREEDY)
+    engine.add_request(PROMPT, GREEDY)
     engine.step()
     model.forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("seeded"))
     with pytest.raises(RuntimeError, match="seeded"):
@@ -235,47 +239,47 @@ def test_new_rows_of_the_embeddings_are_in_the_vocabulary(model):
     assert "not in the vocabulary of 97" in engine.generate([[110]], GREEDY)[0].error
     resize(model)
     wanted = SamplingParams(temperature=0, max_tokens=3, logit_bias={120: 1000.0})
-    assert engine.generate([[110, 5]], wanted)[0].tokens == [120] * 3
+    assert engine.generate([[110, 5]], wanted)[0].token_ids == [120] * 3
     assert "not in the vocabulary of 130" in engine.generate([[130]], GREEDY)[0].error
 
 
 @pytest.mark.parametrize("inside", [[True, False], [False, True, False]])
 def test_calls_inside_and_outside_inference_mode_alternate(model, inside):
     engine = Engine(model, dtype=torch.bfloat16)
-    made = []
+    outputs = []
     for mode in inside:
         with torch.inference_mode(mode):
-            made.append(engine.generate([PROMPT, [6, 7]], GREEDY)[1].tokens)
+            outputs.append(engine.generate([PROMPT, [6, 7]], GREEDY)[1].token_ids)
             assert torch.is_inference_mode_enabled() == mode
         with torch.no_grad():
-            model.lm_head.weight.add_(0)  # the narrow copies are brought up to date
-    assert made == [made[0]] * len(inside)
+            model.lm_head.weight.add_(0)  # the low-precision copies are refreshed
+    assert outputs == [outputs[0]] * len(inside)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "run out", "queue"])
 def test_an_engine_that_keeps_nothing_gives_all_back_when_the_last_request_ends(model, how):
-    engine = Engine(model, keep=False, max_waiting=1, max_num_seqs=1)
-    other = engine.submit([5, 6], GREEDY) if how == "cancel" else None
+    engine = Engine(model, keep_memory=False, max_waiting=1, max_num_seqs=1)
+    other = engine.add_request([5, 6], GREEDY) if how == "cancel" else None
     if how == "cancel":
         engine.step()
-        engine.cancel(other)
+        engine.abort(other)
     elif how == "close":
         stream = engine.stream([PROMPT, [6, 7]], GREEDY)
         next(stream)
-        assert engine._machine is not None
+        assert engine._executor is not None
         stream.close()
     else:
         prompts = [PROMPT] if how == "run out" else [PROMPT, [6, 7], [8]]
         events = list(engine.stream(prompts, GREEDY))
-        done = [event.request for event in events if event.completion is not None]
+        done = [event.request_id for event in events if event.completion is not None]
         assert sorted(done) == list(range(len(prompts)))
-    assert engine._machine is None
-    assert len(engine.generate([PROMPT], GREEDY)[0].tokens) == 12
+    assert engine._executor is None
+    assert len(engine.generate([PROMPT], GREEDY)[0].token_ids) == 12
 
 
 @pytest.fixture
 def adapted(model):
-    """A model with two adapters; they are on every kind of layer PEFT wraps."""
+    """A model with two LoRA adapters."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(1)
     settings = peft.LoraConfig(
@@ -321,29 +325,31 @@ def test_adapters_off_for_a_reference_and_on_again(adapted):
 
 def test_running_requests_go_on_with_the_adapters_that_are_on(adapted):
     engine = Engine(adapted)
-    engine.submit(PROMPT, GREEDY)
-    made = [token for _ in range(4) for event in engine.step() for token in event.tokens]
+    engine.add_request(PROMPT, GREEDY)
+    made = [token for _ in range(4) for event in engine.step() for token in event.token_ids]
     adapted.base_model.disable_adapter_layers()
     done = finish(engine)
     assert made and made != done
     rest = SamplingParams(temperature=0, max_tokens=12 - len(made), ignore_eos=True)
-    assert done == made + Engine(adapted).generate([PROMPT + made], rest)[0].tokens
+    assert done == made + Engine(adapted).generate([PROMPT + made], rest)[0].token_ids
 
 
 def test_graphs_captured_with_other_adapters_are_not_replayed(adapted, monkeypatch):
     class Graphs(list):
-        def serves(self, step):
+        def can_run(self, step):
             return True
 
         def run(self, step, forward):
             return self
 
-    monkeypatch.setattr(running, "DecodeGraphs", lambda *_: Graphs())
+    monkeypatch.setattr(model_runner, "DecodeGraphs", lambda *_: Graphs())
     engine = Engine(adapted)
     score(engine)
-    runner = engine._machine.runner
-    runner._room, runner._graphs = 1, Graphs()
-    decode: Any = SimpleNamespace(requests=[0], yielding=[0], rows=[0], max_tokens=1)
+    runner = engine._executor.runner
+    runner._graph_byte_budget, runner._graphs = 1, Graphs()
+    decode: Any = SimpleNamespace(
+        requests=[0], sampled_requests=[0], logits_indices=[0], max_query_len=1
+    )
     first = runner._replay(decode)
     with adapted.disable_adapter():
         score(engine)  # no decode step
@@ -361,10 +367,10 @@ def test_graphs_captured_with_other_adapters_are_not_replayed(adapted, monkeypat
 def test_adapters_that_come_after_the_first_call_are_noticed(model):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     engine = Engine(model)
-    plainly = score(engine)
+    without = score(engine)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     lora = peft.get_peft_model(model, settings).eval()
-    assert score(engine) == pytest.approx(plain(lora), abs=1e-4) != plainly
+    assert score(engine) == pytest.approx(plain(lora), abs=1e-4) != without
     lora.merge_and_unload()
     assert score(engine) == pytest.approx(plain(model), abs=1e-4)
 
@@ -372,4 +378,4 @@ def test_adapters_that_come_after_the_first_call_are_noticed(model):
 def test_a_model_without_adapters_has_none_to_look_at(model):
     engine = Engine(model)
     score(engine)
-    assert engine._tenancy._weights._adapted == []
+    assert engine._session._weights._adapter_layers == []

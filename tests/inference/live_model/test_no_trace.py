@@ -1,4 +1,4 @@
-"""Evaluation leaves no trace: training with evaluations in between is bitwise training without."""
+"""Evaluation leaves no trace: training with evaluations gives bitwise the same weights."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def model():
     made = LlamaForCausalLM(config)
     made.gradient_checkpointing_enable()
     made.train()
-    made.model.layers[0].mlp.eval()  # a flag that differs from its neighbours'
+    made.model.layers[0].mlp.eval()  # one flag differs from the others
     return made
 
 
 def trace_of(m) -> dict:
-    """Everything an evaluation might disturb."""
+    """Return everything that an evaluation might change."""
     return {
         "weights": digest(p for p in m.parameters()),
         "grads": [p.grad is None or digest([p.grad]) for p in m.parameters()],
@@ -90,7 +90,7 @@ def evaluate(engine, how: str) -> None:
 
 def broken(engine, kind=RuntimeError) -> None:
     engine.generate([[3, 4]], GREEDY)
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     runner.launch = lambda step: (_ for _ in ()).throw(kind("seeded"))
     engine.generate([[3, 4]], GREEDY)
 
@@ -120,7 +120,7 @@ def test_training_with_evaluations_is_bitwise_training_without(how):
             ids = torch.randint(3, 64, (2, 9))
             m(input_ids=ids, labels=ids).loss.backward()
             if evaluations and step % 3 == 1:
-                evaluate(engine, how)  # gradients are there, and must stay
+                evaluate(engine, how)  # gradients exist, and must be kept
             optimizer.step()
             optimizer.zero_grad()
             if evaluations and step % 3 == 2:
@@ -135,10 +135,10 @@ def test_wide_weights_under_autocast_are_neither_cast_nor_changed():
     engine = Engine(m)
     before = trace_of(m)
     with torch.autocast("cpu", torch.bfloat16):
-        narrow = engine.generate([[3, 4, 5]], GREEDY)[0].tokens
+        narrow = engine.generate([[3, 4, 5]], GREEDY)[0].token_ids
     assert trace_of(m) == before
-    assert engine._machine.runner.cache.layer(0)[0].dtype == torch.bfloat16
-    asked = Engine(m, dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].tokens
+    assert engine._executor.runner.cache.layer(0)[0].dtype == torch.bfloat16
+    asked = Engine(m, dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].token_ids
     assert asked == narrow
 
 
@@ -159,10 +159,10 @@ def test_a_weight_update_is_noticed_in_every_form():
         m(input_ids=torch.tensor([prompt]), labels=torch.tensor([prompt])).loss.backward()
         change()
         m.zero_grad()
-        ran = engine.stats.tokens_run
-        got = engine.generate([prompt], GREEDY)[0].tokens
-        assert engine.stats.tokens_run - ran == len(prompt) + 5, "a stale prefix was used"
-        assert got == Engine(m).generate([prompt], GREEDY)[0].tokens
+        ran = engine.stats.num_computed_tokens
+        got = engine.generate([prompt], GREEDY)[0].token_ids
+        assert engine.stats.num_computed_tokens - ran == len(prompt) + 5, "a stale prefix was used"
+        assert got == Engine(m).generate([prompt], GREEDY)[0].token_ids
 
 
 @pytest.mark.timeout(0)
@@ -175,18 +175,18 @@ def test_cycles_of_update_and_evaluation_equal_a_fresh_engine(cycles):
         with torch.no_grad():
             for p in m.parameters():
                 p.add_(torch.full_like(p, 0.01 * (-1) ** cycle) * torch.arange(p.shape[-1]).cos())
-        got = [c.tokens for c in engine.generate(prompts, GREEDY)]
-        assert got == [c.tokens for c in Engine(m).generate(prompts, GREEDY)], f"cycle {cycle}"
+        got = [c.token_ids for c in engine.generate(prompts, GREEDY)]
+        assert got == [c.token_ids for c in Engine(m).generate(prompts, GREEDY)], f"cycle {cycle}"
 
 
 def test_weights_that_change_under_running_requests_are_noticed():
     m = model()
     engine = Engine(m)
-    number = engine.submit(list(range(3, 30)), SamplingParams(temperature=0, max_tokens=8))
+    number = engine.add_request(list(range(3, 30)), SamplingParams(temperature=0, max_tokens=8))
     tokens = []
     for step in range(40):
         for event in engine.step():
-            tokens += event.tokens
+            tokens += event.token_ids
             done = event.completion
         if step == 3:
             with torch.no_grad():
@@ -194,21 +194,21 @@ def test_weights_that_change_under_running_requests_are_noticed():
             kept = list(tokens)
         if done is not None:
             break
-    assert number is not None and done.tokens[: len(kept)] == kept
+    assert number is not None and done.token_ids[: len(kept)] == kept
     rest = Engine(m).generate(
         [[*range(3, 30), *kept]], SamplingParams(temperature=0, max_tokens=8 - len(kept))
     )
-    assert done.tokens[len(kept) :] == rest[0].tokens
+    assert done.token_ids[len(kept) :] == rest[0].token_ids
 
 
 def test_wrapped_models_are_found_inside_their_wraps():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     m = model()
-    plain = Engine(m).generate([[3, 4, 5]], GREEDY)[0].tokens
-    assert Engine(torch.compile(m)).generate([[3, 4, 5]], GREEDY)[0].tokens == plain
+    plain = Engine(m).generate([[3, 4, 5]], GREEDY)[0].token_ids
+    assert Engine(torch.compile(m)).generate([[3, 4, 5]], GREEDY)[0].token_ids == plain
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     lora = peft.get_peft_model(m, settings)
-    got = Engine(lora).generate([[3, 4, 5]], GREEDY)[0].tokens
+    got = Engine(lora).generate([[3, 4, 5]], GREEDY)[0].token_ids
     lora.eval()
     want = lora.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)
     assert got == want[0, 3:].tolist() != plain
@@ -219,7 +219,7 @@ def test_wrapped_models_are_found_inside_their_wraps():
 
 @pytest.fixture
 def no_accelerator():
-    """Accelerate keeps one precision for the whole process, also another test's."""
+    """Accelerate keeps one precision per process, even one that another test set."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
@@ -233,23 +233,23 @@ def test_a_forward_wrapped_for_mixed_precision_is_computed_as_in_training(no_acc
     m = Accelerator(mixed_precision="bf16", cpu=True).prepare(model())
     before = trace_of(m)
     engine = Engine(m)
-    got = engine.generate([[3, 4, 5]], GREEDY)[0].tokens
+    got = engine.generate([[3, 4, 5]], GREEDY)[0].token_ids
     assert trace_of(m) == before
-    assert engine._machine.runner.cache.layer(0)[0].dtype == torch.bfloat16
-    assert got == Engine(model(), dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].tokens
+    assert engine._executor.runner.cache.layer(0)[0].dtype == torch.bfloat16
+    assert got == Engine(model(), dtype=torch.bfloat16).generate([[3, 4, 5]], GREEDY)[0].token_ids
 
 
 def test_the_current_device_is_the_models_while_it_is_borrowed(monkeypatch):
-    """Once it was not, and kernels were launched on the first GPU with another one's data."""
+    """Regression: kernels were launched on the first GPU with data of another one."""
     current = [torch.device("cuda", 0)]
 
     @contextmanager
-    def adapters_changed(device):
+    def switched(device):
         current.append(device)
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "device", adapters_changed)
+    monkeypatch.setattr(torch.cuda, "device", switched)
     monkeypatch.setattr(borrow, "preserve_rng", nullcontext)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     second = torch.device("cuda", 1)

@@ -1,4 +1,4 @@
-"""Weights of odd kinds and places, and machines that do not tell their memory."""
+"""8-bit weights, models on several devices, and systems that do not report free memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_floats_of_one_byte_beside_wider_ones_are_watched():
 def test_a_model_spread_over_devices_is_refused_in_one_line(tiny):
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[1].to("meta")
-    with pytest.raises(ValueError, match=r"lies on cpu, meta: .* one device"):
+    with pytest.raises(ValueError, match=r"is on cpu, meta: .* one device"):
         Engine(model).generate([[3]], GREEDY)
 
 
 def test_where_free_memory_is_not_told_the_engine_still_runs(tiny, monkeypatch):
-    def untold(name):
+    def unavailable(name):
         raise ValueError("unrecognized configuration name")
 
-    monkeypatch.setattr(os, "sysconf", untold)
-    assert len(Engine(tiny("llama")).generate([[3]], GREEDY)[0].tokens) == 3
+    monkeypatch.setattr(os, "sysconf", unavailable)
+    assert len(Engine(tiny("llama")).generate([[3]], GREEDY)[0].token_ids) == 3

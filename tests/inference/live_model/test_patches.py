@@ -1,4 +1,4 @@
-"""What stands in for a model's own operations goes and comes without a trace."""
+"""Patches are applied and restored without a trace."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ def double(x):
 
 
 def test_stand_ins_go_and_come_back():
-    module, places, told = nn.Identity(), Patches(), []
-    places.put(module, "forward", lambda x: x + 1)
-    places.put(module, "forward", lambda x: x + 2)
-    places.after(lambda: told.append(1))
+    module, patches, restored = nn.Identity(), Patches(), []
+    patches.set(module, "forward", lambda x: x + 1)
+    patches.set(module, "forward", lambda x: x + 2)
+    patches.on_restore(lambda: restored.append(1))
     assert module(1) == 3
-    places.out()
-    assert module(1) == 1 and "forward" not in vars(module) and told == [1]
-    assert places.back() and module(1) == 3
-    places.out()
-    assert module(1) == 1 and told == [1, 1]
+    patches.restore()
+    assert module(1) == 1 and "forward" not in vars(module) and restored == [1]
+    assert patches.reapply() and module(1) == 3
+    patches.restore()
+    assert module(1) == 1 and restored == [1, 1]
 
 
 def test_what_someone_put_in_meanwhile_stays():
-    module, other, places = nn.Identity(), nn.Identity(), Patches()
-    places.put(other, "forward", lambda x: x + 1)
-    places.put(module, "forward", lambda x: x + 1)
-    places.out()
+    module, other, patches = nn.Identity(), nn.Identity(), Patches()
+    patches.set(other, "forward", lambda x: x + 1)
+    patches.set(module, "forward", lambda x: x + 1)
+    patches.restore()
     module.forward = double
-    assert not places.back()
+    assert not patches.reapply()
     assert module(3) == 6 and other(3) == 3
 
 
 def test_parts_are_put_in_anew_only_for_other_weights_or_a_changed_model():
     module, calls = nn.Identity(), []
 
-    def part(modules, places, stale):
+    def op(modules, patches, stale):
         calls.append(stale)
-        for one in modules:
-            places.put(one, "forward", lambda x: x + 1)
+        for each in modules:
+            patches.set(each, "forward", lambda x: x + 1)
 
-    fused = FusedOps([part])
+    fused = FusedOps([op])
     for stale in (True, False, False):
         with fused.active([module], stale):
             assert module(1) == 2

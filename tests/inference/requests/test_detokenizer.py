@@ -1,44 +1,18 @@
-"""Where texts end: only at the stop string that ended them, and text in a bounded time."""
+"""Detokenization in bounded time; texts end exactly at the stop string that ended them."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.requests.detokenizer import Detokenizer
 
 
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [ord(letter) - 32 for letter in text]}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return "".join(chr(32 + t) for t in tokens)
-
-
-class Special(Letters):
-    """One whose token 90 is special; what it does not know is token 0."""
-
-    def __init__(self):
-        self.names = {90: "<|end|>", 0: "<unk>"}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        shown = [t for t in tokens if not skip_special_tokens or t not in self.names]
-        return super().decode(shown)
-
-    def convert_tokens_to_ids(self, name):
-        return next((t for t, known in self.names.items() if known == name), 0)
-
-    def convert_ids_to_tokens(self, token):
-        return self.names.get(token, chr(32 + token))
-
-
 @pytest.fixture
 def engine(tiny):
-    return Engine(tiny("llama"), Letters(), page_size=16)
+    return Engine(tiny("llama"), FakeTokenizer(), page_size=16)
 
 
 def said(engine, **more) -> tuple:
@@ -50,7 +24,7 @@ def said(engine, **more) -> tuple:
     return done, "".join(event.text for event in events)
 
 
-def test_a_stop_string_passed_over_is_text_like_any_other(engine):
+def test_a_stop_string_before_min_tokens_is_ordinary_text(engine):
     whole = said(engine)[0].text
     done, streamed = said(engine, min_tokens=20, stop=[whole[1], whole[3:5]])
     assert done.text == streamed == whole and done.finish_reason == "length"
@@ -60,14 +34,14 @@ def test_a_text_is_cut_at_the_stop_string_that_ended_it(engine):
     whole = said(engine)[0].text
     late = next(i for i in range(9, 20) if whole[i] not in whole[6:i])
     done, streamed = said(engine, min_tokens=6, stop=[whole[late], whole[1:3]])
-    assert done.finish_reason == "stop" and len(done.tokens) == late + 1
+    assert done.finish_reason == "stop" and len(done.token_ids) == late + 1
     assert done.text == streamed == whole[:late]
 
 
-def test_a_stop_token_is_told_alike_with_and_without_stop_strings(engine):
+def test_a_stop_token_gives_the_same_text_with_and_without_stop_strings(engine):
     first, _ = said(engine)
-    ends = first.tokens[5]
-    place = first.tokens.index(ends)
+    ends = first.token_ids[5]
+    place = first.token_ids.index(ends)
     for stop in ((), "never there"):
         done, streamed = said(engine, stop_token_ids=[ends], stop=stop)
         assert done.text == streamed == first.text[: place + 1]
@@ -76,14 +50,17 @@ def test_a_stop_token_is_told_alike_with_and_without_stop_strings(engine):
 
 
 def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny):
-    engine = Engine(tiny("llama"), Special(), page_size=16)
+    tokenizer = FakeTokenizer(special_tokens={90: "<|end|>", 0: "<unk>"})
+    engine = Engine(tiny("llama"), tokenizer, page_size=16)
     whole, _ = said(engine)
     always = {"logit_bias": {90: 1000.0}}
     for stop in (["<|end|>"], ["never there", "<|end|>"]):
         done, streamed = said(engine, stop=stop, **always)
-        assert (done.tokens, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
+        assert (done.token_ids, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
     assert said(engine, stop=["<|other|>"], **always)[0].finish_reason == "length"
-    assert said(engine, stop=["<|other|>"])[0].tokens == whole.tokens, "what is unknown is no stop"
+    assert said(engine, stop=["<|other|>"])[0].token_ids == whole.token_ids, (
+        "an unknown name does not stop"
+    )
 
 
 def test_text_is_the_same_however_its_bytes_come():
@@ -114,3 +91,20 @@ def test_bytes_that_are_no_text_are_not_decoded_again_and_again(byte):
     text.flush()
     assert longest < 40 and text.text == bytes([byte] * 500).strip(b"\0").decode(errors="replace")
     assert told > 30 or not byte
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_stop_string_ends_a_request_at_its_token_also_at_the_last_one(engine, lookahead):
+    whole = said(engine)[0]
+    engine._loop._lookahead = lookahead  # 1 as on a GPU: the next step runs meanwhile
+    first = {char: whole.text.index(char) for char in whole.text}  # one token a character
+    for char, index in first.items():
+        engine.stats.reset()
+        params = {"temperature": 0, "max_tokens": index + 1, "ignore_eos": True, "stop": char}
+        for max_tokens in (index + 1, 20):
+            (done,) = engine.generate(["hello"], params | {"max_tokens": max_tokens})
+            assert (
+                done.token_ids == whole.token_ids[: index + 1] and done.text == whole.text[:index]
+            )
+            assert done.finish_reason == "stop"
+        assert engine.stats.finished == {"stop": 2}

@@ -1,4 +1,4 @@
-"""Sampling settings: what is meant is taken, whoever's number it is; what cannot be is refused."""
+"""Sampling parameters: numbers of any library are accepted, invalid values are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
 )  # fmt: skip
 def test_a_setting_that_cannot_be_fails_its_own_request(tiny, value):
     good, bad = Engine(tiny("llama")).generate([[3, 4], [5, 6]], [GREEDY, GREEDY | value])
-    assert good.error is None and len(good.tokens) == 3
+    assert good.error is None and len(good.token_ids) == 3
     (name,) = value
     assert name in bad.error if name != "stop" else bad.error
     assert "\n" not in bad.error
@@ -31,8 +31,8 @@ def test_a_count_beyond_the_vocabulary_means_all_of_it(tiny):
     for_all, all_of_it = engine.generate([[3, 4]] * 2, [hot, hot | {"top_k": HUGE}])
     assert all_of_it == for_all
     (many,) = engine.generate([[3, 4]], GREEDY | {"logprobs": HUGE, "prompt_logprobs": HUGE})
-    assert [len(entry.top) for entry in many.logprobs] == [97] * 3
-    assert len(many.prompt_logprobs[1].top) == 97
+    assert [len(entry.top_logprobs) for entry in many.logprobs] == [97] * 3
+    assert len(many.prompt_logprobs[1].top_logprobs) == 97
 
 
 @pytest.mark.parametrize("number", [np.asarray, np.float64, np.float32, torch.tensor])
@@ -68,7 +68,7 @@ def test_an_end_token_beyond_the_vocabulary_is_no_end(tiny):
         (done,) = Engine(model).generate([[3, 4]], held)
     finally:
         model.generation_config.eos_token_id = before
-    assert done.error is None and len(done.tokens) >= 3
+    assert done.error is None and len(done.token_ids) >= 3
 
 
 def test_a_text_that_may_not_end_with_any_token_is_refused(tiny):

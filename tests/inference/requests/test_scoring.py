@@ -1,26 +1,15 @@
-"""Scores of odd texts, and what cannot be scored told in one line."""
+"""Scores of unusual texts, and one-line errors for what cannot be scored."""
 
 from __future__ import annotations
 
 import pytest
+from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    bos_token_id, eos_token_id = 1, 500
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [ord(letter) - 32 for letter in text]}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return "".join(chr(32 + t) for t in tokens)
 
 
 @pytest.fixture
 def engine(tiny):
-    return Engine(tiny("llama"), Letters(), page_size=16)
+    return Engine(tiny("llama"), FakeTokenizer(bos_token_id=1, eos_token_id=500), page_size=16)
 
 
 @pytest.mark.timeout(20)
@@ -40,7 +29,7 @@ def test_the_shortest_windows_predict_each_token_from_the_one_before(engine):
 def test_a_text_of_nothing_is_certain(engine):
     nothing, something, ids = engine.score_rolling(["", "once", []])
     assert nothing == ids and something.error is None
-    assert (nothing.logprob, nothing.greedy, nothing.token_logprobs) == (0.0, True, [])
+    assert (nothing.logprob, nothing.is_greedy, nothing.token_logprobs) == (0.0, True, [])
     assert nothing.error is None and isinstance(nothing.logprob, float)
 
 
@@ -64,7 +53,6 @@ def test_one_text_is_not_taken_for_a_list_of_letters(engine):
 
 
 def test_a_beginning_beyond_the_vocabulary_is_not_begun_with(tiny):
-    tokenizer = Letters()
-    tokenizer.bos_token_id = 700
+    tokenizer = FakeTokenizer(bos_token_id=700, eos_token_id=500)
     (found,) = Engine(tiny("llama"), tokenizer, page_size=16).score_rolling(["ab"])
     assert found.error is None and len(found.token_logprobs) == 2, "the model's own end begins it"

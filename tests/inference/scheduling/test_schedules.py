@@ -3,77 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 
 import numpy as np
 import pytest
 from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
+from random_schedules import run_schedule
 
 SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "10000"))
-
-
-def make_request(rng: random.Random, number: int, prefixes: list[list[int]]) -> Request:
-    prefix = rng.choice(prefixes)[: rng.choice([0, 0, 16, 20, 33, 48])]
-    prompt = prefix + [rng.randrange(50) for _ in range(rng.randint(1, 20))]
-    if rng.random() < 0.2:
-        prompt = prefixes[0][: rng.choice([16, 32, 48])]  # whole strides, and the same for several
-    params = SamplingParams(temperature=rng.choice([0, 1]), max_tokens=rng.randint(1, 10))
-    return Request(
-        id=number,
-        prompt=np.array(prompt),
-        limit=len(prompt) + params.max_tokens,
-        params=params,
-        seed=rng.randrange(2**60),
-        priority=rng.choice([0, 0, 0, 1, -1]),
-        stop_ids=frozenset(rng.sample(range(50), rng.choice([0, 1, 5]))),
-    )
-
-
-def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
-    rng = random.Random(seed)
-    page = rng.choice([16, 32, 48, 64])
-    prefixes = [[rng.randrange(50) for _ in range(48)] for _ in range(2)]
-    requests = [
-        make_request(rng, i, prefixes) for i in range(rng.choice([*range(1, 7), *range(1, 7), 12]))
-    ]
-    least = max(-(-(r.limit - 1) // page) for r in requests)
-    pages = least if tight else least + rng.choice([0, 0, 0, 1, 8])
-    max_num_seqs = rng.choice([1, 2, 3, 4, 5, 8])
-    w = world(
-        pages,
-        page,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=rng.choice([2, 5, 8, 17, 64, 64]),
-        depth=rng.choice([0, 1]),
-        rows_per_step=rng.choice([1, 100]),
-        admit_at_once=rng.choice([1, 1, 3]),
-        canary=seed % 3 == 0,
-    )
-    arrivals = sorted((rng.choice([0, 0, rng.randrange(30)]), r.id) for r in requests)
-    cancels = {rng.randrange(40): r.id for r in requests if rng.random() < 0.15}
-    cut: dict[int, int] = {}
-    # Alone, at most one step per token; preempted by older requests, once more for each.
-    bound = 40 + sum(r.limit for r in requests) * (len(requests) + 1)
-    for step in range(bound):
-        while arrivals and arrivals[0][0] <= step:
-            w.scheduler.add(requests[arrivals.pop(0)[1]])
-        gone = cancels.get(step)
-        if gone is not None and requests[gone].order and requests[gone].finish_reason is None:
-            w.loop.cancel(requests[gone])
-            cut[gone] = len(requests[gone].output)
-        w.step()
-        if not arrivals and not w.loop.busy:
-            break
-    for r in requests:
-        want = expected(r)
-        if r.id in cut:
-            assert r.finish_reason == "cancelled" and r.output == want[: cut[r.id]]
-        else:
-            assert r.output == want, f"seed {seed}, request {r.id}: {r.output} is not {want}"
-            reason = "stop" if want[-1] in r.stop_ids else "length"
-            assert r.finish_reason == reason, f"seed {seed}, request {r.id}: {r.finish_reason}"
-    assert w.scheduler.pages.available == pages, f"seed {seed}: pages were not given back"
 
 
 def test_every_request_gets_the_tokens_it_would_get_alone(world, expected):
@@ -107,27 +44,27 @@ def simple(number: int, prompt: int, new: int, **more) -> Request:
     return Request(number, ids % 50, prompt + new, params, **more)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_request_may_be_cancelled_at_any_step_and_the_others_do_not_notice(
-    world, expected, depth
+    world, expected, lookahead
 ):
     def play(cancel_at: int | None) -> list[list[int]]:
-        w = world(7, 16, max_num_seqs=3, max_num_batched_tokens=12, depth=depth)
+        w = world(7, 16, max_num_seqs=3, max_num_batched_tokens=12, lookahead=lookahead)
         requests = [simple(i, 20 + i, 10) for i in range(4)]
         for r in requests:
             w.scheduler.add(r)
         for step in range(200):
             if step == cancel_at and requests[1].finish_reason is None:
                 held = w.scheduler.pages.available
-                running = requests[1].slot >= 0
-                w.loop.cancel(requests[1])
+                running = requests[1].row >= 0
+                w.loop.abort(requests[1])
                 assert w.scheduler.pages.available > held or not running
                 w.scheduler.check()
             w.step()
             if not w.loop.busy:
                 break
         assert w.scheduler.pages.available == 7
-        return [r.output for r in requests]
+        return [r.output_token_ids for r in requests]
 
     untouched = play(None)
     for step in range(40):
@@ -144,8 +81,8 @@ def test_a_shared_prefix_is_computed_once_even_when_all_arrive_together(world):
         w.scheduler.add(Request(i, prompt, 45, SamplingParams(temperature=0, max_tokens=2)))
     w.drain(20)
     # 43 for the first; the others find 32 of 43 tokens; each then decodes one more.
-    assert w.runner.ran == 43 + 7 * 11 + 8
-    assert w.scheduler.prefix_hits == 7 * 32
+    assert w.runner.num_computed_tokens == 43 + 7 * 11 + 8
+    assert w.scheduler.num_prefix_hit_tokens == 7 * 32
 
 
 def test_a_long_prefix_computed_in_chunks_is_still_computed_once(world):
@@ -154,16 +91,16 @@ def test_a_long_prefix_computed_in_chunks_is_still_computed_once(world):
         prompt = np.array([*range(48), 40 + i])
         w.scheduler.add(Request(i, prompt, 50, SamplingParams(temperature=0, max_tokens=1)))
     w.drain(40)
-    assert w.runner.ran == 49 + 3
+    assert w.runner.num_computed_tokens == 49 + 3
 
 
 def test_a_step_costs_the_same_whether_a_hundred_or_ten_thousand_wait(world, monkeypatch):
     from nopad.inference.scheduling import scheduler as module
 
     looked = []
-    real = module.Scheduler._start
+    real = module.Scheduler._try_admit
     monkeypatch.setattr(
-        module.Scheduler, "_start", lambda self, *a: looked.append(1) or real(self, *a)
+        module.Scheduler, "_try_admit", lambda self, *a: looked.append(1) or real(self, *a)
     )
     counts = []
     for waiting in (100, 10_000):
@@ -187,8 +124,8 @@ def test_higher_priority_runs_first_and_is_not_preempted(world, expected):
     high = simple(9, 10, 40, priority=0)
     w.scheduler.add(high)
     w.drain(400)
-    assert high.preempted == 0 and sum(r.preempted for r in low) > 0
-    assert all(r.output == expected(r) for r in [*low, high])
+    assert high.num_preemptions == 0 and sum(r.num_preemptions for r in low) > 0
+    assert all(r.output_token_ids == expected(r) for r in [*low, high])
 
 
 def test_a_deadline_returns_what_there_is(world, expected):
@@ -198,11 +135,14 @@ def test_a_deadline_returns_what_there_is(world, expected):
     w.scheduler.add(second)
     w.drain(100)
     assert first.finish_reason == second.finish_reason == "deadline"
-    assert 0 < len(first.output) < 40 and first.output == expected(first)[: len(first.output)]
-    assert second.output == []
+    assert (
+        0 < len(first.output_token_ids) < 40
+        and first.output_token_ids == expected(first)[: len(first.output_token_ids)]
+    )
+    assert second.output_token_ids == []
 
 
-def test_the_dial_may_be_turned_while_requests_run(world, expected):
+def test_limits_may_change_while_requests_run(world, expected):
     w = world(64, 16, max_num_seqs=8, max_num_batched_tokens=64)
     requests = [simple(i, 10 + i, 12) for i in range(12)]
     for r in requests:
@@ -211,20 +151,18 @@ def test_the_dial_may_be_turned_while_requests_run(world, expected):
         w.scheduler.max_num_seqs, w.scheduler.max_num_batched_tokens = running, tokens
         w.step()
     w.drain(500)
-    assert all(r.output == expected(r) for r in requests)
+    assert all(r.output_token_ids == expected(r) for r in requests)
 
 
 @pytest.mark.parametrize("running", [4, 8, 16])
-def test_waiting_requests_join_once_a_quarter_of_the_slots_is_free_wherever_the_dial_stands(
-    world, running
-):
-    w = world(200, 16, max_num_seqs=16, max_num_batched_tokens=512, admit_at_once=32)
+def test_waiting_requests_join_once_a_quarter_of_the_rows_is_free_at_any_limit(world, running):
+    w = world(200, 16, max_num_seqs=16, max_num_batched_tokens=512, min_admissions=32)
     w.scheduler.max_num_seqs = running
     for i in range(40):
         w.scheduler.add(simple(i, 10, 4 + 3 * (i % 16)))
     w.step()
     before, joined = set(w.scheduler.running), []
-    while w.scheduler.waiting:
+    while w.scheduler.num_waiting:
         w.step()
         now = set(w.scheduler.running)
         joined += [len(now - before)] if now - before else []
@@ -233,15 +171,15 @@ def test_waiting_requests_join_once_a_quarter_of_the_slots_is_free_wherever_the_
     assert running // 4 <= min(joined[:-1]) and max(joined) < running
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_step_that_does_not_fit_is_made_smaller_and_nothing_is_lost(world, expected, depth):
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_step_that_does_not_fit_is_made_smaller_and_nothing_is_lost(world, expected, lookahead):
     from nopad.inference.scheduling.loop import OutOfMemory
 
-    w = world(64, 16, max_num_seqs=8, max_num_batched_tokens=512, depth=depth)
+    w = world(64, 16, max_num_seqs=8, max_num_batched_tokens=512, lookahead=lookahead)
     real, fits = w.runner.launch, 3
 
     def launch(step):
-        if len(step.ids) > 40 or len(step.requests) > fits:
+        if len(step.token_ids) > 40 or len(step.requests) > fits:
             raise OutOfMemory("seeded")
         return real(step)
 
@@ -250,7 +188,7 @@ def test_a_step_that_does_not_fit_is_made_smaller_and_nothing_is_lost(world, exp
     for r in requests:
         w.scheduler.add(r)
     w.drain(600)
-    assert all(r.output == expected(r) for r in requests)
+    assert all(r.output_token_ids == expected(r) for r in requests)
     assert w.scheduler.max_num_seqs <= 8 and w.scheduler.max_num_batched_tokens <= 64
     fits = 0
     w.scheduler.add(simple(9, 5, 5))

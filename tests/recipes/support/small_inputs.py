@@ -1,4 +1,4 @@
-"""The smallest data, model and tokenizer a recipe runs on."""
+"""The smallest data, model and tokenizer that a recipe runs on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def documents(folder: Path, count: int = 300) -> Path:
-    """Token ids, so that no text has to be encoded."""
+    """Write token ids, so that no text has to be encoded."""
     rows = [{"input_ids": [(7 * i + j) % 97 + 1 for j in range(5 + i % 40)]} for i in range(count)]
-    return _written(folder / "ids.jsonl", rows)
+    return _write_rows(folder / "ids.jsonl", rows)
 
 
 def texts(folder: Path, count: int = 60) -> Path:
     rows = [{"text": " ".join(f"w{(i + j) % 90}" for j in range(3 + i % 9))} for i in range(count)]
-    return _written(folder / "texts.jsonl", rows)
+    return _write_rows(folder / "texts.jsonl", rows)
 
 
 def chats(folder: Path, count: int = 80) -> Path:
@@ -25,10 +25,11 @@ def chats(folder: Path, count: int = 80) -> Path:
         ]}
         for i in range(count)
     ]  # fmt: skip
-    return _written(folder / "chats.jsonl", rows)
+    return _write_rows(folder / "chats.jsonl", rows)
 
 
 def model(folder: Path, **changes) -> Path:
+    """Write a config; its weights are new in every run."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     path = folder / "model" / "config.json"
@@ -37,23 +38,32 @@ def model(folder: Path, **changes) -> Path:
     return path
 
 
+def checkpoint(folder: Path, **changes) -> Path:
+    """Write a checkpoint with weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model(folder, **changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    return folder / "base"
+
+
 def tokenizer(folder: Path, eos: str | None = "<eos>", template: bool = True) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(100)} | {"<unk>": 100, "<eos>": 101}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, unk_token="<unk>")
+    vocabulary = {f"w{i}": i for i in range(100)} | {"<unk>": 100, "<eos>": 101}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, unk_token="<unk>")
     if template:
-        made.chat_template = (
+        tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}"
             "{% if add_generation_prompt %}assistant {% endif %}"
         )
-    made.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder / "tokenizer")
     return folder / "tokenizer"
 
 
-def _written(path: Path, rows: list[dict]) -> Path:
+def _write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,4 +1,4 @@
-"""What recipes load: data as the options say, and nothing that nobody asked for."""
+"""The data and models that recipes load: what the options say, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ import pytest
 import small_inputs
 import torch
 from nopad.recipes import pretrain, sft
-from nopad.recipes.support import arguments, data_and_model, stdlib_corpus
+from nopad.recipes.support import data_and_model, run_recipe, stdlib_corpus
 
 
-def options(folder: Path, data: Path, *more: str):
-    given = ["--data", data, "--tokenizer", small_inputs.tokenizer(folder), "--budget", "64", *more]
-    return pretrain.options([*map(str, given)])
+def pretrain_args(folder: Path, data: Path, *more: str):
+    argv = ["--data", data, "--tokenizer", small_inputs.tokenizer(folder), "--budget", "64", *more]
+    return pretrain.parse_args([*map(str, argv)])
+
+
+def sft_argv(folder: Path, data: Path) -> list[str]:
+    small_inputs.model(folder)
+    argv = ["--data", data, "--model", folder / "model", "--budget", "64"]
+    return [*map(str, [*argv, "--tokenizer", small_inputs.tokenizer(folder)])]
 
 
 def test_a_bad_row_stops_a_recipe_with_the_option_that_leaves_it_out(tmp_path, capsys):
     data = small_inputs.texts(tmp_path)
-    whole = [pack.tokens.tolist() for pack in islice(_packs(options(tmp_path, data)), 9)]
+    complete = [pack.tokens.tolist() for pack in islice(_packs(pretrain_args(tmp_path, data)), 9)]
     lines = data.read_text().splitlines(keepends=True)
     data.write_text("".join([*lines[:7], '{"text": ""}\n', *lines[7:]]))
-    status = arguments.exit_status("pretrain", lambda _: _packs(options(tmp_path, data)))
-    told = capsys.readouterr().err
-    assert status == 2 and "texts.jsonl, line 8: text is empty" in told
-    assert "(--on-error skip leaves such rows out, counted)" in told
-    packs = _packs(options(tmp_path, data, "--on-error", "skip"))
-    assert [pack.tokens.tolist() for pack in islice(packs, 9)] == whole
+    status = run_recipe.exit_status("pretrain", lambda *_: _packs(pretrain_args(tmp_path, data)))
+    message = capsys.readouterr().err
+    assert status == 2 and "texts.jsonl, line 8: text is empty" in message
+    assert "(pass --on-error skip to skip and count such rows)" in message
+    packs = _packs(pretrain_args(tmp_path, data, "--on-error", "skip"))
+    assert [pack.tokens.tolist() for pack in islice(packs, 9)] == complete
 
 
 def _packs(args):
@@ -42,45 +48,43 @@ def test_a_glob_chooses_among_the_files_of_a_folder(tmp_path):
     small_inputs.texts(inputs)
     (inputs / "LICENSE").write_text("All rights reserved.")
     with pytest.raises(ValueError, match="choose some with glob="):
-        _packs(options(tmp_path, inputs))
-    assert _packs(options(tmp_path, inputs, "--glob", "*.jsonl")).count() > 1
+        _packs(pretrain_args(tmp_path, inputs))
+    assert _packs(pretrain_args(tmp_path, inputs, "--glob", "*.jsonl")).count() > 1
 
 
-def test_flat_tokens_are_packed_as_they_lie(tmp_path):
+def test_flat_tokens_are_packed_as_they_are(tmp_path):
     np.array([5, 6, 101, 7, 8, 9, 101], np.uint16).tofile(tmp_path / "flat.bin")
-    packs = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16"))
+    packs = _packs(pretrain_args(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16"))
     assert sorted(next(iter(packs)).lengths.tolist()) == [3, 4]
-    other = _packs(options(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--eos", "6"))
+    other = _packs(
+        pretrain_args(tmp_path, tmp_path / "flat.bin", "--dtype", "uint16", "--add-eos", "6")
+    )
     assert sorted(next(iter(other)).lengths.tolist()) == [2, 5]
 
 
 def test_fine_tuning_reads_data_by_the_same_options(tmp_path):
     data = small_inputs.chats(tmp_path)
     data.write_text(data.read_text() + '{"messages": []}\n')
-    small_inputs.model(tmp_path)
-    given = ["--data", data, "--model", tmp_path / "model", "--tokenizer"]
-    given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]
+    argv = sft_argv(tmp_path, data)
     with pytest.raises(ValueError, match=r"chats\.jsonl, line 81"):
-        sft.load_data(sft.options(given))
-    _, packs, _ = sft.load_data(sft.options([*given, "--on-error", "skip"]))
+        sft.load_data(sft.parse_args(argv))
+    _, packs, _ = sft.load_data(sft.parse_args([*argv, "--on-error", "skip"]))
     assert packs.skipped.rows == 1
 
 
 def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.build.SMALL", 0)
-    small_inputs.model(tmp_path)
-    given = ["--data", small_inputs.chats(tmp_path), "--model", tmp_path / "model", "--tokenizer"]
-    given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]
+    monkeypatch.setattr("nopad.packing.build.PRETOKENIZE_UP_TO", 0)
+    argv = sft_argv(tmp_path, small_inputs.chats(tmp_path))
     with monkeypatch.context() as ranks:
         ranks.setenv("RANK", "1")
         ranks.setenv("WORLD_SIZE", "2")
-        _, packs, _ = sft.load_data(sft.options(given))
+        _, packs, _ = sft.load_data(sft.parse_args(argv))
         assert [pack.index for pack in islice(packs, 3)] == [1, 3, 5]
-    assert arguments.exit_status("sft", lambda _: _counted(packs)) == 2
+    assert run_recipe.exit_status("sft", lambda *_: _count_steps(packs)) == 2
     assert "say --steps, how many steps to train" in capsys.readouterr().err
 
 
-def _counted(packs) -> None:
+def _count_steps(packs) -> None:
     from nopad.trainer.with_hf.trainer import _count_steps
     from transformers import TrainingArguments
 
@@ -90,22 +94,19 @@ def _counted(packs) -> None:
 def test_fine_tuning_takes_the_column_that_its_errors_speak_of(tmp_path, capsys):
     path = tmp_path / "stories.jsonl"
     path.write_text('{"story": "w1 w2 w3"}\n' * 9)
-    small_inputs.model(tmp_path)
-    given = ["--data", path, "--model", tmp_path / "model", "--tokenizer"]
-    given = [*map(str, [*given, small_inputs.tokenizer(tmp_path), "--budget", "64"])]
-    load = lambda argv: sft.load_data(sft.options(argv))  # noqa: E731
-    assert arguments.exit_status("sft", load, given) == 2
+    argv = sft_argv(tmp_path, path)
+    load = lambda argv, progress: sft.load_data(sft.parse_args(argv))  # noqa: E731
+    assert run_recipe.exit_status("sft", load, argv) == 2
     assert "name the text's column with --text-column" in capsys.readouterr().err
-    assert arguments.exit_status("sft", load, [*given, "--text-column", "story"]) == 0
+    assert run_recipe.exit_status("sft", load, [*argv, "--text-column", "story"]) == 0
 
 
 def test_the_standard_library_is_read_only_where_it_is_needed(tmp_path, monkeypatch):
-    data_and_model.library.cache_clear()
     monkeypatch.setattr(stdlib_corpus, "documents", None)
     path = tmp_path / "texts.jsonl"
     texts = [f"w{number} " + "w1 w2 w3 w4 w5 " * 20 for number in range(400)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    _, packs, examples = data_and_model.load_data(options(tmp_path, path))
+    _, packs, examples = data_and_model.load_data(pretrain_args(tmp_path, path))
     assert examples and next(iter(packs))
 
 
@@ -113,7 +114,7 @@ def test_the_standard_library_is_read_only_where_it_is_needed(tmp_path, monkeypa
 def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = small_inputs.chats(tmp_path)
-    args = recipe.options(["--model", "./nomodel", "--data", str(data)])
+    args = recipe.parse_args(["--model", "./nomodel", "--data", str(data)])
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
         (sft if recipe is sft else data_and_model).load_data(args)
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
@@ -121,13 +122,13 @@ def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_are_read_in_whatever_form_they_lie(file, tmp_path):
+def test_weights_are_read_in_both_file_formats(file, tmp_path):
     args, trained = _checkpoint(tmp_path, file)
-    found = data_and_model.load_model(args, [])
-    assert torch.equal(*(model.get_input_embeddings().weight for model in (found, trained)))
+    loaded = data_and_model.load_model(args, [])
+    assert torch.equal(*(model.get_input_embeddings().weight for model in (loaded, trained)))
 
 
-UNREAD = [
+UNREADABLE = [
     "consolidated.00.pth",
     "tf_model.h5",
     "flax_model.msgpack",
@@ -139,14 +140,14 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize("file", UNREAD)
-def test_weights_that_cannot_be_read_are_not_begun_anew(file, tmp_path):
+@pytest.mark.parametrize("file", UNREADABLE)
+def test_weights_that_cannot_be_read_are_not_replaced_by_new_ones(file, tmp_path):
     args, _ = _checkpoint(tmp_path, file)
     with pytest.raises(OSError, match=r"no file named model\.safetensors, or pytorch_model\.bin"):
         data_and_model.load_model(args, [])
 
 
-def test_weights_that_are_listed_and_not_there_are_not_begun_anew(tmp_path):
+def test_weights_that_are_listed_but_missing_are_not_replaced_by_new_ones(tmp_path):
     args, trained = _checkpoint(tmp_path, "model.safetensors")
     (Path(args.model) / "model.safetensors").unlink()
     trained.save_pretrained(args.model, max_shard_size="20KB")
@@ -157,10 +158,10 @@ def test_weights_that_are_listed_and_not_there_are_not_begun_anew(tmp_path):
 
 
 def _checkpoint(folder: Path, file: str):
-    """Options that name a folder with weights in this file, and the model they are of."""
+    """Arguments that name a checkpoint with its weights in this file, and the model itself."""
     path = small_inputs.model(folder).parent
-    args = options(folder, small_inputs.texts(folder), "--model", str(path))
-    trained = data_and_model.load_model(args, [])  # a config alone asks for new weights
+    args = pretrain_args(folder, small_inputs.texts(folder), "--model", str(path))
+    trained = data_and_model.load_model(args, [])  # a config alone: new weights
     if file.endswith("safetensors"):
         trained.save_pretrained(path)
     else:

@@ -1,4 +1,4 @@
-"""What is held out is never trained on, whoever reads the data, and is evaluated by default."""
+"""Held-out rows are never trained on, by any rank or shard, and are evaluated by default."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import small_inputs
-from nopad.inference import data_parallel
 from nopad.recipes import pretrain
 from nopad.recipes.support import data_and_model, holdout
-from nopad.trainer.evaluation.generation_eval import TAKEN
+from nopad.trainer.evaluation.generation_eval import RESERVED_NAMES
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 @pytest.mark.parametrize(("shards", "count"), [(1, 1000), (3, 1000), (1, 2)])
 def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards, count):
     path = small_inputs.chats(tmp_path, 400)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    source, examples = holdout.split(path, count)
+    source, examples = holdout.hold_out(path, count)
     trained = [row.value for s in range(shards) for row in source.read(s, shards)]
-    kept = [row for row in rows if holdout.example_of(row) not in examples]
+    kept = [row for row in rows if holdout.row_example(row) not in examples]
     assert sorted(map(json.dumps, trained)) == sorted(map(json.dumps, kept))
     assert 0 < len(examples) == len(rows) - len(kept) <= min(count, 39)
     assert all(example.prompt[-1]["role"] == "user" for example in examples)
@@ -34,9 +33,9 @@ def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards, count):
 
 def test_rows_without_an_answer_are_all_trained_on(tmp_path):
     path = small_inputs.documents(tmp_path, 200)
-    source, examples = holdout.split(path, 32)
+    source, examples = holdout.hold_out(path, 32)
     assert examples == [] and len(list(source.read(0, 1))) == 200
-    assert holdout.split(path, 0) == (path, [])
+    assert holdout.hold_out(path, 0) == (path, [])
 
 
 @pytest.mark.parametrize("column", ["text", "body"])
@@ -44,7 +43,7 @@ def test_texts_are_held_out_too_and_continued_from_their_beginnings(tmp_path, co
     texts = [f"{number:03} " + f"{number} words and more " * (number % 20) for number in range(900)]
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
-    args = pretrain.options(["--data", str(path), "--text-column", column, "--budget", "256"])
+    args = pretrain.parse_args(["--data", str(path), "--text-column", column, "--budget", "256"])
     tokenizer, packs, examples = data_and_model.load_data(args)
     beginnings = {example.prompt + example.reference for example in examples}
     held = [text for text in texts if text[:200] in beginnings]
@@ -57,47 +56,46 @@ def test_texts_are_held_out_too_and_continued_from_their_beginnings(tmp_path, co
 
 def test_data_without_answers_is_not_read_to_its_end():
     rows = iter(range(10**6))
-    assert holdout.chosen(rows, 2) == {} and next(rows) == 400
+    assert holdout.pick_examples(rows, 2) == {} and next(rows) == 400
 
 
-def test_the_fingerprint_tells_which_rows_are_left_out(tmp_path):
+def test_the_fingerprint_depends_on_the_excluded_rows(tmp_path):
     path = small_inputs.chats(tmp_path, 400)
-    prints = {holdout.split(path, count)[0].fingerprint() for count in (1, 2, 2)}
+    prints = {holdout.hold_out(path, count)[0].fingerprint() for count in (1, 2, 2)}
     assert len(prints) == 2
 
 
 @pytest.mark.parametrize("turns", ["hello", 7, [1, 2], [["a"], ["b"]], None, {"role": "user"}])
-def test_a_malformed_conversation_is_no_example(turns):
-    assert holdout.example_of({"messages": turns}) is None
+def test_a_malformed_conversation_is_not_an_example(turns):
+    assert holdout.row_example({"messages": turns}) is None
 
 
 @pytest.mark.parametrize(("reference", "names"), [(None, []), (" time", ["matched"])])
-def test_prompts_without_an_answer_are_not_said_to_be_missed(monkeypatch, reference, names):
+def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, names):
     from nopad.trainer.evaluation import Example
 
-    class Ranks:
+    class FakeEngine:
         def __init__(self, engine):
             pass
 
         def generate(self, prompts, params, deadline=None):
             return [SimpleNamespace(text=" up", tokens=[1], error=None, finish_reason="eos")]
 
-    monkeypatch.setattr(data_parallel, "DataParallelEngine", Ranks)
+    monkeypatch.setattr("nopad.inference.DataParallelEngine", FakeEngine)
     monkeypatch.setattr("nopad.inference.Engine", lambda model, tokenizer: None)
-    evaluation = holdout.continuing(None, None, [Example("Once", reference)], every=1, seed=0)
-    found = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]
-    assert [name for name in found if name not in TAKEN] == names
+    evaluation = holdout.continuation_eval(
+        None, None, [Example("Once", reference)], every=1, seed=0
+    )
+    metrics = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]
+    assert [name for name in metrics if name not in RESERVED_NAMES] == names
     assert [evaluation.watch] == (names or [None])
 
 
 def test_fine_tuning_evaluates_by_default(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(small_inputs.model(tmp_path))
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    given = ["--model", tmp_path / "base", "--tokenizer", small_inputs.tokenizer(tmp_path)]
-    given += ["--data", small_inputs.chats(tmp_path, 400), "--budget", "64", "--steps", "3"]
-    command = [sys.executable, RECIPES / "sft.py", *given, "--output", tmp_path / "out"]
+    argv = ["--model", small_inputs.checkpoint(tmp_path)]
+    argv += ["--tokenizer", small_inputs.tokenizer(tmp_path)]
+    argv += ["--data", small_inputs.chats(tmp_path, 400), "--budget", "64", "--steps", "3"]
+    command = [sys.executable, RECIPES / "sft.py", *argv, "--output", tmp_path / "out"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]

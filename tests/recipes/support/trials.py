@@ -1,11 +1,12 @@
-"""Trials of whole recipes: signals, crashes in a save, killed workers, other data on resume.
+"""Run recipes under signals, crashes during a save, killed workers and changed data.
 
-    python tests/recipes/support/trials.py --folder /tmp/trials signals:pretrain:200 crashes:train_hf:14
-    python tests/recipes/support/trials.py --folder /tmp/trials killed:pretrain:200 changed:train_hf:5
+    python tests/recipes/support/trials.py --folder /tmp/trials signals:pretrain:200
+    python tests/recipes/support/trials.py --folder /tmp/trials crashes:train_hf:14
 
-Every trial must end as promised and, resumed, arrive at the weights of an uninterrupted run. The
-random choices come from the trial's number, so that a trial can be had again: the fourth part of a
-name is the first number. The last line is JSON: how many trials, how they went, which failed.
+A trial is named KIND:RECIPE:COUNT[:FIRST]. Every run must end with the documented status and, when
+resumed, reach the weights of an uninterrupted run. The random choices are seeded with the trial's
+number, so a trial can be repeated: FIRST is the first number. The last line is JSON: the number of
+trials, their outcomes, and the failures.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from nopad.inference import (  # noqa: E402
 )
 from nopad.packing.state import atomic_file  # noqa: E402
 from nopad.recipes import pretrain, pretrain_lightning, train_hf  # noqa: E402
-from nopad.recipes.support.arguments import run_recipe  # noqa: E402
+from nopad.recipes.support.run_recipe import run_recipe  # noqa: E402
 from nopad.trainer import checkpoint_manifest, graceful_stop  # noqa: E402
 from nopad.trainer.data import data_state, loader  # noqa: E402
 from nopad.trainer.evaluation import GenerationEval  # noqa: E402
@@ -48,16 +49,16 @@ from nopad.trainer.with_lightning import packs as with_lightning  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402, F401
 
 STEPS = 12
-MAIN = {"pretrain": pretrain, "train_hf": train_hf, "pretrain_lightning": pretrain_lightning}
-MORE = {
+RECIPES = {"pretrain": pretrain, "train_hf": train_hf, "pretrain_lightning": pretrain_lightning}
+EXTRA_ARGS = {
     "pretrain": ["--eval-every", "5", "--prompt", "w1 w2", "--warmup", "2"],
     "train_hf": ["--warmup", "2", "--learning-rate", "1e-3"],
     "pretrain_lightning": ["--warmup", "2", "--accelerator", "cpu", "--strategy", "ddp"],
 }
 
 
-class Recipe:
-    """One recipe on the smallest inputs, with what it must arrive at."""
+class RecipeRun:
+    """One recipe on the smallest inputs, and the weights that it must reach."""
 
     def __init__(self, name: str, folder: Path, workers: int = 0):
         self.name, self.folder, self.workers = name, folder, workers
@@ -65,106 +66,111 @@ class Recipe:
         self.common = ["--data", small_inputs.documents(inputs), "--budget", "128",
                        "--model", small_inputs.model(inputs), "--steps", STEPS,
                        "--tokenizer", small_inputs.tokenizer(inputs), "--save-every", "4",
-                       "--workers", workers, *MORE[name]]  # fmt: skip
-        self.wanted: dict[int, str] = {}
+                       "--workers", workers, *EXTRA_ARGS[name]]  # fmt: skip
+        self.reference_digests: dict[int, str] = {}
 
-    def start(self, at: Path, world: int, resume: bool = False, prepare: Callable | None = None):
-        arguments = [*map(str, self.common), *self._where(resume), *self._devices(world)]
+    def start(
+        self, folder: Path, world_size: int, resume: bool = False, prepare: Callable | None = None
+    ) -> Ranks:
+        """Start the ranks; prepare: called in each rank's process, with the rank, before main."""
+        argv = [*map(str, self.common), *self._output_args(resume), *self._device_args(world_size)]
 
         def target(rank: int) -> int:
             torch.set_num_threads(1)
             if prepare is not None:
                 prepare(rank)
-            return run_recipe(self.name, MAIN[self.name].main, arguments)
+            return run_recipe(self.name, RECIPES[self.name].main, argv)
 
-        return Ranks(target, at, world)
+        return Ranks(target, folder, world_size)
 
-    def _devices(self, world: int) -> list[str]:
-        return ["--devices", str(world)] if self.name == "pretrain_lightning" else []
+    def _device_args(self, world_size: int) -> list[str]:
+        return ["--devices", str(world_size)] if self.name == "pretrain_lightning" else []
 
-    def _where(self, resume: bool) -> list[str]:
+    def _output_args(self, resume: bool) -> list[str]:
         if self.name == "pretrain":
             return ["--resume", "out"] if resume else ["--output", "out"]
         return ["--output", "out", *(["--resume"] if resume else [])]
 
-    def reference(self, world: int) -> str:
-        """The digest of an uninterrupted run's weights."""
-        if world not in self.wanted:
-            at = fresh(self.folder / f"whole-{world}")
-            began = time.monotonic()
-            assert self.start(at, world).wait(90) == [0] * world
-            self.seconds = time.monotonic() - began
-            self.wanted[world] = self.digest(at)
-        return self.wanted[world]
+    def reference_digest(self, world_size: int) -> str:
+        """Hash the weights of an uninterrupted run."""
+        if world_size not in self.reference_digests:
+            folder = fresh(self.folder / f"whole-{world_size}")
+            start = time.monotonic()
+            assert self.start(folder, world_size).wait(90) == [0] * world_size
+            self.seconds = time.monotonic() - start
+            self.reference_digests[world_size] = self.weights_digest(folder)
+        return self.reference_digests[world_size]
 
-    def digest(self, at: Path) -> str:
+    def weights_digest(self, folder: Path) -> str:
         if self.name == "pretrain_lightning":
-            weights = torch.load(at / "out" / "last.ckpt", weights_only=True)["state_dict"]
+            weights = torch.load(folder / "out" / "last.ckpt", weights_only=True)["state_dict"]
             flat = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
             return hashlib.sha256(flat).hexdigest()
         last = f"checkpoint-{STEPS}/model.safetensors" if self.name == "pretrain" else "."
-        path = at / "out" / last
-        path = path if path.is_file() else at / "out" / "model.safetensors"
+        path = folder / "out" / last
+        path = path if path.is_file() else folder / "out" / "model.safetensors"
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def check_whole(self, at: Path) -> None:
-        """Every checkpoint that goes by its name is whole."""
+    def check_checkpoints(self, folder: Path) -> None:
+        """Assert that every checkpoint under its final name is intact."""
         if self.name == "pretrain_lightning":
-            return checkpoint_manifest.check_archive(at / "out" / "last.ckpt")
-        for path in (at / "out").glob("checkpoint-*"):
+            return checkpoint_manifest.check_archive(folder / "out" / "last.ckpt")
+        for path in (folder / "out").glob("checkpoint-*"):
             assert checkpoint_manifest.find_damage(path) is None, (
                 f"{path.name}: {checkpoint_manifest.find_damage(path)}"
             )
 
-    def go_on(self, at: Path, world: int) -> None:
-        """Resume, or start anew where nothing was saved, and arrive where the whole run did."""
-        found = (at / "out").glob("checkpoint-*")
-        saved = any(checkpoint_manifest.find_damage(path) is None for path in found)
-        saved = saved or (at / "out" / "last.ckpt").exists()
+    def check_resume(self, folder: Path, world_size: int) -> None:
+        """Resume, or start over if nothing was saved, and compare with the uninterrupted run."""
+        checkpoints = (folder / "out").glob("checkpoint-*")
+        saved = any(checkpoint_manifest.find_damage(path) is None for path in checkpoints)
+        saved = saved or (folder / "out" / "last.ckpt").exists()
         if not saved:
-            fresh(at)
-        run = self.start(at, world, resume=saved)
-        assert run.wait(90) == [0] * world, run.said()
-        assert self.digest(at) == self.reference(world), "other weights than uninterrupted"
+            fresh(folder)
+        run = self.start(folder, world_size, resume=saved)
+        assert run.wait(90) == [0] * world_size, run.said()
+        assert self.weights_digest(folder) == self.reference_digest(world_size), (
+            "the weights differ from those of an uninterrupted run"
+        )
 
 
-POINTS = {
+SIGNAL_POINTS = {
     "first step": (loader.PackedLoader, "_step", 0),
     "evaluation": (GenerationEval, "_evaluate", 0),
     "save": (data_state, "gather_data_state", 1),
     "end": (graceful_stop.StopRequest, "release", 0),
 }
-"""Named places for a signal: whose function, and how many calls of it to let pass.
+"""Where a signal arrives: the owner of a function, its name, and how many calls to skip.
 
-At the end it comes behind the function: the training has given the signals back.
+"end" comes after the function: the training has released the signals.
 """
 
 
-def strike(owner: object, name: str, after: int, number: int) -> None:
-    """Let this process be hit by a signal when it enters the function the next time but `after`."""
-    original, seen = getattr(owner, name), [0]
+def signal_on_call(owner: object, name: str, skip: int, number: int) -> None:
+    """Send a signal to this process when it calls the function, after `skip` calls."""
+    original, calls = getattr(owner, name), [0]
 
-    def struck(*args, **kwargs):
-        seen[0] += 1
-        if seen[0] == after + 1:
+    def wrapper(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == skip + 1:
             if owner is graceful_stop.StopRequest:
                 original(*args, **kwargs)
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
-    setattr(owner, name, struck)
+    setattr(owner, name, wrapper)
 
 
-def signals(recipe: Recipe, number: int) -> str:
-    """A signal on one rank stops all, with a whole checkpoint; a second leaves at once."""
-    draw = random.Random(number)
-    world, kind = draw.choice([1, 2]), draw.choice(graceful_stop.SIGNALS)
-    where = draw.choice([*POINTS, "random", "random", "random", "twice"])
-    victim = draw.randrange(world)
-    if where == ("end" if recipe.name == "pretrain" else "evaluation"):
-        where = "random"
-    recipe.reference(world)
-    at = fresh(recipe.folder / f"signals-{number}")
+def signals(recipe: RecipeRun, number: int) -> str:
+    """A signal on one rank stops all ranks with an intact checkpoint; a second exits at once."""
+    rng = random.Random(number)
+    world_size, signal_number = rng.choice([1, 2]), rng.choice(graceful_stop.SIGNALS)
+    point = rng.choice([*SIGNAL_POINTS, "random", "random", "random", "twice"])
+    target_rank = rng.randrange(world_size)
+    if point == ("end" if recipe.name == "pretrain" else "evaluation"):
+        point = "random"
+    recipe.reference_digest(world_size)
+    folder = fresh(recipe.folder / f"signals-{number}")
 
     def prepare(rank: int) -> None:
         original = graceful_stop.StopRequest.listen
@@ -174,89 +180,90 @@ def signals(recipe: Recipe, number: int) -> str:
             Path(f"listening-{rank}").touch()
 
         graceful_stop.StopRequest.listen = listen
-        if rank == victim and where in POINTS:
-            strike(*POINTS[where], kind)
+        if rank == target_rank and point in SIGNAL_POINTS:
+            signal_on_call(*SIGNAL_POINTS[point], signal_number)
 
-    run = recipe.start(at, world, prepare=prepare)
-    ready = [at / f"listening-{rank}" for rank in range(world)]
+    run = recipe.start(folder, world_size, prepare=prepare)
+    ready = [folder / f"listening-{rank}" for rank in range(world_size)]
     run.wait_for(lambda: all(path.exists() for path in ready))
     sent = time.monotonic()
-    if where in ("random", "twice"):
-        time.sleep(draw.uniform(0, recipe.seconds))
+    if point in ("random", "twice"):
+        time.sleep(rng.uniform(0, recipe.seconds))
         sent = time.monotonic()
-        for _ in range(2 if where == "twice" else 1):
-            for rank in range(world) if where == "twice" else (victim,):
-                run.send(kind, rank)
+        for _ in range(2 if point == "twice" else 1):
+            for rank in range(world_size) if point == "twice" else (target_rank,):
+                run.send(signal_number, rank)
             time.sleep(2 * graceful_stop.RELAY_SECONDS)
     codes = run.wait()
-    took = time.monotonic() - sent
-    ended = "second" if where == "twice" and any(codes) else where
-    if ended == "second":
-        for rank, code in enumerate(codes):  # whoever waited for one that had left ends by an error
-            left = code == 1 and re.search("(closed|reset) by peer", run.said(rank))
-            assert left or code in (0, 128 + kind), f"{codes}\n{run.said(rank)}"
+    seconds = time.monotonic() - sent
+    outcome = "second" if point == "twice" and any(codes) else point
+    if outcome == "second":
+        for rank, code in enumerate(codes):  # a rank whose peer has exited ends with an error
+            lost_peer = code == 1 and re.search("(closed|reset) by peer", run.said(rank))
+            assert lost_peer or code in (0, 128 + signal_number), f"{codes}\n{run.said(rank)}"
     else:
-        assert codes == [0] * world, f"{codes}\n{run.said()}"
-        recipe.check_whole(at)
+        assert codes == [0] * world_size, f"{codes}\n{run.said()}"
+        recipe.check_checkpoints(folder)
         assert "done" in run.said() or "stopped" in run.said()
     if "done: " not in run.said():
-        recipe.go_on(at, world)
-    return f"{ended} {took if where in ('random', 'twice') else 0:.1f}"
+        recipe.check_resume(folder, world_size)
+    return f"{outcome} {seconds if point in ('random', 'twice') else 0:.1f}"
 
 
-CRASHES = {
+CRASH_POINTS = {
     "before the save": ((with_accelerate, with_hf), "save_data_state", 1),
     "state gathered, not written": ((data_state,), "write_state", 1),
     "state written": ((data_state,), "barrier", 1),
-    "all written, not sealed": ((checkpoint_manifest, with_hf), "seal", 1),
+    "all written, no manifest": ((checkpoint_manifest, with_hf), "write_manifest", 1),
     "some written": ((with_hf.PackedTrainer,), "_save_optimizer_and_scheduler", 1),
     "gathered, not written": ((accelerate.accelerator,), "save_accelerator_state", 1),
     "after the save": ((graceful_stop.StopRequest,), "should_stop", 8),
 }
-"""Where a save can be cut short: who has the function, and how many calls to let pass."""
+"""Where a save is interrupted: owners of a function, its name, and how many calls to skip."""
 
 
-def crashes(recipe: Recipe, number: int) -> str:
-    """kill -9 inside a save; what is left resumes to the same weights."""
-    world = 1 + number // len(CRASHES) % 2
-    where = list(CRASHES)[number % len(CRASHES)]
-    owners, name, after = CRASHES[where]
-    recipe.reference(world)
-    at = fresh(recipe.folder / f"crashes-{number}")
+def crashes(recipe: RecipeRun, number: int) -> str:
+    """kill -9 during a save; the remaining files resume to the same weights."""
+    world_size = 1 + number // len(CRASH_POINTS) % 2
+    point = list(CRASH_POINTS)[number % len(CRASH_POINTS)]
+    owners, name, skip = CRASH_POINTS[point]
+    assert any(hasattr(owner, name) for owner in owners), f"nothing is called {name}"
+    recipe.reference_digest(world_size)
+    folder = fresh(recipe.folder / f"crashes-{number}")
 
     def prepare(rank: int) -> None:
         for owner in owners if rank == 0 else ():
             if hasattr(owner, name):
-                strike(owner, name, after, signal.SIGKILL)
+                signal_on_call(owner, name, skip, signal.SIGKILL)
 
-    run = recipe.start(at, world, prepare=prepare)
+    run = recipe.start(folder, world_size, prepare=prepare)
     run.wait_for(lambda: os.waitid(os.P_PID, run.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                  is not None)  # fmt: skip
     run.kill()  # as a launcher does with the other ranks
     assert run.codes[0] in (-9, 0), run.said()
     crashed = run.codes[0] == -9
-    recipe.go_on(at, world) if crashed else recipe.check_whole(at)
-    return where if crashed else "nothing to crash"
+    recipe.check_resume(folder, world_size) if crashed else recipe.check_checkpoints(folder)
+    return point if crashed else "nothing to crash"
 
 
-def killed(recipe: Recipe, number: int) -> str:
-    """kill -9 of the main process, of a data worker or of the group: nothing is left over."""
-    draw = random.Random(number)
-    who = draw.choice(["main", "worker", "group"])
-    recipe.reference(1)
-    at = fresh(recipe.folder / f"killed-{number}")
-    run = recipe.start(at, 1)
+def killed(recipe: RecipeRun, number: int) -> str:
+    """kill -9 of the main process, of a data worker or of the group leaves no orphans."""
+    rng = random.Random(number)
+    target = rng.choice(["main", "worker", "group"])
+    recipe.reference_digest(1)
+    folder = fresh(recipe.folder / f"killed-{number}")
+    run = recipe.start(folder, 1)
     main = psutil.Process(run.pids[0])
     run.wait_for(lambda: not main.is_running() or bool(main.children()) or "done" in run.said())
-    time.sleep(draw.uniform(0, 0.5 * recipe.seconds))
+    time.sleep(rng.uniform(0, 0.5 * recipe.seconds))
     try:
         children = main.children(recursive=True)
     except psutil.NoSuchProcess:
         children = []
-    if who == "group":
+    if target == "group":
         os.killpg(run.pids[0], signal.SIGKILL)
-    elif who == "worker" and children:
-        draw.choice(children).kill()
+    elif target == "worker" and children:
+        rng.choice(children).kill()
     else:
         run.send(signal.SIGKILL, 0)
     run.wait(30)
@@ -264,38 +271,38 @@ def killed(recipe: Recipe, number: int) -> str:
     assert not alive, f"orphans: {alive}"
     if run.codes[0] == 1:
         assert "data worker died" in run.said(), run.said()
-    recipe.go_on(at, 1) if "done: " not in run.said() else None
-    return f"{who} {run.codes[0]}"
+    recipe.check_resume(folder, 1) if "done: " not in run.said() else None
+    return f"{target} {run.codes[0]}"
 
 
 CHANGES = ("fingerprint", "tokenizer", "budget", "seed", "version")
 
 
-def changed(recipe: Recipe, number: int) -> str:
-    """Another data set, tokenizer, budget, seed or packer is refused on resume, by name."""
-    what = CHANGES[number % len(CHANGES)]
-    at = fresh(recipe.folder / f"changed-{number}")
-    own = Recipe(recipe.name, at)
-    assert own.start(at, 1).wait() == [0]
-    if what in ("budget", "seed"):
-        own.common += [f"--{what}", "64"]
-    elif what == "version":
-        _other_version(at / "out")
+def changed(recipe: RecipeRun, number: int) -> str:
+    """A resume with other data, tokenizer, budget, seed or packer version is refused by name."""
+    change = CHANGES[number % len(CHANGES)]
+    folder = fresh(recipe.folder / f"changed-{number}")
+    copy = RecipeRun(recipe.name, folder)
+    assert copy.start(folder, 1).wait() == [0]
+    if change in ("budget", "seed"):
+        copy.common += [f"--{change}", "64"]
+    elif change == "version":
+        _change_version(folder / "out")
     else:
-        name = "ids.jsonl" if what == "fingerprint" else "tokenizer/tokenizer.json"
-        path = at / "inputs" / name
-        path.write_text(path.read_text().replace("7", "8", 1) if what == "fingerprint"
+        name = "ids.jsonl" if change == "fingerprint" else "tokenizer/tokenizer.json"
+        path = folder / "inputs" / name
+        path.write_text(path.read_text().replace("7", "8", 1) if change == "fingerprint"
                         else path.read_text().replace("w99", "w999", 1))  # fmt: skip
-    run = own.start(at, 1, resume=True)
-    assert run.wait() == [2] and what in run.said().splitlines()[-1], run.said()
-    return what
+    run = copy.start(folder, 1, resume=True)
+    assert run.wait() == [2] and change in run.said().splitlines()[-1], run.said()
+    return change
 
 
-def _other_version(out: Path) -> None:
+def _change_version(out: Path) -> None:
     if (out / "last.ckpt").exists():
-        kept = torch.load(out / "last.ckpt", weights_only=True)
-        kept[with_lightning.KEY]["version"] = 99
-        return torch.save(kept, out / "last.ckpt")
+        checkpoint = torch.load(out / "last.ckpt", weights_only=True)
+        checkpoint[with_lightning.KEY]["version"] = 99
+        return torch.save(checkpoint, out / "last.ckpt")
     for folder in out.glob("checkpoint-*"):
         path = folder / data_state.STATE_FILE
         atomic_file.write_state(path, {**atomic_file.read_state(path), "version": 99})
@@ -306,34 +313,34 @@ def _other_version(out: Path) -> None:
 TRIALS = {"signals": signals, "crashes": crashes, "killed": killed, "changed": changed}
 
 
-def run(recipe: Recipe, what: str, numbers: range) -> dict:
-    """Take the trials of these numbers; say how they went."""
+def run_trials(recipe: RecipeRun, kind: str, numbers: range) -> dict:
+    """Run the trials with these numbers; return their outcomes and failures."""
     outcomes, failures = {}, []
     for number in numbers:
         try:
-            told = TRIALS[what](recipe, number)
-            name = told.rpartition(" ")[0] if what == "signals" else told
-            outcomes[name] = outcomes.get(name, 0) + 1
+            result = TRIALS[kind](recipe, number)
+            outcome = result.rpartition(" ")[0] if kind == "signals" else result
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
         except AssertionError as error:
-            told = f"FAILED {str(error)[-9000:]}"
-            failures.append([number, told])
-        print(what, recipe.name, number, told, flush=True)
+            result = f"FAILED {str(error)[-9000:]}"
+            failures.append([number, result])
+        print(kind, recipe.name, number, result, flush=True)
     return {"trials": len(numbers), "outcomes": outcomes, "failures": failures}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trials", nargs="+", metavar="WHAT:RECIPE:COUNT[:FIRST]")
+    parser.add_argument("trials", nargs="+", metavar="KIND:RECIPE:COUNT[:FIRST]")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     compile_once()
-    found = {}
+    results = {}
     for spec in args.trials:
-        what, name, count, first = [*spec.split(":"), "0"][:4]
-        recipe = Recipe(name, args.folder / f"{what}-{name}", workers=int(what == "killed"))
-        found[spec] = run(recipe, what, range(int(first), int(first) + int(count)))
-    print(json.dumps(found))
-    return int(any(each["failures"] for each in found.values()))
+        kind, name, count, first = [*spec.split(":"), "0"][:4]
+        recipe = RecipeRun(name, args.folder / f"{kind}-{name}", workers=int(kind == "killed"))
+        results[spec] = run_trials(recipe, kind, range(int(first), int(first) + int(count)))
+    print(json.dumps(results))
+    return int(any(result["failures"] for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_an_evaluation_holds_few_batches_at_a_time(epochs):
 def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches(monkeypatch):
     whole = list(tiny_run.dataset())
     assert len(whole) % 2  # one rank gets an empty pack
-    counted = float(sum(pack.counted for pack in whole))
+    counted = float(sum(pack.num_label_tokens for pack in whole))
     given = []
 
     def sum_over_ranks(value):
@@ -106,7 +106,7 @@ def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches
 
     monkeypatch.setattr("nopad.trainer.data.loader.world_size", lambda: 2)
     monkeypatch.setattr("nopad.trainer.data.loader.sum_over_ranks", sum_over_ranks)
-    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world=2))) for r in (0, 1)]
+    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world_size=2))) for r in (0, 1)]
     assert len(shares[0]) == len(shares[1]) == 8
     assert len(given) == 2 and sum(given) == counted
     found = [sum(int((batch["labels"] != -100).sum()) for batch in share) for share in shares]
@@ -125,7 +125,7 @@ def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goe
     rows = [[1] * 50, [2] * 9, [3] * 70]
     planned = PackedLoader(PackedDataset(rows, budget=32, overflow="truncate"))
     assert planned.overflow_counts() == {"split": 0, "truncated": 2, "dropped": 0, "skipped": 0}
-    settings = {"budget": 32, "shards": 1, "ahead": False, "shuffle": False}
+    settings = {"budget": 32, "shards": 1, "pretokenize": False, "shuffle": False}
     for workers in (0, 1):
         data = PackedDataset(lambda: iter(rows), **settings)
         streamed = PackedLoader(data, num_workers=workers)
@@ -137,13 +137,13 @@ def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goe
 def test_what_became_is_that_of_the_epoch_the_data_is_in(epochs, monkeypatch):
     data = tiny_run.dataset(epochs=epochs)
     loader, asked = PackedLoader(data), []
-    stock = data.packs.report
+    stock = data.reader.report
 
     def report(epoch, *more):
         asked.append(epoch)
         return stock(epoch, *more)
 
-    monkeypatch.setattr(data.packs, "report", report)
+    monkeypatch.setattr(data.reader, "report", report)
     for _ in range(2 if epochs else 1):
         for _, _ in zip(range(28), loader, strict=False):
             loader.overflow_counts()

@@ -80,6 +80,6 @@ def shared_memory() -> list[str]:
 
 def test_a_bad_document_in_a_worker_keeps_its_own_error():
     rows = [[1, 2], [3, float("nan")]]
-    data = tiny_run.PackedDataset(lambda: iter(rows), budget=8, shards=1, ahead=False)
+    data = tiny_run.PackedDataset(lambda: iter(rows), budget=8, shards=1, pretokenize=False)
     with pytest.raises(ValueError, match="row 1: input_ids must be integers, got float64"):
         list(PackedLoader(data, num_workers=1))

@@ -83,7 +83,7 @@ def bitwise(device: str, source_of) -> list:
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_with_evaluations_is_bitwise_training_without(device, keep, deterministic):
-    reports = bitwise(device, lambda model: Engine(model, memory=ROOM, keep=keep).generate)
+    reports = bitwise(device, lambda model: Engine(model, memory=ROOM, keep_memory=keep).generate)
     assert [(r.error, r.metrics["eval/examples"]) for r in reports] == [(None, 3)] * 4
 
 
@@ -118,7 +118,7 @@ def test_an_engine_that_asks_for_more_than_there_is_says_so_and_training_goes_on
 @pytest.mark.parametrize(("keep", "evaluations"), [(True, 100), (False, 12)])
 def test_nothing_grows_over_evaluations(keep, evaluations):
     run = Training("cuda")
-    check = evaluation(Engine(run.model, memory=ROOM, keep=keep).generate)
+    check = evaluation(Engine(run.model, memory=ROOM, keep_memory=keep).generate)
     allocated, reserved = [], []
     for number in range(3 + evaluations):
         run.step(number)

@@ -53,7 +53,7 @@ def test_natural_boundaries_compile_a_bounded_number_of_times():
     counter = CompileCounterWithBackend("eager")
     model = tiny_run.model()
     compile_layers(model, backend=counter)
-    for batch in batches(fill=True):
+    for batch in batches(pad_to_budget=True):
         model(**batch).loss.backward()
     assert counter.frame_count <= 4
 

@@ -6,7 +6,7 @@ import pytest
 import tiny_run
 from front_ends import FIRST_STEP
 from nopad.attention.hf import mask_patch
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.trainer.monitoring import check_run
 from nopad.trainer.monitoring.preflight import measure_leak
 from transformers import AutoModelForCausalLM
@@ -26,9 +26,9 @@ FORGETFUL = {
 
 
 def build(kind: str, attention: str):
-    config = shrink(CONFIG_MAPPING[kind]())
+    config = tiny_config(CONFIG_MAPPING[kind]())
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    scramble(model)
+    randomize_weights(model)
     return model
 
 
@@ -53,7 +53,8 @@ def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
 def test_without_the_repair_the_leak_is_named_and_the_run_refused(
     kind, front, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(mask_patch, "_installed", False)  # as if transformers had moved its masks
+    mask_patch.uninstall_mask_patch()
+    monkeypatch.setattr(mask_patch, "_TARGET", "moved")  # as if transformers had moved its masks
     model = build(kind, FORGETFUL[kind][-1])
     before = tiny_run.digest(model)
     with pytest.raises(ValueError, match=f"{kind} with .* lets packed samples see each other"):

@@ -19,9 +19,9 @@ def test_the_banner_says_what_runs_and_what_to_expect():
 
 def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch():
     rows = [[1, 2, 3, 4]] * 40
-    _, line = check_run(tiny_run.model(), PackedDataset(rows, budget=8, packs=3))
+    _, line = check_run(tiny_run.model(), PackedDataset(rows, budget=8, max_packs=3))
     assert line.startswith("3 packs in total, 20 packs of 8 tokens per epoch, fill 100.0%")
-    stream = PackedDataset(rows, budget=8, packs=3, ahead=False)
+    stream = PackedDataset(rows, budget=8, max_packs=3, pretokenize=False)
     _, line = check_run(tiny_run.model(), stream)
     assert line.startswith("3 packs of 8 tokens; lengths are unknown")
 

@@ -36,7 +36,7 @@ def test_loss_is_told_by_source():
     loss = attach_loss(model)
     samples = [Sample(np.arange(1, 9), source=0), Sample(np.arange(20, 33), source=1)]
     pack = Pack.of(samples, budget=32)
-    batch = PackedCollator(fill=True)(pack)
+    batch = PackedCollator(pad_to_budget=True)(pack)
     model(**batch)
     meter = Meter()
     info = PackInfo.of(pack, batch)

@@ -59,7 +59,7 @@ def gradients(world: int) -> dict:
     """Distance from the gold gradient, by accumulation, workers and kind of loss."""
     found = {}
     for accumulation in (1, 4):
-        whole = tiny_run.dataset(rank=0, world=1)
+        whole = tiny_run.dataset(rank=0, world_size=1)
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
         for workers in (0, 2):
             for attached in (True, False):

@@ -27,7 +27,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def lists(completions: list) -> list:
-    return [completion.tokens for completion in completions]
+    return [completion.token_ids for completion in completions]
 
 
 def failing(engine: Engine, where: int, kind: type[BaseException]):

@@ -55,7 +55,7 @@ def trainer(
 def gradients(folder: Path, world: int) -> dict:
     found = {}
     for accumulation in (1, 4):
-        whole = tiny_run.dataset(rank=0, world=1)
+        whole = tiny_run.dataset(rank=0, world_size=1)
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
         cases = {"plain": {}, "workers": {"dataloader_num_workers": 2}}
         cases["checkpointing"] = {"gradient_checkpointing": True}
@@ -72,7 +72,7 @@ def means_over_ranks(folder: Path, world: int) -> dict:
     """The same, where the arguments ask for a mean of each rank's."""
     found = {}
     for mean in ("token", "sample"):
-        packs = tiny_run.packs(tiny_run.dataset(rank=0, world=1), 2 * world)
+        packs = tiny_run.packs(tiny_run.dataset(rank=0, world_size=1), 2 * world)
         gold = tiny_run.gold_gradient(tiny_run.model(), packs, mean)
         apart = {"max_steps": 1, "average_tokens_across_devices": False}
         collator = PackedCollator(mean=mean)
@@ -107,12 +107,12 @@ def evaluated(folder: Path) -> list[float]:
     """The trainer's eval_loss beside the token mean over the whole set."""
     run, _ = trainer(folder, tiny_run.dataset(), 1, max_steps=1)
     losses, count = 0.0, 0
-    for pack in tiny_run.dataset(23, rank=0, world=1):
+    for pack in tiny_run.dataset(23, rank=0, world_size=1):
         batch = tiny_run.collate(pack)
         batch = {k: v.to(run.args.device) if torch.is_tensor(v) else v for k, v in batch.items()}
         with torch.no_grad():
             losses += float(run.model(**batch, num_items_in_batch=1).loss)
-        count += pack.counted
+        count += pack.num_label_tokens
     got = run.evaluate(tiny_run.dataset(23))["eval_loss"]
     return [got, losses / count]
 

@@ -64,7 +64,7 @@ def fit(accumulation: int, data=None, workers: int = 0, checkpoint=None, validat
 def gradients() -> dict:
     found = {}
     for accumulation in (1, 4):
-        whole = tiny_run.dataset(rank=0, world=1)
+        whole = tiny_run.dataset(rank=0, world_size=1)
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * WORLD))
         for workers in (0, 2):
             _, module = fit(accumulation, workers=workers, max_steps=1)
@@ -100,10 +100,10 @@ def curve() -> list[float]:
 def validated() -> list[float]:
     trainer, module = fit(1, max_steps=1, validation=tiny_run.dataset(23), limit_train_batches=1)
     total, count = 0.0, 0
-    for pack in tiny_run.dataset(23, rank=0, world=1):
+    for pack in tiny_run.dataset(23, rank=0, world_size=1):
         with torch.no_grad():
             total += float(module.model(**tiny_run.collate(pack), num_items_in_batch=1).loss)
-        count += pack.counted
+        count += pack.num_label_tokens
     return [float(trainer.callback_metrics["val"]), total / count]
 
 

@@ -57,7 +57,7 @@ def model(attention: str = "nopad", **settings):
 
 def packs(data: PackedDataset, count: int) -> list:
     """The first packs of the run, whoever makes them."""
-    whole = dataset(len(samples()), rank=0, world=1) if data is None else data
+    whole = dataset(len(samples()), rank=0, world_size=1) if data is None else data
     return [pack for pack, _ in zip(whole, range(count), strict=False)]
 
 

@@ -74,7 +74,7 @@ def evaluation(live: Any, how: str, end: str, every: int) -> GenerationEval:
 
 def _break(engine: Engine, kind: type[BaseException]) -> None:
     """Let the second step of the next call fail."""
-    runner = engine._machine.runner
+    runner = engine._executor.runner
     launch, steps = runner.launch, []
 
     def failing(step: Any):

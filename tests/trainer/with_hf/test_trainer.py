@@ -80,13 +80,13 @@ def test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once(
 
     often = {"learning_rate": 0.0, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     data, passes = tiny_run.dataset(23), []
-    stock = data.packs.read
+    stock = data.reader.read
 
     def read(*where):
         passes.append(where)
         return stock(*where)
 
-    monkeypatch.setattr(data.packs, "read", read)
+    monkeypatch.setattr(data.reader, "read", read)
     evaluated = {"eval_dataset": {"held": data} if named else data}
     run, _ = trainer(tmp_path, tiny_run.dataset(), 1, more=evaluated, **often)
     run.train()
@@ -166,7 +166,7 @@ def test_arguments_serve_a_second_trainer_with_other_data(tmp_path):
 def test_what_packs_cannot_do_is_refused_with_the_way_out(tmp_path):
     from hf_child import trainer
 
-    stream = PackedDataset(lambda: iter([[1, 2, 3]]), budget=32, ahead=False)
+    stream = PackedDataset(lambda: iter([[1, 2, 3]]), budget=32, pretokenize=False)
     with pytest.raises(ValueError, match=r"packs of a stream cannot be counted.*pass max_steps="):
         trainer(tmp_path, stream, 1, num_train_epochs=1)
     with pytest.raises(ValueError, match=r"auto_find_batch_size=True.*lower the data's budget"):

@@ -18,9 +18,9 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 def dataset(kind: str = "finite") -> PackedDataset:
     if kind == "stream":
         rows = [row["input_ids"] for row in tiny_run.samples(14)]
-        settings = {"shards": 2, "ahead": False, "shuffle": False}
+        settings = {"shards": 2, "pretokenize": False, "shuffle": False}
         return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, **settings)
-    settings = {"finite": {}, "endless": {"epochs": None}, "packs": {"epochs": None, "packs": 8}}
+    settings = {"finite": {}, "endless": {"epochs": None}, "packs": {"epochs": None, "max_packs": 8}}
     return tiny_run.dataset(14, **settings[kind])
 
 

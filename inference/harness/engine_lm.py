@@ -1,0 +1,204 @@
+"""`EngineLM`: a live model behind lm_eval's model interface.
+
+It answers requests as lm_eval's own `hf` model does: the same token boundaries, scoring windows and
+stop strings, so the same scores. Every rank gets all requests, and the ranks divide the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ImportError:
+    raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ...runtime import unwrap_model
+from ..data_parallel import DataParallelEngine
+from ..engine import Engine
+from ..requests.sampling_params import SamplingParams
+from .gen_kwargs import to_sampling_kwargs
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_MAX_GEN_TOKS = 256
+
+
+class EngineLM(TemplateLM):
+    """A live model as lm_eval sees one."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, max_length: int | None = None, **settings: Any
+    ):
+        """Build an engine on the model; settings: those of `Engine`."""
+        super().__init__()
+        self.model: Any = unwrap_model(model)
+        self.tokenizer = tokenizer
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither a bos nor an eos token, but scoring starts each text "
+                "with one: set tokenizer.eos_token = ..."
+            )
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length is {max_length}; it must be at least 1 token")
+        self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
+        # The last token of a text is scored but never run, so one more than the positions fits.
+        self.engine = Engine(self.model, tokenizer, max_model_len=self.max_length + 1, **settings)
+        self._data_parallel = DataParallelEngine(self.engine)
+        self._deadline = float("inf")
+        self._warned_of_system = False
+
+    def set_deadline(self, deadline: float) -> None:
+        """Raise TimeoutError for requests that are unfinished at this `time.monotonic()`."""
+        self._deadline = deadline
+
+    @property
+    def eot_token_id(self) -> Any:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        prefix = self.tokenizer.decode([self.prefix_token_id])
+        if add_special_tokens is None and has_bos_prefix(string, prefix):
+            add_special_tokens = False
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return self.tokenizer.encode(string, **special)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, **options)
+        except Exception as error:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise
+            text = self.tokenizer.apply_chat_template(rest, **options)
+            if not self._warned_of_system:
+                log.warning("the chat template refuses system messages; omitting them: %s", error)
+            self._warned_of_system = True
+            return text
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        specs = [self.generation_request(*request.args) for request in requests]
+        prompts, params = [spec[0] for spec in specs], [spec[1] for spec in specs]
+        completions = self._data_parallel.generate(prompts, params, deadline=self._seconds_left())
+        texts = []
+        for index, (completion, (_, _, until)) in enumerate(zip(completions, specs, strict=True)):
+            is_late = completion.finish_reason == "deadline"
+            self._raise_error(index, "deadline" if is_late else completion.error)
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            texts.append(postprocess_generated_text(text, until, None))
+            self.cache_hook.add_partial("generate_until", requests[index].args, texts[-1])
+        return texts
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        windows, counts = [], []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            pairs = [(None, *make_disjoint_window(pair)) for pair in rolling]
+            windows += pairs
+            counts.append(len(pairs))
+        scores = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Score continuations; repeated contexts and repeated pairs are computed once."""
+        unique: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+        """The continuations of each context, and the index of each."""
+        keys = []
+        for _, context, continuation in requests:
+            before, after = self._truncate(context, continuation)
+            indices = unique.setdefault(before, {})
+            keys.append((before, indices.setdefault(after, len(indices))))
+        contexts = [list(before) for before in unique]
+        continuations = [[list(after) for after in indices] for indices in unique.values()]
+        scores = self._data_parallel.score(contexts, continuations, deadline=self._seconds_left())
+        by_context = dict(zip(unique, scores, strict=True))
+        results = []
+        for number, ((text, _, _), (before, index)) in enumerate(zip(requests, keys, strict=True)):
+            score = by_context[before][index]
+            self._raise_error(number, score.error)
+            results.append((score.logprob, score.is_greedy))
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, results[-1])
+        return results
+
+    def _truncate(self, context: list[int], continuation: list[int]) -> tuple[tuple, tuple]:
+        """Truncate a context from the left to the model's length."""
+        if not continuation or len(continuation) > self.max_length:
+            raise ValueError(
+                f"a continuation has {len(continuation)} tokens; it must have from 1 to "
+                f"{self.max_length}"
+            )
+        max_context = self.max_length + 1 - len(continuation)
+        return tuple(context[-max_context:]), tuple(continuation)
+
+    def generation_request(
+        self, context: str, gen_kwargs: dict
+    ) -> tuple[list[int], SamplingParams, list[str]]:
+        """Return the prompt's ids, its sampling parameters and the strings that end its text."""
+        kwargs: dict[str, Any] = {**normalize_gen_kwargs(gen_kwargs, _DEFAULT_MAX_GEN_TOKS)}
+        eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+        until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)
+        max_gen_toks = kwargs.pop("max_gen_toks")
+        generation_config = getattr(self.model, "generation_config", None)
+        sampling_kwargs = to_sampling_kwargs(kwargs, generation_config)
+        max_prompt = self.max_length - max_gen_toks
+        if max_prompt < 1:
+            raise ValueError(
+                f"max_gen_toks is {max_gen_toks}, which leaves no tokens for the prompt within "
+                f"the model's length of {self.max_length}: lower it"
+            )
+        bos = getattr(self.tokenizer, "bos_token", None)
+        special = {"add_special_tokens": False} if has_bos_prefix(context, bos) else {}
+        ids = self.tokenizer(context, **special)["input_ids"][-max_prompt:]
+        # The model's max_new_tokens overrides the task's limit, as it does in `generate`.
+        max_tokens = getattr(generation_config, "max_new_tokens", None) or max_gen_toks
+        max_tokens = min(max_tokens, self.max_length - len(ids))
+        stop = [text for text in until if text]
+        return ids, SamplingParams(max_tokens=max_tokens, stop=stop, **sampling_kwargs), until
+
+    def _seconds_left(self) -> float | None:
+        if self._deadline == float("inf"):
+            return None
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _raise_error(self, index: int, error: str | None) -> None:
+        if error is None:
+            return
+        if "deadline" in error:
+            raise TimeoutError(f"no time left at request {index}: lower the limit of the tasks")
+        raise ValueError(f"request {index}: {error}")

@@ -1,0 +1,80 @@
+"""An invalid prompt or parameter fails alone, or raises one line."""
+
+from __future__ import annotations
+
+import pytest
+from fake_tokenizer import FakeTokenizer
+from nopad.inference import DataParallelEngine, Engine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+CHAT = [{"role": "user", "content": "x"}]
+
+
+class RaisingTokenizer(FakeTokenizer):
+    """Raises what tokenizers raise: at surrogates, and in the chat template."""
+
+    chat_template = "some"
+
+    def __call__(self, text, add_special_tokens=True):
+        if "\ud800" in text:
+            raise TypeError("TextEncodeInput must be Union[TextInputSequence]")
+        return super().__call__(text, add_special_tokens)
+
+    def apply_chat_template(self, messages, **_):
+        raise LookupError("roles must alternate")
+
+
+@pytest.fixture
+def engine(tiny):
+    return Engine(tiny("llama"), RaisingTokenizer(bos_token_id=1, eos_token_id=0), page_size=16)
+
+
+@pytest.mark.parametrize("bad", ["a\ud800", CHAT])
+def test_whatever_a_tokenizer_raises_is_the_prompts_own(engine, bad):
+    want = engine.generate(["abc"], GREEDY)
+    beside = engine.add_request([5, 6, 7], GREEDY)
+    refused, *rest = engine.generate([bad, "abc"], GREEDY)
+    assert refused.finish_reason == "error" and "cannot read the prompt: " in refused.error
+    assert ("TypeError" in refused.error) == isinstance(bad, str) and "\ud800" not in refused.error
+    assert rest == want
+    ended = [e for _ in range(9) for e in engine.step() if e.completion]
+    assert [e.request_id for e in ended] == [beside] and ended[0].completion.error is None
+    spoilt, fine = engine.score([bad, "abc"], ["d", "d"])
+    assert "cannot read the prompt: " in spoilt.error and fine == engine.score(["abc"], ["d"])[0]
+    spoilt, fine = engine.score_rolling([bad, "abc"])
+    assert "cannot read the prompt: " in spoilt.error and fine.error is None
+
+
+PROMPTS = [None, 7, 0.5, [None], [[3], 4], [{"role": None}], {}]
+PARAMS = [{"max_tokens": "x"}, {"max_tokens": None}, "ab", 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"), [*((p, None) for p in PROMPTS), *(("abc", q) for q in PARAMS)]
+)
+def test_all_ranks_refuse_what_one_engine_refuses(engine, prompt, params):
+    prompts, each = [prompt, "abc"], [params, GREEDY]
+    assert DataParallelEngine(engine).generate(prompts, each) == engine.generate(prompts, each)
+    contexts, after = ["abc", prompt, "abc"], ["d", "d", prompt]
+    scores, want = DataParallelEngine(engine).score(contexts, after), engine.score(contexts, after)
+    assert repr(scores) == repr(want)  # nan equals nothing
+
+
+def test_arguments_that_fit_no_prompt_are_named(engine):
+    for generate in (engine.generate, DataParallelEngine(engine).generate):
+        with pytest.raises(ValueError, match=r"params is 3; give SamplingParams"):
+            generate(["abc"], 3)
+        with pytest.raises(ValueError, match=r"prompts is one int; give a list"):
+            generate(7)
+        with pytest.raises(ValueError, match=r"2 params for 1 prompts"):
+            generate(["abc"], [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match=r"priority is 2\.5; give a whole number"):
+        engine.generate(["abc"], GREEDY, priority=2.5)
+    refused, fine = engine.generate(["abc", "abc"], GREEDY, priority=["x", 1])
+    assert "priority is 'x'" in refused.error and fine.error is None
+
+
+def test_a_list_of_no_continuations_gives_a_list_of_no_scores(engine):
+    none, one, two = engine.score(["abc", "abc", "abc"], [[], "d", ["d", [5, 6]]])
+    assert none == [] and one == two[0] and len(two) == 2
+    assert DataParallelEngine(engine).score(["abc"], [[]]) == [[]]

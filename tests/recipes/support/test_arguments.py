@@ -1,0 +1,144 @@
+"""Arguments from the command line, from YAML and from the run that is resumed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from nopad.recipes import pretrain, pretrain_lightning, sft, train_hf
+from nopad.recipes.support.hf_runner import training_arguments
+from nopad.recipes.support.run_dir import RunDir
+
+
+def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
+    (tmp_path / "sft.yaml").write_text("learning_rat: 1\n")
+    with pytest.raises(ValueError, match=r"sft\.yaml: unknown setting learning_rat; see --help"):
+        sft.main(["--config", str(tmp_path / "sft.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("precision: bf17", "invalid choice: 'bf17'"),
+        ("accumulation: 0", "--accumulation: '0': a whole number from 1"),
+        ("budget: many", "--budget: 'many': a whole number from 1"),
+        ("steps: 1.5", "--steps: '1.5': a whole number from 1"),
+        ("warmup: -3", "--warmup: '-3': a whole number from 0"),
+        ("workers: .nan", "--workers: 'nan': a whole number from 0"),
+    ],
+)
+def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
+    tmp_path, capsys, line, complaint
+):
+    (tmp_path / "sft.yaml").write_text(line + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        sft.main(["--config", str(tmp_path / "sft.yaml")])
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_command_line_overrides_the_yaml(tmp_path):
+    lines = "learning-rate: 1e-4\naccumulation: 4\ncheckpointing: true\nsteps: null\n"
+    (tmp_path / "run.yaml").write_text(lines)
+    argv = ["--config", str(tmp_path / "run.yaml"), "--accumulation", "2", "--data", "d"]
+    args = train_hf.parse_args(argv)
+    settings = (args.learning_rate, args.accumulation, args.checkpointing, args.compile)
+    assert settings == (1e-4, 2, True, False)
+    assert training_arguments(args).max_steps == -1
+
+
+def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
+    (tmp_path / "run.yaml").write_text("prompt: [Once, There]\nbudget: 64\n")
+    config = ["--config", str(tmp_path / "run.yaml")]
+    assert pretrain.parse_args(config).prompt == ["Once", "There"]
+    args = pretrain.parse_args([*config, "--prompt", "Hello", "--prompt", "You"])
+    assert (args.prompt, args.budget, args.steps) == (["Hello", "You"], 64, 800)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("compile: false", r"started with --compile True \(now False\)"),
+        ("steps: null", r"started with --steps 40 \(now None\)"),
+        ("eos: 0", r"started with --eos False \(now 0\)"),
+    ],
+)
+def test_a_resume_does_not_ignore_what_the_yaml_resets(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    args = train_hf.parse_args(["--compile", "--eos", "none", "--steps", "40"])
+    RunDir.from_args("train_hf", args).create()
+    (tmp_path / "run.yaml").write_text(f"{line}\nresume: true\n")
+    with pytest.raises(ValueError, match=message):
+        train_hf.parse_args(["--config", "run.yaml"])
+    (tmp_path / "run.yaml").write_text("resume: true\ncompile: true\neos: none\nworkers: null\n")
+    args = train_hf.parse_args(["--config", "run.yaml"])
+    assert (args.compile, args.eos, args.steps, args.workers) == (True, False, 40, 0)
+
+
+def test_a_run_resumes_with_the_yaml_it_was_started_with(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("steps: null\ncompile: false\nbudget: 64\n")
+    RunDir.from_args("train_hf", train_hf.parse_args(["--config", "run.yaml"])).create()
+    assert train_hf.parse_args(["--config", "run.yaml", "--resume"]).budget == 64
+
+
+def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_path):
+    (tmp_path / "run.yaml").write_text("steps: null\nresume: false\nprompt: ~\n")
+    config = ["--config", str(tmp_path / "run.yaml")]
+    args = pretrain.parse_args(config)
+    assert (args.steps, args.resume, args.prompt) == (800, None, None)
+    assert pretrain.parse_args([*config, "--steps", "3"]).steps == 3
+    (tmp_path / "run.yaml").write_text("eos: false\n")
+    with pytest.raises(ValueError, match=r"run\.yaml: eos cannot be false; see --help"):
+        pretrain.parse_args(config)
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    (tmp_path / "run.yaml").write_text("steps: 1e3\nwarmup: 2.0\nbudget: 4096\n")
+    args = train_hf.parse_args(["--config", str(tmp_path / "run.yaml")])
+    assert (args.steps, args.warmup, args.budget) == (1000, 2, 4096)
+    assert all(type(number) is int for number in (args.steps, args.warmup, args.budget))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"steps: 3\nmodel: [a, b\nseed: 1\n", r"run\.yaml, line 3 is not valid YAML: "),
+        (b"steps: 3\n\tseed: 1\n", r"run\.yaml, line 2 is not valid YAML: "),
+        (b"model: caf\xe9\n", r"run\.yaml is not valid YAML: .*utf-8"),
+        (b"- steps\n", r"run\.yaml must consist of `name: value` lines"),
+    ],
+)
+def test_a_broken_yaml_file_is_named_with_its_line(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        pretrain.main(["--config", str(tmp_path / "run.yaml")])
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("wrong", ["--devices 0", "--warmup -3", "--steps 0"])
+def test_an_impossible_number_is_refused_before_any_work(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        pretrain_lightning.main(wrong.split())
+    assert f"{wrong.split()[0]}: '{wrong.split()[1]}': a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", [pretrain, sft])
+def test_an_unknown_attention_is_refused_before_any_work(recipe, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        recipe.main(["--attention", "sdap"])
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "--attention: 'sdap': no such attention; there are " in message
+    assert " nopad," in message and " sdpa" in message
+
+
+def test_options_are_read_without_the_libraries_of_training():
+    code = (
+        "import argparse, sys\n"
+        "from nopad.recipes.support.data_and_model import add_packing_options\n"
+        "parser = argparse.ArgumentParser()\n"
+        "add_packing_options(parser.add_argument, 64)\n"
+        "parser.parse_args([])\n"
+        "sys.exit('transformers' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

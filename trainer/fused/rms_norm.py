@@ -1,0 +1,56 @@
+"""Differentiable RMSNorm, with the residual add before it.
+
+x ──────┬─▶ residual ────────▶     the residual add costs no pass over memory of its own,
+delta ──+      └─▶ norm ─▶ out     neither in the forward nor in the backward
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import rms_norm_backward, rms_norm_forward
+from .autograd import no_double_backward
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Returns the residual too, so that its gradient is added in the norm's backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        residual, out, rstd = rms_norm_forward(x, delta, weight, eps)
+        ctx.save_for_backward(residual, weight, rstd)
+        ctx.set_materialize_grads(False)
+        return x.view_as(x) if delta is None else residual, out
+
+    @staticmethod
+    @no_double_backward
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_residual: Tensor | None, d_out: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        _, wants_delta, wants_weight, _ = ctx.needs_input_grad
+        if d_out is None:
+            return d_residual, d_residual if wants_delta else None, None, None
+        residual, weight, rstd = ctx.saved_tensors
+        d_x, d_weight = rms_norm_backward(d_out, d_residual, residual, weight, rstd, wants_weight)
+        return d_x, d_x if wants_delta else None, d_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize the last dimension and multiply by the gain; x and weight have one dtype."""
+    return add_rms_norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the residual x + delta and its RMSNorm."""
+    if delta is not None and torch.promote_types(x.dtype, delta.dtype) != x.dtype:
+        x, delta = x + delta, None  # the kernel keeps the dtype of x, which is narrower
+    outputs: Any = _RMSNorm.apply(x, delta, weight, eps)
+    return outputs
