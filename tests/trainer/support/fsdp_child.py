@@ -16,7 +16,9 @@ from torch.distributed.fsdp import fully_shard
 def main(accumulation: int = 2) -> None:
     dist.init_process_group("gloo")
     found = {}
-    whole = tiny_run.packs(tiny_run.dataset(rank=0, world_size=1), accumulation * dist.get_world_size())
+    whole = tiny_run.packs(
+        tiny_run.dataset(rank=0, world_size=1), accumulation * dist.get_world_size()
+    )
     gold = tiny_run.gold_gradient(tiny_run.model(), whole)
     for resharded, unit in product((False, True), ("", "head", "norm and head")):
         model = tiny_run.model()

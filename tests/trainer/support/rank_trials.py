@@ -135,7 +135,10 @@ def uneven(number: int, folder: Path) -> str:
     def make() -> PackedDataset:
         if not sharded:
             return tiny_run.dataset(count)
-        rows, parts = tiny_run.samples(count), {"shards": 8, "max_packs": packs, "pretokenize": False}
+        rows, parts = (
+            tiny_run.samples(count),
+            {"shards": 8, "max_packs": packs, "pretokenize": False},
+        )
         return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, **parts)
 
     seen = launch(fresh(folder / f"uneven-{number}"), world, front, make, accumulation, -1)

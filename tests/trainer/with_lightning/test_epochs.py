@@ -20,7 +20,11 @@ def dataset(kind: str = "finite") -> PackedDataset:
         rows = [row["input_ids"] for row in tiny_run.samples(14)]
         settings = {"shards": 2, "pretokenize": False, "shuffle": False}
         return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, **settings)
-    settings = {"finite": {}, "endless": {"epochs": None}, "packs": {"epochs": None, "max_packs": 8}}
+    settings = {
+        "finite": {},
+        "endless": {"epochs": None},
+        "packs": {"epochs": None, "max_packs": 8},
+    }
     return tiny_run.dataset(14, **settings[kind])
 
 
