@@ -193,7 +193,7 @@ def gated_linear(x: Tensor, mlp: Any) -> Tensor:
     gate, up = mlp.gate_proj, mlp.up_proj
     tiles = gated_gemm_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
-        gate_out, up_out = side_by_side(x, gate, up)
+        gate_out, up_out = run_on_streams(x, gate, up)
         return silu_mul(gate_out, up_out)
     return gated_gemm(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime import global_of, rebind_global, rms_norm_eps, stock_class
-from ..execution.capture import side_by_side
+from ..execution.capture import run_on_streams
 from ..live_model.patches import Patches
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
@@ -43,7 +43,7 @@ def gated_mlps(modules: Sequence[nn.Module], patches: Patches, weights_changed: 
             continue
 
         def forward(x: Tensor, m: Any = module) -> Tensor:
-            gate, up = side_by_side(x, m.gate_proj, m.up_proj)
+            gate, up = run_on_streams(x, m.gate_proj, m.up_proj)
             return m.down_proj(silu_mul(gate, up))
 
         patches.put(module, "forward", forward)

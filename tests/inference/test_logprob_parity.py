@@ -19,7 +19,7 @@ def prompts(count: int = 12) -> list[list[int]]:
 def test_generation_computes_what_training_computes(tiny, family):
     model = tiny(family)
     parity = compare_logprobs(model, Engine(model), prompts(), max_tokens=10)
-    assert parity.tokens == 120 and parity.dtype == "float32"
+    assert parity.num_tokens == 120 and parity.dtype == "float32"
     assert parity.max < 1e-4, str(parity)
 
 
@@ -73,7 +73,7 @@ def test_without_rounding_by_company_the_difference_is_exactly_nothing(tiny, set
     plain = compare_logprobs(model, Engine(model, **settings), prompts(), max_tokens=10)
     with batch_invariant(max_length=64):
         parity = compare_logprobs(model, Engine(model, **settings), prompts(), max_tokens=10)
-    assert parity.tokens == plain.tokens and parity.max == 0.0, str(parity)
+    assert parity.num_tokens == plain.num_tokens and parity.max == 0.0, str(parity)
 
 
 def test_invariant_arithmetic_refuses_sequences_it_was_not_told_of(tiny):
