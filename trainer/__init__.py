@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .. import attention as _attention  # noqa: F401  registers attn_implementation="nopad"
+from ..attention import register  # noqa: F401  importing it registers the name "nopad"
 
 if TYPE_CHECKING:
     from .checkpoint_manifest import (

@@ -13,7 +13,7 @@ torch.compile, so that it does not break the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -258,9 +258,8 @@ def _losses_and_gradient(
     return torch.where(has_label, losses, 0.0)
 
 
-@cache
 def _kernel(device: str) -> Callable[..., Tensor]:
-    """On a GPU, a row's arithmetic is one kernel of our own."""
+    """Return the function that computes a chunk: one fused kernel on a GPU."""
     if device != "cuda":
         return _losses_and_gradient
     from ...kernels import losses_and_gradient

@@ -109,7 +109,7 @@ def _try_mask_repair(model: Any, collator: Any, leak: float) -> str:
     if can_mask and not measure_leak(model, collator, mask_documents=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.mask_documents = True
-            return "document ids in the attention mask"
+            return "the attention mask"
         way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks"
     raise ValueError(
         f"{config.model_type} with attn_implementation={attention!r} lets packed samples see each "

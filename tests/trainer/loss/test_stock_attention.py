@@ -43,7 +43,7 @@ def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
         gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
         ours = FIRST_STEP[front](model, tiny_run.dataset(), tmp_path)
         assert tiny_run.distance(ours, gold) < 5e-6, attention
-        assert "document numbers in the mask" in capsys.readouterr().out
+        assert "boundaries from the attention mask" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def train(trainer: str, forgets: bool) -> None:
     diary, before = untouched.Diary("sampled", "ends", every=2), []
     run, launch = GenerationEval.run, ModelRunner.launch
 
-    def noted(self, step, model=None):
+    def noted(self, step, *args):
         before.append(diary.look())
-        return run(self, step, model)
+        return run(self, step, *args)
 
     def slow(self, step):
         Path("generating").touch()
@@ -59,27 +59,27 @@ def train(trainer: str, forgets: bool) -> None:
 
 
 def forgetting(modules):
-    for part in modules:
-        part.training = False
+    for module in modules:
+        module.training = False
     return nullcontext()
 
 
 def interrupt(folder: Path, name: str) -> dict:
     trainer, _, how = name.partition(":")
-    at = fresh(folder / name.replace(":", "-"))
-    child = Ranks(lambda rank: train(trainer, how == "forgets"), at)
-    child.wait_for((at / "generating").exists)
+    run_dir = fresh(folder / name.replace(":", "-"))
+    child = Ranks(lambda rank: train(trainer, how == "forgets"), run_dir)
+    child.wait_for((run_dir / "generating").exists)
     os.killpg(child.pids[0], signal.SIGINT)
     sent = time.monotonic()
     (code,) = child.wait(60)
     took = time.monotonic() - sent
-    found = at / "found.json"
-    told = json.loads(found.read_text()) if found.exists() else {"said": child.said()[-3000:]}
-    return {**told, "code": code, "seconds": round(took, 1), "left": left_over(child.pids[0])}
+    path = run_dir / "found.json"
+    result = json.loads(path.read_text()) if path.exists() else {"said": child.said()[-3000:]}
+    return {**result, "code": code, "seconds": round(took, 1), "left": left_over(child.pids[0])}
 
 
 def left_over(group: int, seconds: float = 10) -> bool:
-    """Whether a process of the group is still there after so long."""
+    """Whether a process of the group is still running after these seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
