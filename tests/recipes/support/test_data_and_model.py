@@ -33,7 +33,7 @@ def test_a_bad_row_stops_a_recipe_with_the_option_that_leaves_it_out(tmp_path, c
     status = run_recipe.exit_status("pretrain", lambda *_: _packs(pretrain_args(tmp_path, data)))
     message = capsys.readouterr().err
     assert status == 2 and "texts.jsonl, line 8: text is empty" in message
-    assert "(--on-error skip leaves such rows out, counted)" in message
+    assert "(--on-error skip skips such rows and counts them)" in message
     packs = _packs(pretrain_args(tmp_path, data, "--on-error", "skip"))
     assert [pack.tokens.tolist() for pack in islice(packs, 9)] == complete
 
@@ -81,7 +81,7 @@ def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, caps
         _, packs, _ = sft.load_data(sft.parse_args(argv))
         assert [pack.index for pack in islice(packs, 3)] == [1, 3, 5]
     assert run_recipe.exit_status("sft", lambda *_: _count_steps(packs)) == 2
-    assert "say --steps, how many steps to train" in capsys.readouterr().err
+    assert "pass --steps, the number of steps to train" in capsys.readouterr().err
 
 
 def _count_steps(packs) -> None:
