@@ -43,13 +43,13 @@ def attend(
     sinks: [H], one more logit per head, which takes weight and has no value.
     backend: the name of the backend to use; by default the best that supports the call.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    score_params = ScoreParams(scale, window, softcap, sinks)
+    softmax_scale: float = q.shape[-1] ** -0.5 if scale is None else scale
+    score_params = ScoreParams(softmax_scale, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
         name = select(call_spec(q, k, v, score_params, varlen), backend)
         if name == "sdpa" and torch.compiler.is_compiling():
-            params = (scale, window, softcap, sinks)
+            params = (softmax_scale, window, softcap, sinks)
             return custom_ops.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *params)
         return MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -61,7 +61,7 @@ def attend(
         custom_ops.write_pages(k, v, keys, values, pages.kv_slots)
         tensors = (varlen.cu_seqlens, pages.table, pages.lengths)
         bounds = (varlen.max_length, pages.max_length)
-        params = (scale, window, softcap, sinks)
+        params = (softmax_scale, window, softcap, sinks)
         out = custom_ops.attend_pages(q, keys, values, *tensors, *bounds, *params, name)
     else:
         write(k, v, keys, values, pages.kv_slots)

@@ -62,8 +62,8 @@ def one_sequence(
     """Attend q [L, H, Dk] to k [S, Hkv, Dk], v [S, Hkv, Dv]; the last query sees the last key."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    softmax_scale: float = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~causal_mask(q.shape[0], k.shape[0], window, q.device), -torch.inf)

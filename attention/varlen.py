@@ -59,11 +59,10 @@ def batch_cache(tensor: Tensor) -> dict[str, Any]:
     """
     if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return {}
-    version, derived = _batches.get(tensor, (None, {}))
-    if version != tensor._version:
-        derived = {}
-        _batches[tensor] = tensor._version, derived
-    return derived
+    entry = _batches.get(tensor)
+    if entry is None or entry[0] != tensor._version:
+        entry = _batches[tensor] = tensor._version, {}
+    return entry[1]
 
 
 def start_batch(*tensors: Tensor | None) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
-from .options import add_model_options, as_cli_message, count, parser, writable_path
+from .options import add_model_options, as_cli_message, count, parser, plot_path, writable_path
 from .prompt_file import PromptEntry, read_prompts
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=_memory, help="memory of the engine: bytes, or a fraction of free memory")
     add("--max-num-seqs", type=int, help="maximum number of requests per step")
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
-    add("--plot", type=writable_path, help="plot running and waiting requests over time, as SVG")
+    add("--plot", type=plot_path, help="plot running and waiting requests: .svg, .png or .pdf")
     add("--stats", action="store_true", help="print engine statistics to standard error")
     add("--progress", action="store_true", help="show a progress bar")
     return command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -109,6 +110,13 @@ def writable_path(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is not writable")
     return path
+
+
+def plot_path(text: str) -> Path:
+    """Return a path to write a plot to; raise now if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+    return writable_path(text)
 
 
 def count(text: str) -> int:

@@ -17,6 +17,6 @@ __all__ = [
     "Score",
     "StreamEvent",
     "TokenLogprob",
-    "compare_logprobs",
     "batch_invariant",
+    "compare_logprobs",
 ]

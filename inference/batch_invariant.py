@@ -8,7 +8,7 @@ the number of rows, means, log-sum-exps and attention run in such blocks too. Fu
 and `sdpa`, which cannot be captured in CUDA graphs, is the attention backend.
 
     with batch_invariant(max_length=512):
-        compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32: all of it was rounding
+        compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
 
 It tells rounding from mistakes: about twice the time for a tiny model, far more for a large one. It
 holds for the calling thread and for engines made inside; for models whose layers are `nn.Linear`
@@ -40,9 +40,14 @@ _BLOCK = 64
 def batch_invariant(max_length: int) -> Iterator[None]:
     """Compute products in one shape, and attention over `max_length` keys."""
     # Without trials: the sequences of a trial may be longer than `max_length`.
-    with force_backend("sdpa"), without_trials(), without_prefix_sharing():
-        with without_fused_ops(), _FixedShapes(max_length):
-            yield
+    with (
+        force_backend("sdpa"),
+        without_trials(),
+        without_prefix_sharing(),
+        without_fused_ops(),
+        _FixedShapes(max_length),
+    ):
+        yield
 
 
 class _FixedShapes(TorchFunctionMode):
@@ -116,11 +121,11 @@ def _attention(
         bias = bias.masked_fill(~causal_mask(queries, keys, None, query.device), float("-inf"))
     key, value = (F.pad(x, (0, 0, 0, max_length - keys)) for x in (key, value))
     bias = F.pad(bias, (0, max_length - keys), value=float("-inf"))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    softmax_scale: float = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        return _attention_blockwise(query, key, value, bias, scale)
+        return _attention_blockwise(query, key, value, bias, softmax_scale)
     scores = torch.stack([(query[..., i, None, :] * key).sum(-1) for i in range(queries)], -2)
-    weights = (scores * scale + bias).softmax(-1)
+    weights = (scores * softmax_scale + bias).softmax(-1)
     return torch.stack([(weights[..., i, :, None] * value).sum(-2) for i in range(queries)], -2)
 
 

@@ -269,7 +269,7 @@ class Engine:
     def max_num_seqs(self, value: int) -> None:
         limit = self._session.settings.max_num_seqs
         if (value := check_positive("max_num_seqs", value)) > limit:
-            raise ValueError(f"max_num_seqs is {value}; this engine was made for 1 to {limit}")
+            raise ValueError(f"max_num_seqs is {value}; this engine was built for 1 to {limit}")
         self._session.set_limit("max_num_seqs", value)
 
     @property
@@ -291,7 +291,7 @@ class Engine:
 
         Active requests end with an error.
         """
-        self._fail_all("the engine was released while the request was under way")
+        self._fail_all("the engine was released while the request was active")
         self._session.release()
 
     # --- below: how the calls above share one loop ---

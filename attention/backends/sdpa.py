@@ -49,7 +49,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreP
     # split, not slices: its backward concatenates once, a slice's backward fills T zeros each
     for q_i, k_i, v_i in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         batch = [x.transpose(0, 1)[None] for x in (q_i, k_i, v_i)]
-        outputs.append(_sdpa(*batch, score_params, None)[0].transpose(0, 1))
+        output = _sdpa(*batch, score_params=score_params, bias=None)
+        outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs) if outputs else q.new_zeros(0, q.shape[1], v.shape[-1])
 
 

@@ -17,8 +17,6 @@ from ..varlen import Varlen
 from .call_spec import CallSpec, ScoreParams
 
 try:
-    import triton
-
     from ...kernels import (
         MIN_SPLIT_KEYS,
         DecodeTiles,
@@ -28,12 +26,14 @@ try:
         paged_attention_prefill,
         programs_per_kv_head,
     )
+
+    _has_triton = True
 except ImportError:  # `unsupported_reason` reports it
-    triton = None
+    _has_triton = False
 
 
 def unsupported_reason(spec: CallSpec) -> str | None:
-    if triton is None:
+    if not _has_triton:
         return "triton is not installed"
     if spec.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU it needs TRITON_INTERPRET=1"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -37,7 +38,9 @@ _STATEFUL_MODULES = (
 )  # fmt: skip
 _SPARSE_MODULES = ("Indexer",)
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent")
-_DROPS_KWARGS = "_nopad_drops_kwargs"
+
+_drops_kwargs: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""By model; not an attribute of it, since an evaluation leaves no trace on the live model."""
 
 
 def unsupported_reason(model: Any) -> str | None:
@@ -86,11 +89,11 @@ def layer_shapes(model: Any) -> list[tuple[int, int, int]]:
 def drops_kwargs(model: Any) -> bool:
     """Return whether a model does not pass keyword arguments on to the attention function.
 
-    Probed once (also by `layer_shapes`) and remembered on the model.
+    Probed once per model, also by `layer_shapes`.
     """
-    if not hasattr(model, _DROPS_KWARGS):
+    if model not in _drops_kwargs:
         _probe(model)
-    return getattr(model, _DROPS_KWARGS)
+    return _drops_kwargs[model]
 
 
 def step_context(model: Any, varlen: Varlen) -> AbstractContextManager[None]:
@@ -112,7 +115,7 @@ def _probe(model: Any) -> CallLog:
     finally:
         if before != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(before)
-    setattr(model, _DROPS_KWARGS, any(source != "call" for _, source, _ in log.calls))
+    _drops_kwargs[model] = any(source != "call" for _, source, _ in log.calls)
     return log
 
 

@@ -6,7 +6,7 @@ forced by name has its own graphs. Graphs are captured on first use and stay val
 keep their addresses: an optimizer updates them in place. Once the graphs have used up their memory
 budget, a step runs in the next larger captured graph, or without one.
 
-    host ─one copy─▶ ids, positions, slots, lengths, table ─▶ [ graph: model, argmax ]
+    host ─one copy─▶ ids, positions, KV slots, lengths, page table ─▶ [ graph: model, argmax ]
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class DecodeGraphs:
 
     def _capture(self, arrays: list[np.ndarray], forward: Forward) -> _Captured:
         blank = [np.zeros_like(a) for a in arrays]
-        blank[_SLOTS] -= 1
-        blank[_LENGTHS] += 1
+        blank[_KV_SLOTS] -= 1
+        blank[_SEQ_LENS] += 1
         blank[_ROWS] += len(self._last_tokens) - 1
         packed, offsets = pack_arrays(blank)
         inputs = packed.to(self._last_tokens.device)
@@ -156,8 +156,8 @@ class DecodeGraphs:
         cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=inputs.device)
 
         def body() -> tuple[Tensor, Tensor]:
-            ids, positions, slots, lengths, rows, table = views
-            pages = Pages(self._cache, table, lengths, slots, width * self._cache.page_size)
+            ids, positions, kv_slots, seq_lens, rows, table = views
+            pages = Pages(self._cache, table, seq_lens, kv_slots, width * self._cache.page_size)
             logits = forward(ids, positions, Varlen(cu_seqlens, 1, pages), 0)
             tokens = sample(logits, SamplingInputs())
             self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
@@ -194,19 +194,19 @@ def _capture_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         graph.capture_end()
 
 
-_SLOTS, _LENGTHS, _ROWS, _TABLE = 2, 3, 4, 5
+_KV_SLOTS, _SEQ_LENS, _ROWS, _TABLE = 2, 3, 4, 5
 
 
 def _padded(step: Step, size: int, width: int, padding_row: int) -> list[np.ndarray]:
     """Return the step's arrays, padded to `size` rows."""
     count = len(step.requests)
-    ids, positions, slots = (np.zeros(size, np.int64) for _ in range(3))
+    ids, positions, kv_slots = (np.zeros(size, np.int64) for _ in range(3))
     ids[:count], positions[:count] = step.token_ids, step.positions
-    slots[:count], slots[count:] = step.kv_slots, -1
-    lengths = np.ones(size, np.int32)
-    lengths[:count] = step.seq_lens
+    kv_slots[:count], kv_slots[count:] = step.kv_slots, -1
+    seq_lens = np.ones(size, np.int32)
+    seq_lens[:count] = step.seq_lens
     rows = np.full(size, padding_row, np.int64)
     rows[:count] = step.sampled_rows
     table = np.zeros((size, width), np.int32)
     table[:count, : step.page_table.shape[1]] = step.page_table
-    return [ids, positions, slots, lengths, rows, table]
+    return [ids, positions, kv_slots, seq_lens, rows, table]

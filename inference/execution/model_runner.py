@@ -44,7 +44,7 @@ class ModelRunner:
         self,
         model: Any,
         cache: PagedCache,
-        slot_params: RowParams,
+        row_params: RowParams,
         stats: Stats,
         device: torch.device,
         graph_byte_budget: int,
@@ -53,11 +53,11 @@ class ModelRunner:
         self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
-        self._slot_params = slot_params
+        self._row_params = row_params
         self._device = device
         self._transfer = HostDeviceCopy(device)
         # The extra entry receives the tokens of a graph's padding rows.
-        self._last_tokens = torch.zeros(len(slot_params.seed) + 1, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(len(row_params.seed) + 1, dtype=torch.int64, device=device)
         self._token_history = self._last_tokens.new_zeros(len(self._last_tokens), 0)
         self._layers_checked = False
         self._stats = stats
@@ -135,7 +135,7 @@ class ModelRunner:
 
     def _forward(self, step: Step) -> Tensor:
         """Return the logits [R, V] of the rows to sample or score."""
-        ids, positions, cu_seqlens, lengths, table, slots, rows = self._transfer.to_device(
+        ids, positions, cu_seqlens, seq_lens, table, kv_slots, indices = self._transfer.to_device(
             [
                 step.token_ids,
                 step.positions,
@@ -146,40 +146,44 @@ class ModelRunner:
                 step.logits_indices,
             ]
         )
-        pages = Pages(self.cache, table, lengths, slots, step.max_seq_len)
+        pages = Pages(self.cache, table, seq_lens, kv_slots, step.max_seq_len)
         varlen = Varlen(cu_seqlens, step.max_query_len, pages)
-        return self.forward(ids, positions, varlen, rows)
+        return self.forward(ids, positions, varlen, indices)
 
-    def forward(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
+    ) -> Tensor:
         """Run the model on flat tokens; id -1 - i stands for the last token of batch row i."""
         ids = _with_last_tokens(ids, self._last_tokens)
         if not self._layers_checked:
             with check_every_layer(self._model):
-                logits = self._call(ids, positions, varlen, rows)
+                logits = self._call(ids, positions, varlen, logits_to_keep)
             self._layers_checked = True
             return logits
-        return self._call(ids, positions, varlen, rows)
+        return self._call(ids, positions, varlen, logits_to_keep)
 
-    def _call(self, ids: Tensor, positions: Tensor, varlen: Varlen, rows: Tensor | int) -> Tensor:
+    def _call(
+        self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
+    ) -> Tensor:
         with step_context(self._model, varlen):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=rows,
+                logits_to_keep=logits_to_keep,
                 varlen=varlen,
             )
         return output.logits[0]
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Choose the tokens, and keep them on the device for the next step."""
-        slots, positions = self._transfer.to_device([step.sampled_rows, step.sampled_positions])
+        rows, positions = self._transfer.to_device([step.sampled_rows, step.sampled_positions])
         tokens = sample(logits, self._sampling_inputs(step))
         valid = tokens.clamp(min=0)
-        self._last_tokens.index_copy_(0, slots, valid)
+        self._last_tokens.index_copy_(0, rows, valid)
         if self._token_history.numel():
             positions = positions.clamp(max=self._token_history.shape[1] - 1)
-            self._token_history.index_put_((slots, positions), valid)
+            self._token_history.index_put_((rows, positions), valid)
         return tokens
 
     def _sampling_inputs(self, step: Step) -> SamplingInputs:
@@ -193,39 +197,36 @@ class ModelRunner:
         edits = None if c.edits is None else LogitEdits(*self._transfer.to_device(list(c.edits)))
         filters = penalties = None
         if c.filter_indices is not None:
-            slot, params = step.sampled_rows[c.filter_indices], self._slot_params
-            columns = [c.filter_indices, params.top_k[slot], params.top_p[slot], params.min_p[slot]]
+            rows, params = step.sampled_rows[c.filter_indices], self._row_params
+            columns = [c.filter_indices, params.top_k[rows], params.top_p[rows], params.min_p[rows]]
             filters = Filters(*self._transfer.to_device(columns))
         if c.penalty_indices is not None:
             penalties = self._penalties(step, c.penalty_indices)
         return SamplingInputs(edits, penalties, temperature, uniform, filters)
 
-    def _penalties(self, step: Step, rows: np.ndarray) -> Penalties:
-        slot, params = step.sampled_rows[rows], self._slot_params
-        self._seed_history(step, rows)
-        logit_rows, index, *columns = self._transfer.to_device(
+    def _penalties(self, step: Step, indices: np.ndarray) -> Penalties:
+        rows, params = step.sampled_rows[indices], self._row_params
+        self._seed_history(step, indices)
+        logit_rows, batch_rows, *columns = self._transfer.to_device(
             [
+                indices,
                 rows,
-                slot,
-                params.prompt_len[slot],
-                step.sampled_positions[rows],
-                params.repetition_penalty[slot],
-                params.presence_penalty[slot],
-                params.frequency_penalty[slot],
+                params.prompt_len[rows],
+                step.sampled_positions[indices],
+                params.repetition_penalty[rows],
+                params.presence_penalty[rows],
+                params.frequency_penalty[rows],
             ]
         )
-        return Penalties(logit_rows, self._token_history[index], *columns)
+        return Penalties(logit_rows, self._token_history[batch_rows], *columns)
 
-    def _seed_history(self, step: Step, rows: np.ndarray) -> None:
+    def _seed_history(self, step: Step, indices: np.ndarray) -> None:
         """Write the tokens the host knows of a request with penalties, once, when it starts.
 
         Later tokens are added on the device as they are sampled.
         """
-        fresh = [
-            step.sampled_requests[row]
-            for row in rows.tolist()
-            if not step.sampled_requests[row].num_in_flight
-        ]
+        requests = [step.sampled_requests[index] for index in indices.tolist()]
+        fresh = [request for request in requests if not request.num_in_flight]
         width = max((r.max_len for r in fresh), default=0)
         if width > self._token_history.shape[1]:
             shape = len(self._last_tokens), 1 << (width - 1).bit_length()

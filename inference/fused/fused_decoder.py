@@ -1,17 +1,16 @@
-"""Decode steps the short way: a plain decoder layer in seven kernels, each close behind the last.
+"""Fused decoder layer for decode steps: seven kernels, launched with PDL.
 
-    ids ─▶ embed ─▶ residual ─▶ settle ─▶ product ─▶ attend ─▶ product ─┐
-                       ▲         norm      q, k, v               output   │
-                       └── product ◀── gated ◀── settle ◀─────────────────┘
-                             down      gate, up   norm
+    ids ─▶ embed ─▶ residual ─▶ add, norm ─▶ GEMM ─▶ attention ─▶ GEMM ─┐
+                       ▲                     q, k, v              output │
+                       └── GEMM ◀── gated GEMM ◀── add, norm ◀───────────┘
+                           down     gate, up
 
-It is taken inside graphs only, by families whose layers are known to be plain (norm, attention with
-rotary positions, norm, gated MLP), and not where a module it passes over carries someone's hook.
+It is used inside CUDA graphs only, for model families whose layers are known to be norm, attention
+with rotary positions, norm, gated MLP; and not where a module it bypasses has a hook.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,64 +22,76 @@ from torch import Tensor, nn
 from ...attention import Pages, Varlen, attend_cached
 from ...attention.backends import CallSpec, select
 from ...attention.hf import current_varlen, record_call
-from ...kernels.decode_attention import QKTransform, attention_tiles, fused_decode_attention, place
-from ...kernels.paged_decode import supports_pdl
-from ...kernels.settling import settle
-from ...kernels.skinny import gated, gated_tiles, product, product_tiles
-from ...kernels.tokens import embed
+from ...kernels import (
+    QKTransform,
+    add_rms_norm_split_k,
+    embed,
+    fused_decode_attention,
+    fused_decode_tiles,
+    gated_gemm,
+    gated_gemm_tiles,
+    gemm_tiles,
+    silu_mul,
+    split_k_gemm,
+    supports_pdl,
+    write_qkv,
+)
+from ...runtime import rms_norm_eps
 from ..execution.capture import is_capturing, run_on_streams
 from ..live_model.patches import Patches
 from .qkv_weights import QKVWeights
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_NORMS = {"q_norm", "k_norm"}
+_ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_QK_NORMS = {"q_norm", "k_norm"}
 _FAMILIES = {"Llama", "Mistral", "Qwen2", "Qwen3"}
-"""Others share the names of their modules but not what they compute: layers without rotation,
-scaled residuals, scores that change far into a text. A few logits compared would not show it."""
-_FEW = 16
-"""Sequences up to which attention in one kernel is the faster one, as an H200 has it."""
-_FIXED_ANGLES = {"default", "linear", "llama3", "yarn"}
+"""Other families have modules of the same names that compute something else: layers without rotary,
+scaled residuals, scores that change at long distances. Comparing a few logits would not show it."""
+_MAX_ONE_KERNEL_BATCH = 16
+"""Most sequences for which attention in one kernel is faster, measured on an H200."""
+_FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone."""
 
 
 class FusedDecoder:
-    """Plain layers of one model, for steps in which every sequence runs one token."""
+    """The decoder layers of one model, for steps in which every sequence has one token."""
 
     __name__ = "decode steps"
 
-    def __init__(self, stacked: QKVWeights):
-        self._stacked = stacked
-        self._fits = False
-        self._owed: tuple[Tensor, Tensor] | None = None
-        """A residual on its way to the next norm, and the parts that are to be added to it."""
-        self._angles: list[tuple[Tensor, Tensor]] = []
-        """Cosines and sines by position; graphs hold addresses, so shorter ones stay."""
-        self._ended: Tensor | None = None
+    def __init__(self, qkv_weights: QKVWeights):
+        self._qkv_weights = qkv_weights
+        self._supported = False
+        self._pending: tuple[Tensor, Tensor] | None = None
+        """A residual and the partial sums that the next norm adds to it."""
+        self._rope_tables: list[tuple[Tensor, Tensor]] = []
+        """Cosines and sines by position; shorter ones are kept, since graphs hold addresses."""
+        self._split_counters: Tensor | None = None
         self._step: Varlen | None = None
         """What the model's forward was called with; the layers around it receive no keywords."""
 
-    def __call__(self, modules: Sequence[nn.Module], places: Patches, stale: bool) -> None:
-        """Offer the short way to every layer; the longer one stays for all other steps."""
+    def __call__(
+        self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
+    ) -> None:
+        """Patch every layer; the original forwards stay in use for all other steps."""
         body: Any = getattr(modules[0], "model", None)
-        assert body.rotary_emb.rope_type in _FIXED_ANGLES, "angles that depend on the length"
+        assert body.rotary_emb.rope_type in _FIXED_ROPE_TYPES, "angles that depend on the length"
         assert type(body.embed_tokens) is nn.Embedding, "no plain embedding"
         for layer in body.layers:
-            assert_plain(layer)
-        self._fits = _one_dtype(body) and _untouched(body) and _proven(body)
-        for owner, way in (
+            check_supported_layer(layer)
+        self._supported = _has_one_dtype(body) and _has_no_hooks(body) and _is_verified(body)
+        for module, forward in (
             (body, self._body),
             (body.embed_tokens, self._embed),
             (body.rotary_emb, self._rotary),
             (body.norm, self._norm),
             *((layer, self._layer) for layer in body.layers),
         ):
-            places.set(owner, "forward", partial(way, owner, owner.forward))
-        places.on_restore(self._forget)
+            patches.set(module, "forward", partial(forward, module, module.forward))
+        patches.on_restore(self._clear_pending)
 
-    def _taken(self) -> Pages | None:
-        """The pages of this step, if it goes the short way."""
+    def _active_pages(self) -> Pages | None:
+        """Return the pages of this step, if the fused layers compute it."""
         varlen = self._varlen()
-        if not self._fits or not is_capturing() or varlen is None or varlen.max_length != 1:
+        if not self._supported or not is_capturing() or varlen is None or varlen.max_length != 1:
             return None
         return varlen.pages
 
@@ -94,157 +105,166 @@ class FusedDecoder:
         finally:
             self._step = None
 
-    def _embed(self, module: Any, longer: Callable[..., Tensor], ids: Tensor) -> Tensor:
-        return longer(ids) if self._taken() is None else embed(ids[0], module.weight)[None]
+    def _embed(self, module: Any, original: Callable[..., Tensor], ids: Tensor) -> Tensor:
+        if self._active_pages() is None:
+            return original(ids)
+        return embed(ids[0], module.weight)[None]
 
-    def _rotary(self, module: Any, longer: Any, x: Tensor, position_ids: Tensor) -> Any:
-        """The angles of all positions: whoever needs them finds its own."""
-        pages = self._taken()
+    def _rotary(self, module: Any, original: Any, x: Tensor, position_ids: Tensor) -> Any:
+        """Return the tables of all positions: the attention kernel looks up its own."""
+        pages = self._active_pages()
         if pages is None:
-            return longer(x, position_ids)
-        if not self._angles or len(self._angles[-1][0]) < pages.max_length:
-            every = torch.arange(pages.max_length, device=x.device)
-            cos, sin = longer(x, every[None])
-            self._angles.append((cos[0].contiguous(), sin[0].contiguous()))
-        return self._angles[-1]
+            return original(x, position_ids)
+        if not self._rope_tables or len(self._rope_tables[-1][0]) < pages.max_length:
+            positions = torch.arange(pages.max_length, device=x.device)
+            cos, sin = original(x, positions[None])
+            self._rope_tables.append((cos[0].contiguous(), sin[0].contiguous()))
+        return self._rope_tables[-1]
 
-    def _layer(self, layer: Any, longer: Any, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
-        pages = self._taken()
+    def _layer(
+        self, layer: Any, original: Any, hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        pages = self._active_pages()
         if pages is None:
-            return longer(hidden, *args, **options)
-        attn, mlp, late = layer.self_attn, layer.mlp, supports_pdl(hidden.device)
-        residual, x = self._settle(hidden, layer.input_layernorm)
-        weight, bias = self._stacked.weights(attn)
-        turn = QKTransform(*self._angles[-1], bias, *_gains(attn))
-        a = self._attend(attn, multiply(x, weight), turn, late)
-        parts = multiply(a.flatten(1), attn.o_proj.weight)
+            return original(hidden, *args, **kwargs)
+        attn, mlp, use_pdl = layer.self_attn, layer.mlp, supports_pdl(hidden.device)
+        residual, x = self._add_pending_residual(hidden, layer.input_layernorm)
+        weight, bias = self._qkv_weights.weights(attn)
+        transform = QKTransform(*self._rope_tables[-1], bias, *_qk_norm_weights(attn))
+        attn_out = self._attend(attn, linear_split_k(x, weight), transform, use_pdl)
+        partials = linear_split_k(attn_out.flatten(1), attn.o_proj.weight)
         norm = layer.post_attention_layernorm
-        residual, x = settle(residual, parts, norm.weight, _eps(norm), late)
-        parts = multiply(multiply_gated(x, mlp), mlp.down_proj.weight)
+        residual, x = add_rms_norm_split_k(residual, partials, norm.weight, _eps(norm), use_pdl)
+        partials = linear_split_k(gated_linear(x, mlp), mlp.down_proj.weight)
         residual = residual[None]
-        self._owed = residual, parts
+        self._pending = residual, partials
         return residual
 
-    def _attend(self, attn: Any, parts: Tensor, turn: QKTransform, late: bool) -> Tensor:
+    def _attend(self, attn: Any, partials: Tensor, transform: QKTransform, use_pdl: bool) -> Tensor:
         varlen = self._varlen()
         assert varlen is not None and varlen.pages is not None
-        pages, layer, rows = varlen.pages, attn.layer_idx, parts.shape[1]
+        pages, layer, num_rows = varlen.pages, attn.layer_idx, partials.shape[1]
         keys, values = pages.cache.layer(layer)
-        kv, dim = keys.shape[2:]
-        record_call(layer, "call", (kv, dim, values.shape[3]))
+        kv_heads, dim = keys.shape[2:]
+        record_call(layer, "call", (kv_heads, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
-        if rows > _FEW or not _by_own_kernels(keys, heads):
-            q = place(parts, turn, pages, layer, heads, late)
+        cache = keys, values
+        if num_rows > _MAX_ONE_KERNEL_BATCH or not _by_own_kernels(keys, heads):
+            q = write_qkv(partials, transform, *cache, pages.lengths, pages.slots, heads, use_pdl)
             return attend_cached(q, varlen, layer=layer, scale=attn.scaling)
-        if self._ended is None:
-            self._ended = torch.zeros(_FEW, kv, dtype=torch.int32, device=parts.device)
-        tiles, ended = attention_tiles(keys, rows, pages.max_length), self._ended
+        if self._split_counters is None:
+            shape = _MAX_ONE_KERNEL_BATCH, kv_heads
+            self._split_counters = torch.zeros(shape, dtype=torch.int32, device=partials.device)
+        tiles = fused_decode_tiles(keys, num_rows, pages.max_length)
+        paging = pages.table, pages.lengths, pages.slots
         return fused_decode_attention(
-            parts, turn, pages, layer, heads, attn.scaling, tiles, ended, late
-        )
+            partials, transform, *cache, *paging, heads, attn.scaling, tiles,
+            self._split_counters, use_pdl,
+        )  # fmt: skip
 
-    def _norm(self, norm: Any, longer: Any, hidden: Tensor) -> Tensor:
-        if self._owed is None or self._owed[0] is not hidden:
-            return longer(hidden)
-        return self._settle(hidden, norm)[1][None]
+    def _norm(self, norm: Any, original: Any, hidden: Tensor) -> Tensor:
+        if self._pending is None or self._pending[0] is not hidden:
+            return original(hidden)
+        return self._add_pending_residual(hidden, norm)[1][None]
 
-    def _settle(self, hidden: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """The residual with what is owed to it, and its norm; [M, H] both."""
-        flat = hidden[0]
-        owed, self._owed = self._owed, None
-        nothing = flat.new_empty(0, *flat.shape)
-        parts = owed[1] if owed is not None and owed[0] is hidden else nothing
-        return settle(flat, parts, norm.weight, _eps(norm), supports_pdl(flat.device))
+    def _add_pending_residual(self, hidden: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual with its pending partial sums, and its norm; both [M, H]."""
+        x = hidden[0]
+        pending, self._pending = self._pending, None
+        partials = x.new_empty(0, *x.shape)
+        if pending is not None and pending[0] is hidden:
+            partials = pending[1]
+        return add_rms_norm_split_k(x, partials, norm.weight, _eps(norm), supports_pdl(x.device))
 
-    def _forget(self) -> None:
-        self._owed = None
+    def _clear_pending(self) -> None:
+        self._pending = None
 
 
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times weight [N, K], as parts [S, M, N] that are still to be added up."""
-    tiles = product_tiles(len(x), *weight.shape) if x.is_cuda else None
+def linear_split_k(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [M, K] times weight [N, K] as partial sums [S, M, N]."""
+    tiles = gemm_tiles(len(x), *weight.shape) if x.is_cuda else None
     if tiles is None:
         return F.linear(x, weight)[None]
-    return product(x, weight, tiles, supports_pdl(x.device))
+    return split_k_gemm(x, weight, tiles, supports_pdl(x.device))
 
 
-def multiply_gated(x: Tensor, mlp: Any) -> Tensor:
-    """SiLU of the gate's product, times the other branch's."""
-    from ...kernels.elementwise import silu_mul
-
+def gated_linear(x: Tensor, mlp: Any) -> Tensor:
+    """Return SiLU(gate(x)) * up(x)."""
     gate, up = mlp.gate_proj, mlp.up_proj
-    tiles = gated_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
+    tiles = gated_gemm_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
     if tiles is None:
-        return silu_mul(*run_on_streams(x, gate, up))
-    return gated(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
+        gate_out, up_out = run_on_streams(x, gate, up)
+        return silu_mul(gate_out, up_out)
+    return gated_gemm(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
 
 
-def assert_plain(layer: Any) -> None:
-    """Raise unless a layer is one that the short way computes."""
+def check_supported_layer(layer: Any) -> None:
+    """Raise AssertionError unless `FusedDecoder` computes what this layer computes."""
     attn, mlp = layer.self_attn, layer.mlp
     family = type(layer).__name__.removesuffix("DecoderLayer")
     assert family in _FAMILIES, f"layers of {family}"
-    for part, name in ((layer, "DecoderLayer"), (attn, "Attention"), (mlp, "MLP")):
-        kind = type(part)
-        assert kind.__name__ == family + name and kind.__module__.startswith("transformers.")
+    for module, suffix in ((layer, "DecoderLayer"), (attn, "Attention"), (mlp, "MLP")):
+        cls = type(module)
+        assert cls.__name__ == family + suffix and cls.__module__.startswith("transformers.")
     names = {name for name, _ in attn.named_children()}
-    assert names in (_ATTENTION, _ATTENTION | _NORMS), f"attention of {sorted(names)}"
+    supported = (_ATTENTION_CHILDREN, _ATTENTION_CHILDREN | _QK_NORMS)
+    assert names in supported, f"attention of {sorted(names)}"
     assert type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"), "another activation"
     linears = [attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    assert all(type(x) is nn.Linear and x.bias is None for x in linears), "no plain products"
-    # Mistral's attention looks into its configuration; others know each layer's own window.
+    assert all(type(x) is nn.Linear and x.bias is None for x in linears), "no plain linear layers"
+    # Mistral's attention reads its configuration; the others have a window per layer.
     windowed = attn.config if family == "Mistral" else attn
     assert getattr(windowed, "sliding_window", None) is None, "a sliding window"
 
 
-def _one_dtype(body: nn.Module) -> bool:
-    """Whether all weights are of one narrow dtype: products of float32 are the library's.
+def _has_one_dtype(body: nn.Module) -> bool:
+    """Whether all weights have one half-precision dtype: fp32 products are left to the library.
 
-    On a CPU, where nothing is captured but in tests, kernels are interpreted in any dtype.
+    On a CPU, where only tests capture, kernels are interpreted in any dtype.
     """
-    kinds = {(p.dtype, p.is_cuda) for p in body.parameters()}
-    if not any(cuda for _, cuda in kinds):
+    dtypes = {(p.dtype, p.is_cuda) for p in body.parameters()}
+    if not any(is_cuda for _, is_cuda in dtypes):
         return True
-    return len(kinds) == 1 and kinds <= {(torch.bfloat16, True), (torch.float16, True)}
+    return len(dtypes) == 1 and dtypes <= {(torch.bfloat16, True), (torch.float16, True)}
 
 
-def _untouched(body: nn.Module) -> bool:
-    """Whether no module carries someone's hook or forward, which would be passed over."""
+def _has_no_hooks(body: nn.Module) -> bool:
+    """Whether no module has someone else's hook or forward, which would be bypassed."""
     for module in body.modules():
-        own = vars(module).get("forward")
+        forward = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if own is not None and not hasattr(own, "_nopad_patch"):
+        if forward is not None and not hasattr(forward, "_nopad_patch"):
             return False
     return True
 
 
-def _proven(body: Any) -> bool:
-    """Whether norms and rotations are those our kernels were found to compute."""
-    parts = [body.norm.forward]
+def _is_verified(body: Any) -> bool:
+    """Whether norms and rotary were replaced, hence verified to be what our kernels compute."""
+    modules = [body.norm]
     for layer in body.layers:
-        source = sys.modules[type(layer.self_attn).__module__]
-        parts += [layer.input_layernorm.forward, getattr(source, "apply_rotary_pos_emb", None)]
-    return all(hasattr(part, "_nopad_patch") for part in parts)
+        modules += [layer.input_layernorm, layer.self_attn]
+    return all(hasattr(module.forward, "_nopad_patch") for module in modules)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:
-    """Whether our own attention kernels serve such pages; another may be asked for by name."""
+    """Whether our own kernels are selected for such pages; a user may force another backend."""
     if not keys.is_cuda:
         return True
-    _, page, kv, dim = keys.shape
-    ask = CallSpec(
-        device="cuda", dtype=keys.dtype, heads=heads, kv_heads=kv, key_dim=dim, value_dim=dim,
-        grad=False, window=False, softcap=False, sinks=False, page_size=page, decode=True,
+    _, page_size, kv_heads, dim = keys.shape
+    spec = CallSpec(
+        device="cuda", dtype=keys.dtype, heads=heads, kv_heads=kv_heads, key_dim=dim,
+        value_dim=dim, grad=False, window=False, softcap=False, sinks=False,
+        page_size=page_size, decode=True,
     )  # fmt: skip
-    return select(ask) == "triton"
+    return select(spec) == "triton"
 
 
-def _gains(attn: Any) -> tuple[Any, Any, float]:
+def _qk_norm_weights(attn: Any) -> tuple[Any, Any, float]:
     if not hasattr(attn, "q_norm"):
         return None, None, 0.0
     return attn.q_norm.weight, attn.k_norm.weight, _eps(attn.q_norm)
 
 
 def _eps(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
+    return rms_norm_eps(norm) or 0.0

@@ -1,9 +1,9 @@
-"""Queries, keys and values by one matrix product: their weights, copied end to end.
+"""Q, K and V by one matrix product: copies of their weights, stacked.
 
-Alone, each of the three is too small to fill a device. The copies cost a few per cent of the
-model's memory and are refreshed whenever the engine takes the model; parameters stay untouched.
+Alone, each of the three products is too small to fill a device. The copies take a few percent of
+the model's memory and are refreshed whenever the engine enters the model; parameters are untouched.
 
-    x ─▶ [ Wq ; Wk ; Wv ] ─▶ q | k | v        q_proj computes all, k_proj and v_proj hand theirs out
+    x ─▶ [ Wq ; Wk ; Wv ] ─▶ q | k | v      q_proj computes all; k_proj and v_proj return theirs
 """
 
 from __future__ import annotations
@@ -20,84 +20,86 @@ from ..live_model.patches import Patches
 
 
 class QKVWeights:
-    """The stacked weights of one model, always at the same place: graphs hold addresses."""
+    """The stacked weights of one model, always at the same address: CUDA graphs hold addresses."""
 
-    __name__ = "projections"
+    __name__ = "qkv projections"
 
     def __init__(self) -> None:
-        self._layers: dict[int, _Layer] = {}
-        self._owners: dict[nn.Module, _Layer] = {}
+        self._stacks: dict[int, _Stack] = {}
+        self._stack_of: dict[nn.Module, _Stack] = {}
 
-    def __call__(self, modules: Sequence[nn.Module], places: Patches, stale: bool) -> None:
-        """Let the copies stand in for the projections, brought up to date first if stale."""
-        self._owners = {}
+    def __call__(
+        self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
+    ) -> None:
+        """Replace the projections, after refreshing the copies if the weights changed."""
+        self._stack_of = {}
         for index, module in enumerate(modules):
-            trio = _trio(module)
-            if trio:
-                layer = self._layers.setdefault(index, _Layer())
-                if stale:
-                    layer.refresh(trio)
-                layer.stand_in(trio, places)
-                self._owners[module] = layer
+            linears = _qkv_linears(module)
+            if linears:
+                stack = self._stacks.setdefault(index, _Stack())
+                if weights_changed:
+                    stack.refresh(linears)
+                stack.patch(linears, patches)
+                self._stack_of[module] = stack
 
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The stacked weight and bias of an attention module, while they are in place."""
-        layer = self._owners[module]
-        assert layer.weight is not None
-        return layer.weight, layer.bias
+        """Return the stacked weight and bias of an attention module; only while applied."""
+        stack = self._stack_of[module]
+        assert stack.weight is not None
+        return stack.weight, stack.bias
 
 
 def stacked_bytes(model: nn.Module, itemsize: int) -> int:
-    """What the copies of a model take."""
+    """Return the bytes that the copies of a model take."""
     size = 0
     for module in model.modules():
-        size += sum(linear.weight.numel() for linear in _trio(module)) * itemsize
+        size += sum(linear.weight.numel() for linear in _qkv_linears(module)) * itemsize
     return size
 
 
-def _trio(module: nn.Module) -> list[Any]:
-    """A module's three projections, if it has them and they are plain."""
-    trio = [module._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    return trio if all(type(linear) is nn.Linear for linear in trio) else []
+def _qkv_linears(module: nn.Module) -> list[Any]:
+    """Return a module's three projections if it has them and they are plain, else nothing."""
+    linears = [module._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    return linears if all(type(linear) is nn.Linear for linear in linears) else []
 
 
-class _Layer:
+class _Stack:
+    """The stacked projections of one attention module."""
+
     def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._computed: dict[int, tuple[Tensor, Tensor]] = {}
+        """Input and output of k (1) and v (2), until they are taken."""
 
-    def refresh(self, trio: list[nn.Linear]) -> None:
-        self.weight = _joined(self.weight, [linear.weight for linear in trio])
-        biases = [linear.bias for linear in trio]
+    def refresh(self, linears: list[nn.Linear]) -> None:
+        self.weight = _concat(self.weight, [linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears]
         assert len({bias is None for bias in biases}) == 1, "only some projections have a bias"
-        self.bias = None if biases[0] is None else _joined(self.bias, biases)
+        self.bias = None if biases[0] is None else _concat(self.bias, biases)
 
-    def stand_in(self, trio: list[nn.Linear], places: Patches) -> None:
-        sizes = [linear.out_features for linear in trio]
-        places.on_restore(self._forget)
-        places.set(trio[0], "forward", partial(self._first, sizes=sizes))
-        for place in (1, 2):
-            later = partial(self._later, place=place, linear=trio[place])
-            places.set(trio[place], "forward", later)
+    def patch(self, linears: list[nn.Linear], patches: Patches) -> None:
+        sizes = [linear.out_features for linear in linears]
+        patches.on_restore(self._computed.clear)
+        patches.set(linears[0], "forward", partial(self._project_q, sizes=sizes))
+        for index in (1, 2):
+            forward = partial(self._take_kv, index=index, linear=linears[index])
+            patches.set(linears[index], "forward", forward)
 
-    def _forget(self) -> None:
-        self._kept = {}
-
-    def _first(self, x: Tensor, sizes: list[int]) -> Tensor:
+    def _project_q(self, x: Tensor, sizes: list[int]) -> Tensor:
         assert self.weight is not None
         q, k, v = F.linear(x, self.weight, self.bias).split(sizes, dim=-1)
-        self._kept = {1: (x, k), 2: (x, v)}
+        self._computed[1], self._computed[2] = (x, k), (x, v)
         return q
 
-    def _later(self, x: Tensor, place: int, linear: nn.Linear) -> Tensor:
-        asked, found = self._kept.pop(place, (None, None))
-        return found if found is not None and asked is x else nn.Linear.forward(linear, x)
+    def _take_kv(self, x: Tensor, index: int, linear: nn.Linear) -> Tensor:
+        computed_for, out = self._computed.pop(index, (None, None))
+        return out if out is not None and computed_for is x else nn.Linear.forward(linear, x)
 
 
-def _joined(into: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
-    """Lay parts end to end, in the same memory as before if it fits."""
-    rows = sum(len(part) for part in parts)
-    if into is None or len(into) != rows or into.dtype != parts[0].dtype:
-        into = parts[0].new_empty(rows, *parts[0].shape[1:])
-    return torch.cat([part.detach() for part in parts], out=into)
+def _concat(buffer: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors, into the same memory as before if it fits."""
+    rows = sum(map(len, tensors))
+    if buffer is None or len(buffer) != rows or buffer.dtype != tensors[0].dtype:
+        buffer = tensors[0].new_empty(rows, *tensors[0].shape[1:])
+    return torch.cat([tensor.detach() for tensor in tensors], out=buffer)

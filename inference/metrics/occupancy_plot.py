@@ -27,15 +27,17 @@ _SHORTEST_STEP = 1e-3
 
 
 def write_occupancy_plot(path: str | Path, log: np.ndarray, idle: np.ndarray, title: str) -> None:
-    """Write the plot of a `Stats.steps_log` to a file.
+    """Write the plot of a `Stats.steps_log` to a file, as SVG unless its suffix says otherwise.
 
     idle: times at which the engine ran out of work, until the next step.
     """
     figure = occupancy_figure(log, idle, title)
     from matplotlib import rc_context
 
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    format = suffix if suffix in figure.canvas.get_supported_filetypes() else "svg"
     with rc_context({"svg.fonttype": "none"}):  # text instead of outlines: searchable and short
-        figure.savefig(path, metadata={"Title": title} if str(path).endswith(".svg") else None)
+        figure.savefig(path, format=format, metadata={"Title": title})
 
 
 def occupancy_figure(log: np.ndarray, idle: np.ndarray, title: str) -> Figure:

@@ -45,7 +45,7 @@ class RingBuffer:
         self._num_added += len(rows)
 
     def rows(self) -> np.ndarray:
-        """The rows held, oldest first."""
+        """The rows, oldest first."""
         if self._num_added <= len(self._rows):
             return self._rows[: self._num_added]
         return np.roll(self._rows, -(self._num_added % len(self._rows)), axis=0)
@@ -212,7 +212,7 @@ class Stats:
         return figures
 
     def plot(self, path: str | Path) -> None:
-        """Plot requests and pages over time; the suffix (.svg, .png, .pdf) gives the format.
+        """Plot requests and pages over time, as SVG unless the suffix (.png, .pdf) says otherwise.
 
         Needs matplotlib, which the extra `bench` installs.
         """

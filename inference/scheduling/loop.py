@@ -5,8 +5,8 @@
 
 A sampled token stays on the device as the input of the next step; the host reads it one step late.
 An end of text is therefore noticed one step late, and the extra token sampled for it is dropped.
-The loop knows token ids only. Stop strings are found by whoever detokenizes its results (see
-`apply_stop_strings`).
+The loop knows token ids only; the caller detokenizes and reports stop strings
+(`apply_stop_strings`).
 """
 
 from __future__ import annotations

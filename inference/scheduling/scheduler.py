@@ -259,7 +259,7 @@ class Scheduler:
                 break
             request = self._waiting[0][1]
             prefix = request.token_ids(0, request.max_prefix_hit).tolist()
-            hit = self.pages.adopt(request.id, prefix, self.cache_salt)
+            hit = self.pages.attach_prefix(request.id, prefix, self.cache_salt)
             if self._prefix_in_progress(request, hit, prefixes_in_progress):
                 self.pages.free(request.id)
                 deferred.append(heappop(self._waiting))

@@ -41,7 +41,7 @@ class RowError(ValueError):
 
     def __str__(self) -> str:
         # Computed only on demand: to number a line, the file before it is read.
-        return f'{self.location}: {self.reason} (on_error="skip" skips such rows and counts them)'
+        return f'{self.location}: {self.reason} (pass on_error="skip" to skip and count such rows)'
 
 
 class RowSource(ABC):

@@ -102,7 +102,9 @@ class TokenStore:
                 continue
             if array.lengths.min() < 1:
                 location = self.location(first + int(np.argmin(array.lengths)))
-                raise ValueError(f'{location} is empty or has nulls: on_error="skip" skips it')
+                raise ValueError(
+                    f'{location} is empty or has nulls: pass on_error="skip" to skip it'
+                )
             begin, end = int(array.begins.min()), int((array.begins + array.lengths).max())
             size = min(len(ids) for ids in (array.flat, array.labels) if ids is not None)
             if begin < 0 or end > size:
@@ -165,7 +167,7 @@ class TokenStore:
         return ValueError(
             f"{location} contains the {name} {ids[token]}: ids range "
             f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; "
-            'on_error="skip" skips such documents'
+            'pass on_error="skip" to skip such documents'
         )
 
     def parent_label_counts(self, rows: PackedRows) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""The packed batch: drop-in for plain lists, boundaries that survive, shapes that never change."""
+"""The packed batch: drop-in for lists of samples, with boundaries, and with fixed shapes."""
 
 from __future__ import annotations
 
@@ -57,14 +57,16 @@ def test_fixed_shapes_do_not_depend_on_the_pack():
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("options", [{"fixed_sequences": 4}, {"pad_to_budget": True}, {"stack": True}])
+@pytest.mark.parametrize(
+    "options", [{"fixed_sequences": 4}, {"pad_to_budget": True}, {"stack": True}]
+)
 def test_plain_samples_cannot_be_filled_up_to_a_budget(options):
-    with pytest.raises(ValueError, match="plain samples have none: pass packs"):
+    with pytest.raises(ValueError, match="samples have no budget: pass packs"):
         PackedCollator(**options)([{"input_ids": [1, 2, 3]}])
 
 
 def test_packs_of_different_budgets_are_not_stacked():
-    with pytest.raises(ValueError, match=r"packs of the budgets \[4, 8\] make no even rows"):
+    with pytest.raises(ValueError, match=r"packs of the budgets \[4, 8\] cannot be stacked"):
         PackedCollator(stack=True)([pack_of([3], 8), pack_of([3], 4)])
 
 
@@ -103,8 +105,12 @@ def test_rows_without_tokens_raise():
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
-        (PackedCollator, {"pad_token_id": None, "pad_to_budget": True}, "pad_token_id=None: any id"),
-        (PackedCollator, {"pad_token_id": -1}, "pad_token_id=-1: any id"),
+        (
+            PackedCollator,
+            {"pad_token_id": None, "pad_to_budget": True},
+            "pad_token_id=None: pass any id",
+        ),
+        (PackedCollator, {"pad_token_id": -1}, "pad_token_id=-1: pass any id"),
         (PackedCollator, {"max_length": 5}, "max_length=5, fixed_sequences=None"),
         (PackedCollator, {"max_length": -3, "fixed_sequences": 4}, "max_length=-3"),
         (PackedCollator, {"max_length": 0, "fixed_sequences": 4}, "max_length=0"),
@@ -119,9 +125,9 @@ def test_settings_that_make_no_sense_are_refused_by_name(kind, settings, told):
 def test_a_padded_batch_is_made_of_samples():
     with pytest.raises(ValueError, match="empty list"):
         PaddedCollator()([])
-    with pytest.raises(ValueError, match="a Pack is no sample: PackedCollator takes packs"):
+    with pytest.raises(ValueError, match="a Pack is not a sample: PackedCollator takes packs"):
         PaddedCollator()([pack_of([3], 9)])
-    with pytest.raises(ValueError, match="a Pack is no sample"):
+    with pytest.raises(ValueError, match="a Pack is not a sample"):
         PackedCollator()([pack_of([3], 9), {"input_ids": [1, 2]}])
 
 
@@ -129,12 +135,15 @@ def test_a_padded_batch_is_made_of_samples():
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}, "attention_mask holds 0"),
-        ({"input_ids": [5, 6], "attention_mask": torch.tensor([1, 0])}, "attention_mask holds 0"),
+        ({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}, "attention_mask contains 0"),
+        (
+            {"input_ids": [5, 6], "attention_mask": torch.tensor([1, 0])},
+            "attention_mask contains 0",
+        ),
         ({"input_ids": [5, 6], "completion_mask": [0, 1]}, "completion_mask without labels"),
         ({"input_ids": [5, 6], "assistant_masks": [0, 1]}, "assistant_masks without labels"),
-        ({"input_ids": [5, -6]}, "input_ids holds -6"),
-        ({"input_ids": [5, 6], "labels": [5, -6]}, "labels holds -6"),
+        ({"input_ids": [5, -6]}, "input_ids contains -6"),
+        ({"input_ids": [5, 6], "labels": [5, -6]}, "labels contains -6"),
         ({"input_ids": [5.0, 6.0]}, "input_ids must be integers"),
         ([5, 6], "a row must be a dict"),
     ],
@@ -171,10 +180,12 @@ def test_sample_weights_give_every_sequence_the_same_weight():
     assert np.allclose(sums, 1.0)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("pretokenize", [True, False])
 @pytest.mark.parametrize("strategy", ["best_fit", "concat"])
 @pytest.mark.parametrize("marked", [False, True])
-def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, strategy, marked):
+def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(
+    pretokenize, strategy, marked
+):
     rows = [{"input_ids": [n + 1] * length} for n, length in enumerate((20, 4, 9, 8))]
     if marked:
         rows[0]["labels"] = [IGNORE_INDEX] * 15 + [1] * 5
@@ -193,7 +204,9 @@ def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(ahead, s
             assert np.allclose(weights, wanted)
     packs = list(data)
     stacked = PackedCollator(mean="sample", stack=True)(packs)["loss_weights"]
-    alone = [PackedCollator(mean="sample", pad_to_budget=True)(pack)["loss_weights"][0] for pack in packs]
+    alone = [
+        PackedCollator(mean="sample", pad_to_budget=True)(pack)["loss_weights"][0] for pack in packs
+    ]
     assert torch.equal(stacked, torch.stack(alone))
 
 
@@ -204,8 +217,10 @@ def test_a_split_sample_weighs_less_by_the_first_token_of_each_further_part():
 
 
 def test_a_truncated_sample_weighs_as_a_whole_one():
-    for ahead in (True, False):
-        data = PackedDataset([[1] * 20], budget=8, overflow="truncate", pretokenize=pretokenize, shards=1)
+    for pretokenize in (True, False):
+        data = PackedDataset(
+            [[1] * 20], budget=8, overflow="truncate", pretokenize=pretokenize, shards=1
+        )
         (weights,) = (PackedCollator(mean="sample")(pack)["loss_weights"] for pack in data)
         assert np.isclose(weights.sum(), 1.0)
 

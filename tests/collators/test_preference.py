@@ -30,8 +30,8 @@ def test_too_long_a_pair_loses_its_prompt_s_head_once_for_both():
     [
         ("prompt_ids", [1.9, 2], "prompt_ids must be integers, got float64"),
         ("chosen_ids", [3.7], "chosen_ids must be integers, got float64"),
-        ("prompt_ids", [-1, 2], "holds -1"),
-        ("rejected_ids", [-6], "holds -6"),
+        ("prompt_ids", [-1, 2], "contains -1"),
+        ("rejected_ids", [-6], "contains -6"),
         ("rejected_ids", [], "rejected_ids is empty"),
     ],
 )
@@ -42,7 +42,13 @@ def test_ids_that_are_none_are_refused(part, ids, told):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_length": 0}, {"max_length": 1}, {"fixed_sequences": 8}, {"pad_to_budget": True}, {"stack": True}],
+    [
+        {"max_length": 0},
+        {"max_length": 1},
+        {"fixed_sequences": 8},
+        {"pad_to_budget": True},
+        {"stack": True},
+    ],
 )
 def test_lengths_and_shapes_that_a_pair_cannot_have_are_refused(options):
     (name,) = options
@@ -65,5 +71,5 @@ def test_a_pair_that_is_none_is_refused_by_its_type(pair):
 
 
 def test_a_length_that_is_no_whole_number_is_refused():
-    with pytest.raises(ValueError, match=r"max_length 2\.5 must be a whole number"):
+    with pytest.raises(ValueError, match=r"max_length 2\.5 must be an integer"):
         PreferenceCollator(max_length=2.5)

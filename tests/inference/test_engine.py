@@ -270,8 +270,8 @@ def test_requests_submitted_one_after_the_other_look_at_the_weights_once(tiny, m
     engine = Engine(tiny("llama"))
     engine.add_request([5, 6, 7], GREEDY)
     samples, weights = [], engine._session._weights
-    plain = weights._sample
-    monkeypatch.setattr(weights, "_sample", lambda: samples.append(1) or plain())
+    plain = weights._sample_checksum
+    monkeypatch.setattr(weights, "_sample_checksum", lambda: samples.append(1) or plain())
     engine.add_request([8, 9], GREEDY)
     assert not samples
     engine.step()

@@ -104,7 +104,7 @@ def test_samples_do_not_depend_on_the_batch(temperature):
 def test_fused_decode_steps_give_the_logits_of_the_model(family):
     from nopad.attention import PagedCache, layer_shapes
     from nopad.inference.execution.capture import capture_mode
-    from nopad.inference.fused.fused_ops import _step, fused, verified_ops
+    from nopad.inference.fused.fused_ops import _run_step, apply_ops, verified_ops
     from nopad.inference.live_model.borrow import borrow_model
 
     model = llama(family=family)
@@ -113,18 +113,18 @@ def test_fused_decode_steps_give_the_logits_of_the_model(family):
             if parameter.ndim > 1:
                 parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
     shapes = layer_shapes(model)
-    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), most=256)
+    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), max_num_seqs=256)
     assert len(parts) == 6
     for rows in (1, 16, 30, 64, 100, 200):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
         lengths = [1 + 37 * row % 200 for row in range(rows)]
         after = [range(n, n + 1) for n in lengths]
         with borrow_model(model), capture_mode():
-            _step(model, cache, [range(n) for n in lengths])
-            want = _step(model, cache, after).float()
-            with fused(list(model.modules()), parts):
-                assert parts[-1]._fits
-                got = _step(model, cache, after).float()
+            _run_step(model, cache, [range(n) for n in lengths])
+            want = _run_step(model, cache, after).float()
+            with apply_ops(list(model.modules()), parts):
+                assert parts[-1]._supported
+                got = _run_step(model, cache, after).float()
         assert (got - want).norm() / want.norm() < 3e-2, rows
 
 

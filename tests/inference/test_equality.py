@@ -138,7 +138,7 @@ def test_a_context_is_computed_once_for_all_its_continuations(tiny):
     engine = Engine(tiny("llama"), page_size=64)
     context = list(range(3, 83))
     engine.score([context], [[[5, 6], [7, 8], [9, 9], [10, 11]]])
-    # 81 rows for the first; then all but the last 16-token stretch is found (64 of 81).
+    # 81 tokens for the first; the others find 64 of 81, all but the last 16-token stride.
     assert engine.stats.num_computed_tokens == 81 + 3 * (81 - 64)
 
 

@@ -1,4 +1,4 @@
-"""Streams, blocking calls, submitted requests and scores in any order: each gets its own."""
+"""Streams, blocking calls, added requests and scores in any order: each gets its own results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENIZER = FakeTokenizer(
 )
 
 
-ASKED = [
+REQUESTS = [
     ("hello there", GREEDY),
     ("hello there, you", GREEDY | {"max_tokens": 9, "stop": ["\N{REPLACEMENT CHARACTER}"]}),
     ("x", {"temperature": 1.0, "max_tokens": 5, "seed": 3, "n": 2}),
@@ -38,7 +38,7 @@ SCORED = [("hello there", ", you"), ("x", "yz")]
 
 
 class Record:
-    """What one request's events said."""
+    """The events of one request."""
 
     def __init__(self, which: int):
         self.which = which
@@ -59,7 +59,7 @@ def all_of(completion: Completion) -> list[Completion]:
 
 
 class Caller:
-    """Makes calls on one engine in the order told, and keeps what came of each."""
+    """Makes calls on one engine and records their events."""
 
     def __init__(self, engine: Engine, alone):
         self.engine, self.alone = engine, alone
@@ -67,8 +67,8 @@ class Caller:
         self.streams: list[tuple] = []
 
     def submit(self, i: int) -> None:
-        which = i % len(ASKED)
-        self.submitted[self.engine.add_request(*ASKED[which])] = Record(which)
+        which = i % len(REQUESTS)
+        self.submitted[self.engine.add_request(*REQUESTS[which])] = Record(which)
 
     def step(self, _: int = 0) -> None:
         for event in self.engine.step():
@@ -79,8 +79,8 @@ class Caller:
             self.engine.abort(list(self.submitted)[i % len(self.submitted)])
 
     def stream(self, i: int) -> None:
-        which = [(i + k) % len(ASKED) for k in range(1 + i % 3)]
-        prompts, params = zip(*(ASKED[w] for w in which), strict=True)
+        which = [(i + k) % len(REQUESTS) for k in range(1 + i % 3)]
+        prompts, params = zip(*(REQUESTS[w] for w in which), strict=True)
         self.streams.append((self.engine.stream(prompts, params), [Record(w) for w in which]))
 
     def next(self, i: int) -> bool:
@@ -100,8 +100,8 @@ class Caller:
                 self.check_beginning(record)
 
     def generate(self, i: int) -> None:
-        which = [(i + k) % len(ASKED) for k in range(1 + i % 2)]
-        prompts, params = zip(*(ASKED[w] for w in which), strict=True)
+        which = [(i + k) % len(REQUESTS) for k in range(1 + i % 2)]
+        prompts, params = zip(*(REQUESTS[w] for w in which), strict=True)
         assert self.engine.generate(prompts, params) == [self.alone(w) for w in which]
 
     def score(self, i: int) -> None:
@@ -155,7 +155,7 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """What a request gets from an engine of its own; below zero: what a score is."""
+    """The completion of a request by an engine of its own; for negative indices, a score."""
 
     @cache
     def answer(which: int):
@@ -163,7 +163,7 @@ def alone(tiny):
         if which < 0:
             context, continuation = SCORED[~which]
             return engine.score([context], [continuation])[0].logprob
-        prompt, params = ASKED[which]
+        prompt, params = REQUESTS[which]
         return engine.generate([prompt], params)[0]
 
     return answer
@@ -211,7 +211,7 @@ def test_a_thousand_orders_of_calls_are_as_good_as_a_few(tiny, alone, **how):
 
 
 def deep(depth: int, *parts, **named) -> Loop:
-    """A loop with steps under way, as on a GPU."""
+    """A loop with steps in flight, as on a GPU."""
     loop = Loop(*parts, **named)
     loop._lookahead = depth
     return loop

@@ -1,4 +1,4 @@
-"""What an engine cannot be made with is told when it is made, in one line."""
+"""Invalid engine arguments raise at construction, in one line."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_numbers_of_numpy_are_numbers(tiny):
 
 
 def test_no_position_is_read_past_a_learned_table(tiny):
-    model = tiny("gpt2")  # of 256 positions; the last token of a sequence is never run
+    model = tiny("gpt2")  # has 256 positions; the last token of a sequence is never run
     (done,) = Engine(model, max_model_len=257).generate([[3, 4, 5]], {"max_tokens": 400})
     assert done.error is None and len(done.token_ids) <= 254
     with pytest.raises(ValueError, match="max_model_len is 258; the model has 256 positions"):
         Engine(model, max_model_len=258)
-    Engine(tiny("llama"), max_model_len=1000)  # what is turned has no end
+    Engine(tiny("llama"), max_model_len=1000)  # rotary positions have no table
 
 
 def test_position_tables_are_found_by_any_name_and_without_their_offset():

@@ -1,8 +1,41 @@
-"""Without a GPU, the Triton kernels are interpreted: to be said before they are imported."""
+"""Without a GPU the Triton kernels are interpreted: TRITON_INTERPRET is read at their import.
+
+Tests of this folder that need interpreted kernels are skipped where these were imported as compiled
+ones: with a GPU, or by tests of another folder. `test_interpreted.py` then runs them in a child.
+"""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def kernels_are_interpreted() -> bool:
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    from nopad.kernels import norm
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(norm._forward_kernel, InterpretedFunction)
+
+
+@pytest.fixture
+def interpreted() -> None:
+    """Skip unless kernels are interpreted: for comparisons of fp32 results."""
+    if not kernels_are_interpreted():
+        pytest.skip("needs interpreted kernels: test_interpreted.py runs it in a child process")
+
+
+@pytest.fixture
+def runnable() -> None:
+    """Skip unless kernels run here: compiled on a GPU, or interpreted."""
+    if not (torch.cuda.is_available() or kernels_are_interpreted()):
+        pytest.skip("needs interpreted kernels: test_interpreted.py runs it in a child process")
+
+
+@pytest.fixture
+def needs_child() -> bool:
+    """Whether tests were skipped here for want of interpreted kernels."""
+    return not kernels_are_interpreted()

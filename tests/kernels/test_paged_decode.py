@@ -1,15 +1,16 @@
-"""The decode kernel, however its keys are cut, and how the cut is chosen."""
+"""Paged decode attention, however the keys are split, and how the splits are chosen."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from nopad.attention import PagedCache, Pages, Varlen
-from nopad.attention.backends import ScoreParams, triton_paged
+from nopad.attention.backends import triton_paged
 from nopad.attention.reference import reference
-from nopad.kernels import paged_decode
-from nopad.kernels.paged_decode import LEAST_SHARE, DecodeTiles, _shares, decode
+from nopad.kernels import MIN_SPLIT_KEYS, DecodeTiles, paged_attention_decode, paged_decode
+from nopad.kernels.paged_decode import _num_splits
 
+pytestmark = pytest.mark.usefixtures("runnable")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM = 3, 1, 16
 LENGTHS = [290, 1, 64, 400]
@@ -41,81 +42,84 @@ def step(page_size):
 @pytest.mark.parametrize("page_size", [16, 48, 64, 256])
 @pytest.mark.parametrize(("block", "splits"), [(64, 1), (32, 2), (16, 4)])
 def test_any_cut_of_the_keys_gives_the_same_result(page_size, block, splits):
-    """Blocks inside a page, of several pages and across their edges; shares of several blocks."""
+    """Blocks inside a page, of several pages and across their edges; splits of several blocks."""
     q, varlen = step(page_size)
     keys, values = varlen.pages.cache.layer(0)
-    where = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
+    paging = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
     out = torch.full_like(q, torch.nan)
-    decode(q, keys, values, *where, ScoreParams(DIM**-0.5), out, DecodeTiles(block, splits, 4, 2))
+    tiles = DecodeTiles(block, splits, 4, 2)
+    paged_attention_decode(q, keys, values, *paging, out, tiles, scale=DIM**-0.5)
     want = reference(q, *(q.new_empty(0, KV_HEADS, DIM) for _ in range(2)), varlen)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
 def spread(x):
-    """The same numbers, with more than 2^31 places from the first token to the last."""
+    """The same numbers, with more than 2^31 elements from the first token to the last."""
     token = 2**31 // (len(x) - 1) + 16
-    room = torch.empty((len(x) - 1) * token + x[0].numel(), dtype=x.dtype, device=x.device)
-    return room.as_strided(x.shape, (token, *x.stride()[1:])).copy_(x)
+    storage = torch.empty((len(x) - 1) * token + x[0].numel(), dtype=x.dtype, device=x.device)
+    return storage.as_strided(x.shape, (token, *x.stride()[1:])).copy_(x)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_tokens_may_lie_further_apart_than_32_bits_count(splits):
     q, varlen = step(64)
     q, (keys, values) = q.half(), (x.half() for x in varlen.pages.cache.layer(0))
-    where = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
+    paging = varlen.cu_seqlens, varlen.pages.table, varlen.pages.lengths
     near, far = torch.zeros_like(q), spread(torch.zeros_like(q))
     tiles = DecodeTiles(64, splits, 4, 2)
-    decode(q, keys, values, *where, ScoreParams(DIM**-0.5), near, tiles)
-    decode(spread(q), keys, values, *where, ScoreParams(DIM**-0.5), far, tiles)
+    paged_attention_decode(q, keys, values, *paging, near, tiles, scale=DIM**-0.5)
+    paged_attention_decode(spread(q), keys, values, *paging, far, tiles, scale=DIM**-0.5)
     assert torch.equal(near, far) and near.any()
 
 
 @triton.jit
-def shares_kernel(cu_seqlens, lengths, out, count, room, most, COUNT: tl.constexpr):
-    shares = _shares(cu_seqlens, lengths, count, room, most, 0, False, COUNT, 64)
-    tl.store(out + tl.arange(0, COUNT), shares)
+def splits_kernel(cu_seqlens, lengths, out, num_seqs, programs, most, BLOCK: tl.constexpr):
+    splits = _num_splits(cu_seqlens, lengths, num_seqs, programs, most, 0, False, BLOCK, 64)
+    tl.store(out + tl.arange(0, BLOCK), splits)
 
 
-def shares_of(lengths, queries, room, most=64):
-    bounds = torch.tensor([0, *queries], device=DEVICE).cumsum(0).int()
+def splits_of(lengths, queries, programs, max_splits=64):
+    cu_seqlens = torch.tensor([0, *queries], device=DEVICE).cumsum(0).int()
     out = torch.full((16,), -1, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    shares_kernel[(1,)](bounds, lengths, out, len(queries), room, most, COUNT=16)
+    splits_kernel[(1,)](cu_seqlens, lengths, out, len(queries), programs, max_splits, BLOCK=16)
     assert not out[len(queries) :].any()
     return out[: len(queries)].tolist()
 
 
 @pytest.mark.parametrize(
-    ("lengths", "room", "want"),
+    ("lengths", "programs", "want"),
     [
-        ([1000] * 8, 8, [1] * 8),  # as many sequences as room: none is split
+        ([1000] * 8, 8, [1] * 8),  # as many sequences as programs: none is split
         ([1000] * 8, 15, [1] * 8),  # not into halves that would run one after the other
         ([1000] * 4, 9, [2] * 4),
-        ([1000] * 7 + [8000], 8, [1] * 7 + [4]),  # one long sequence is no tail
-        ([1, 50, 100, 130], 40, [1, 1, 1, 2]),  # a share is worth a program
+        ([1000] * 7 + [8000], 8, [1] * 7 + [4]),  # one long sequence does not run on alone
+        ([1, 50, 100, 130], 40, [1, 1, 1, 2]),  # a split is worth a program
         ([30000], 66, [64]),
     ],
 )
-def test_keys_are_shared_out_evenly_by_the_real_lengths(lengths, room, want):
-    assert shares_of(lengths, [1] * len(lengths), room) == want
-    assert sum(want) <= room + len(lengths)
+def test_keys_are_shared_out_evenly_by_the_real_lengths(lengths, programs, want):
+    assert splits_of(lengths, [1] * len(lengths), programs) == want
+    assert sum(want) <= programs + len(lengths)
 
 
 def test_only_sequences_with_one_query_get_a_share():
-    assert shares_of([500, 900, 7, 500], [1, 30, 0, 1], room=4) == [2, 0, 0, 2]
+    assert splits_of([500, 900, 7, 500], [1, 30, 0, 1], programs=4) == [2, 0, 0, 2]
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("reach", [16, 1000, 32768])
+@pytest.mark.parametrize("max_keys", [16, 1000, 32768])
 @pytest.mark.parametrize("count", [1, 5, 16, 64, 500])
 def test_four_programs_fit_a_processor_and_long_sequences_of_few_may_be_split(
-    monkeypatch, count, reach, dim
+    monkeypatch, count, max_keys, dim
 ):
-    monkeypatch.setattr(paged_decode, "processors", lambda device: 132)
+    monkeypatch.setattr(paged_decode, "sm_count", lambda device: 132)
     q = torch.empty(count, 32, dim, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(1, 16, 8, dim, dtype=torch.bfloat16, device="meta")
-    tiles = triton_paged.decode_tiles(q, keys, keys, count, reach)
-    assert tiles.splits in (1, 2, 4, 8, 16, 32, 64)
-    assert tiles.splits == 1 or (count <= 132 and tiles.splits * LEAST_SHARE <= reach)
-    assert tiles.splits > 1 or count > 132 or reach < 2 * LEAST_SHARE
-    assert tiles.registers is None or 4 * 32 * tiles.warps * tiles.registers == 65536
+    tiles = triton_paged.decode_tiles(q, keys, keys, count, max_keys)
+    assert tiles.max_splits in (1, 2, 4, 8, 16, 32, 64)
+    split_keys = tiles.max_splits * MIN_SPLIT_KEYS
+    assert tiles.max_splits == 1 or (count <= 132 and split_keys <= max_keys)
+    assert tiles.max_splits > 1 or count > 132 or max_keys < 2 * MIN_SPLIT_KEYS
+    registers = tiles.max_registers
+    assert registers is None or 4 * 32 * tiles.num_warps * registers == 65536

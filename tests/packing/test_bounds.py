@@ -10,7 +10,7 @@ import pytest
 from nopad.packing import PackedDataset, Packer, Sample
 from nopad.packing.ordering import Position, Share
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 
 
 def test_one_document_of_ten_million_tokens_takes_at_most_four_times_its_bytes():
@@ -37,9 +37,9 @@ def test_millions_of_planned_documents_do_not_grow_the_process(count):
     lengths = np.full(count, 3, np.int32)
     lengths[::7] = 11
     flat = np.zeros(64, np.uint16)
-    shelf = TokenArray("flat", flat, np.zeros(count, np.int64), lengths)
+    array = TokenArray("flat", flat, np.zeros(count, np.int64), lengths)
     planner = {"budget": 8192, "pool": 1024, "strategy": "best_fit", "overflow": "split"}
-    packs = PlannedPacks(TokenStore([shelf]), planner).read(Position(until=1), Share(), 0)
+    packs = PlannedPacks(TokenStore([array]), planner).read(Position(end_epoch=1), Share(), 0)
     after, seen = None, 0
     for number, pack in enumerate(packs):
         seen += len(pack.samples)

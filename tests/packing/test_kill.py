@@ -21,16 +21,23 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PACKS = 160
 
 
-def open_data(folder, kind, rank, world):
-    options = {"budget": 64, "pool": 8, "seed": 3, "rank": rank, "world": world, "packs": PACKS}
+def open_data(folder, kind, rank, world_size):
+    options = {
+        "budget": 64,
+        "pool": 8,
+        "seed": 3,
+        "rank": rank,
+        "world_size": world_size,
+        "max_packs": PACKS,
+    }
     if kind == "sharded":
-        options |= {"ahead": False, "shuffle": 8}
+        options |= {"pretokenize": False, "shuffle": 8}
     return PackedDataset(folder / "rows.jsonl", epochs=None, **options)
 
 
-def train(folder, kind, workers, rank, world, digest, pause=None):
-    """What a child does: step, and save what was seen with the state, atomically."""
-    data, record = open_data(folder, kind, rank, world), folder / f"record{rank}.json"
+def train(folder, kind, workers, rank, world_size, digest, pause=None):
+    """Train in a child: step, and save the packs seen with the state, atomically."""
+    data, record = open_data(folder, kind, rank, world_size), folder / f"record{rank}.json"
     done = {"state": None, "digests": []}
     if record.exists():
         done = read_state(record)
@@ -40,7 +47,7 @@ def train(folder, kind, workers, rank, world, digest, pause=None):
         done["digests"].append(list(digest(pack)))
         done["state"] = data.state_after(pack)
         write_state(record, done)
-        # Ranks that step together are killed behind the same step, with packs read ahead.
+        # Ranks that step together are killed after the same step, with packs read ahead.
         time.sleep(600 if len(done["digests"]) == pause else 0.001)
 
 
@@ -51,11 +58,11 @@ def folder(tools, jsonl):
 
 @pytest.fixture
 def start(folder, tools):
-    """Give a function that starts a child."""
+    """Return a function that starts a child."""
     context = multiprocessing.get_context("fork")
 
-    def run(kind, workers, rank, world, pause=None):
-        arguments = (folder, kind, workers, rank, world, tools.digest, pause)
+    def run(kind, workers, rank, world_size, pause=None):
+        arguments = (folder, kind, workers, rank, world_size, tools.digest, pause)
         child = context.Process(target=train, args=arguments)
         child.start()
         return child
@@ -76,39 +83,45 @@ def undisturbed(folder, kind, tools):
     return [list(tools.digest(pack)) for pack in open_data(folder, kind, 0, 1)]
 
 
-def check(folder, start, tools, kind, workers, world, kills):
-    alone, rng, killed = undisturbed(folder, kind, tools), random.Random(workers + 10 * world), 0
-    for rank in range(world):
+def check(folder, start, tools, kind, workers, world_size, kills):
+    alone, rng, killed = (
+        undisturbed(folder, kind, tools),
+        random.Random(workers + 10 * world_size),
+        0,
+    )
+    for rank in range(world_size):
         for _ in range(kills):
-            child = start(kind, workers, rank, world)
+            child = start(kind, workers, rank, world_size)
             time.sleep(rng.uniform(0.0, 1.2 / kills + 0.1))
             child.kill()
             child.join()
             killed += child.exitcode == -signal.SIGKILL
-        finish(start(kind, workers, rank, world))
-    steps = zip(*(seen(folder, rank) for rank in range(world)), strict=True)
+        finish(start(kind, workers, rank, world_size))
+    steps = zip(*(seen(folder, rank) for rank in range(world_size)), strict=True)
     together = [pack for step in steps for pack in step]
     differ = sum(a != b for a, b in zip(together, alone, strict=True))
-    print(f"{kind}, {workers} workers, {world} ranks: {killed} kills, {differ} of {PACKS} differ")
+    print(
+        f"{kind}, {workers} workers, {world_size} ranks: {killed} kills, {differ} of {PACKS} differ"
+    )
     assert together == alone and killed > 0
 
 
 @pytest.mark.parametrize(
-    "kind, workers, world", [("planned", 0, 2), ("sharded", 2, 1), ("sharded", 0, 2)]
+    "kind, workers, world_size", [("planned", 0, 2), ("sharded", 2, 1), ("sharded", 0, 2)]
 )
 def test_a_killed_process_continues_with_the_identical_stream(
-    folder, start, tools, kind, workers, world
+    folder, start, tools, kind, workers, world_size
 ):
-    check(folder, start, tools, kind, workers, world, kills=4)
+    check(folder, start, tools, kind, workers, world_size, kills=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
-@pytest.mark.parametrize("world", [1, 2])
-def test_twenty_kills_in_every_topology(folder, start, tools, kind, workers, world):
-    check(folder, start, tools, kind, workers, world, kills=20)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_twenty_kills_in_every_topology(folder, start, tools, kind, workers, world_size):
+    check(folder, start, tools, kind, workers, world_size, kills=20)
 
 
 # (workers, ranks) before and after
@@ -154,4 +167,4 @@ def test_six_changes_of_topology_continue_a_killed_run(folder, start, tools, kin
 def test_the_record_on_disk_is_plain_json(folder, start):
     finish(start("planned", 0, 0, 1))
     text = (folder / "record0.json").read_text()
-    assert json.loads(text)["state"]["state"]["version"] == 2
+    assert json.loads(text)["state"]["state"]["version"] == 3

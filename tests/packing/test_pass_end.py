@@ -1,11 +1,11 @@
-"""The end of a pass: what continues from it is the next pass, whoever read and whoever goes on."""
+"""The end of a pass: the next pass continues from it, for any readers before and after."""
 
 import itertools
 import json
 
 import pytest
 from nopad.packing import PackedDataset, Sample
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 from nopad.packing.state import merge_states
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = (
     "planned",
-    "levelled",
+    "leveled",
     "store",
     "planned mixture",
     "sharded",
@@ -25,7 +25,7 @@ KINDS = (
 
 @pytest.fixture
 def make(tools, jsonl):
-    """Give a function that opens a dataset of each kind for one rank."""
+    """Return a function that opens a dataset of each kind for one rank."""
     rows = tools.documents(60)
     path, other = jsonl(rows), jsonl(rows[:20], "other.jsonl")
     sources = {
@@ -37,13 +37,13 @@ def make(tools, jsonl):
         "function": lambda: iter(rows),
     }
 
-    def open_one(kind, rank=0, world=1, **options):
-        options = {"budget": 64, "pool": 6, "rank": rank, "world": world, **options}
+    def open_one(kind, rank=0, world_size=1, **options):
+        options = {"budget": 64, "pool": 6, "rank": rank, "world_size": world_size, **options}
         if kind in ("sharded", "sharded mixture", "drifting mixture", "function"):
-            options |= {"shards": 4, "shuffle": 8, "ahead": False}
+            options |= {"shards": 4, "shuffle": 8, "pretokenize": False}
         if "mixture" in kind:
-            options["stop"] = "all"
-        return PackedDataset(sources.get(kind, rows), level=kind == "levelled", **options)
+            options["stopping_strategy"] = "all_exhausted_without_replacement"
+        return PackedDataset(sources.get(kind, rows), balance=kind == "leveled", **options)
 
     return open_one
 
@@ -62,7 +62,9 @@ def loaded(data, state):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", [{}, {"epochs": 2}, {"packs": 9}, {"epochs": None, "packs": 21}])
+@pytest.mark.parametrize(
+    "end", [{}, {"epochs": 2}, {"max_packs": 9}, {"epochs": None, "max_packs": 21}]
+)
 def test_a_state_of_a_pass_that_is_over_goes_on_with_the_next(make, tools, kind, end):
     data, passes, states = make(kind, **end), [], []
     for _ in range(3):
@@ -103,10 +105,10 @@ def test_behind_the_last_pack_nothing_is_left_of_a_pass_that_was_not_asked_for_m
 @pytest.mark.parametrize("kind", ["planned", "store", "sharded"])
 @pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_next_pass_is_the_same_for_other_ranks_and_workers(make, tools, kind, before):
-    for end in ({"packs": 13}, {"epochs": None, "packs": 13}):
+    for end in ({"max_packs": 13}, {"epochs": None, "max_packs": 13}):
 
-        def build(rank=0, world=1, end=end):
-            return make(kind, rank, world, **end)
+        def build(rank=0, world_size=1, end=end):
+            return make(kind, rank, world_size, **end)
 
         alone = build()
         passes = [one_pass(tools, alone) for _ in range(2)]
@@ -120,21 +122,21 @@ def test_the_next_pass_is_the_same_for_other_ranks_and_workers(make, tools, kind
             assert again.saved()["position"]["index"] == -(-13 // after[0]) * after[0]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_with_an_uneven_end_go_on_together(make, tools, world):
-    """The last round may begin in the epoch before, where epochs are shorter than a round."""
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_an_uneven_end_go_on_together(make, tools, world_size):
+    """The last round may begin in the epoch before, if epochs are shorter than a round."""
     rows = [[n + 1] * 8 for n in range(4)]
 
-    def build(rank=0, world=1):
-        return PackedDataset(rows, budget=8, epochs=2, rank=rank, world=world)
+    def build(rank=0, world_size=1):
+        return PackedDataset(rows, budget=8, epochs=2, rank=rank, world_size=world_size)
 
     alone = build()
     passes = [one_pass(tools, alone) for _ in range(2)]
-    ranks = [build(rank, world) for rank in range(world)]
+    ranks = [build(rank, world_size) for rank in range(world_size)]
     for data in ranks:
         one_pass(tools, data)
     state = merge_states([saved(data) for data in ranks])
-    found = [one_pass(tools, loaded(build(rank, world), state)) for rank in range(world)]
+    found = [one_pass(tools, loaded(build(rank, world_size), state)) for rank in range(world_size)]
     together = [pack for some in zip(*found, strict=True) for pack in some]
     assert together[:8] == passes[1] and not any(content for _, content in together[8:])
     assert one_pass(tools, loaded(build(), state)) == passes[1]
@@ -146,7 +148,7 @@ def test_workers_that_read_the_next_pass_have_their_packs_counted(make, tools, k
     one_pass(tools, whole)
     data, second, seen = loaded(make(kind), saved(whole)), one_pass(tools, whole), []
     for pack in DataLoader(data, batch_size=None, num_workers=2):
-        data.stepped(pack)
+        data.mark_trained(pack)
         seen.append(tools.digest(pack))
         if len(seen) == 6:
             break
@@ -158,10 +160,10 @@ def test_workers_that_read_the_next_pass_have_their_packs_counted(make, tools, k
 def test_a_pass_that_was_read_ahead_to_its_end_is_over_once_all_was_stepped(make, tools, kind):
     data = make(kind)
     packs = list(data)
-    data.stepped(*packs[:-1])
+    data.mark_trained(*packs[:-1])
     rest = one_pass(tools, loaded(make(kind), saved(data)))
     assert rest == [tools.digest(packs[-1])]
-    data.stepped(packs[-1])
+    data.mark_trained(packs[-1])
     second = one_pass(tools, loaded(make(kind), saved(data)))
     assert second == one_pass(tools, data) != []
 
@@ -182,25 +184,27 @@ def test_a_stateful_loader_goes_on_with_what_it_would_have_given(make, tools, ki
 
 @pytest.mark.parametrize("before, after", [(1, 3), (2, 3), (1, None)])
 def test_a_pass_that_was_over_goes_on_where_it_may_be_longer(make, tools, before, after):
-    whole = one_pass(tools, make("levelled", epochs=3))
-    data = make("levelled", epochs=before)
+    whole = one_pass(tools, make("leveled", epochs=3))
+    data = make("leveled", epochs=before)
     done = one_pass(tools, data)
-    again = loaded(make("levelled", epochs=after), saved(data))
+    again = loaded(make("leveled", epochs=after), saved(data))
     rest = one_pass(tools, itertools.islice(again, len(whole) - len(done)))
     assert done + rest == whole
     if after is not None:
-        assert not any(True for _ in loaded(make("levelled", epochs=after), saved(again)))
+        assert not any(True for _ in loaded(make("leveled", epochs=after), saved(again)))
 
 
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
 def test_a_pass_that_packs_ended_goes_on_where_there_may_be_more(make, tools, kind):
-    whole = one_pass(tools, make(kind, epochs=None, packs=20))
-    data = make(kind, epochs=None, packs=12)
+    whole = one_pass(tools, make(kind, epochs=None, max_packs=20))
+    data = make(kind, epochs=None, max_packs=12)
     done = one_pass(tools, data)
-    assert done + one_pass(tools, loaded(make(kind, epochs=None, packs=20), saved(data))) == whole
+    assert (
+        done + one_pass(tools, loaded(make(kind, epochs=None, max_packs=20), saved(data))) == whole
+    )
 
 
-@pytest.mark.parametrize("field, value", [("over", 1), ("over", None), ("packs", -1)])
+@pytest.mark.parametrize("field, value", [("finished", 1), ("finished", None), ("max_packs", -1)])
 def test_an_end_that_cannot_be_is_refused(make, field, value):
     with pytest.raises(ValueError, match=f"the state's {field} is {value}"):
         make("planned").load_state_dict({**make("planned").state_dict(), field: value})

@@ -1,4 +1,4 @@
-"""Killed anywhere, continued anyhow: the rest of the stream is bit for bit the same.
+"""Killed anywhere and resumed, the rest of the stream is bit for bit the same.
 
 Ordered digests of whole packs are compared, never sets or counts.
 """
@@ -9,42 +9,44 @@ import random
 
 import pytest
 from nopad.packing import PackedDataset, Sample
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 from nopad.packing.state import read_state, write_state
 
-TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (1, 2, 4)]
+TOPOLOGIES = [(world_size, workers) for world_size in (1, 2, 4) for workers in (1, 2, 4)]
 
 
-def open_list(rows, rank=0, world=1, **options):
-    return PackedDataset(rows, budget=64, pool=12, rank=rank, world=world, **options)
+def open_list(rows, rank=0, world_size=1, **options):
+    return PackedDataset(rows, budget=64, pool=12, rank=rank, world_size=world_size, **options)
 
 
-def open_stream(path, rank=0, world=1, **options):
-    options = {"shards": 8, "shuffle": 8, "ahead": False, **options}
-    return PackedDataset(path, budget=64, pool=6, rank=rank, world=world, **options)
+def open_stream(path, rank=0, world_size=1, **options):
+    options = {"shards": 8, "shuffle": 8, "pretokenize": False, **options}
+    return PackedDataset(path, budget=64, pool=6, rank=rank, world_size=world_size, **options)
 
 
 @pytest.fixture
 def kinds(tools, jsonl):
-    """Give functions that open each kind of dataset for one rank."""
+    """Return functions that open each kind of dataset for one rank."""
     rows, path = tools.documents(160), jsonl(tools.documents(240, seed=2))
     store = TokenStore([TokenArray.of([Sample(row) for row in rows])])
     other = jsonl(tools.documents(60, seed=3), "other.jsonl")
     mixture = [(path, 3), (other, 1)]
     return {
         "planned": lambda **o: open_list(store, **o),
-        "levelled": lambda **o: open_list(store, level=True, **o),
-        "planned mixture": lambda **o: open_list([(rows, 2), (rows[:40], 1)], stop="cycle", **o),
+        "leveled": lambda **o: open_list(store, balance=True, **o),
+        "planned mixture": lambda **o: open_list(
+            [(rows, 2), (rows[:40], 1)], stopping_strategy="all_exhausted", **o
+        ),
         "in order": lambda **o: open_list(rows, strategy="concat", shuffle=False, **o),
         "sharded": lambda **o: open_stream(path, **o),
         "sharded in order": lambda **o: open_stream(path, shuffle=False, **o),
-        "sharded mixture": lambda **o: open_stream(mixture, stop="cycle", **o),
+        "sharded mixture": lambda **o: open_stream(mixture, stopping_strategy="all_exhausted", **o),
         "generator": lambda **o: open_stream(lambda: iter(rows), shards=4, **o),
     }
 
 
 def states_and_digests(tools, data):
-    """The state before any pack and after each, as they survive JSON, and what each pack was."""
+    """The state before any pack and after each, as JSON, and the digest of each pack."""
     states, digests = [json.dumps(data.state_dict())], []
     for pack in data:
         digests.append(tools.digest(pack))
@@ -59,7 +61,7 @@ def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_p
         states, digests = states_and_digests(tools, make(epochs=2))
         for _ in range(125):
             cut = rng.randrange(len(states))
-            if kills % 25 == 0:  # the rest through a file, as a run would
+            if kills % 25 == 0:  # through a file, as in a run
                 write_state(tmp_path / "state.json", json.loads(states[cut]))
                 state = read_state(tmp_path / "state.json")
             else:
@@ -101,8 +103,8 @@ def test_all_72_changes_of_ranks_and_workers_continue_the_sequence(kinds, tools,
 
     shards = {"shards": 16} if kind == "sharded" else {}
 
-    def make(rank=0, world=1):
-        return kinds[kind](rank=rank, world=world, epochs=None, packs=48, **shards)
+    def make(rank=0, world_size=1):
+        return kinds[kind](rank=rank, world_size=world_size, epochs=None, max_packs=48, **shards)
 
     alone = [tools.digest(pack) for pack in make()]
     wrong = cases = 0
@@ -124,13 +126,16 @@ def test_all_72_changes_of_ranks_and_workers_continue_the_sequence(kinds, tools,
 
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
 def test_a_state_at_every_batch_of_ten_thousand_documents_loses_none(tools, jsonl, kind):
-    """A4: at every pack the state restores the very next pack; at some, all the rest."""
+    """A4: at every pack the state restores the next pack; at some, all the rest."""
     rows = tools.documents(10_000, longest=60)
-    if kind == "planned":
-        make = lambda: PackedDataset(rows, budget=512, pool=256)  # noqa: E731
-    else:
-        path = jsonl(rows)
-        make = lambda: PackedDataset(path, budget=512, pool=64, shards=2, shuffle=64, ahead=False)  # noqa: E731
+    path = None if kind == "planned" else jsonl(rows)
+
+    def make():
+        if path is None:
+            return PackedDataset(rows, budget=512, pool=256)
+        options = {"pool": 64, "shards": 2, "shuffle": 64, "pretokenize": False}
+        return PackedDataset(path, budget=512, **options)
+
     states, digests = states_and_digests(tools, make())
     reader, wrong = make(), 0
     for cut, state in enumerate(states[:-1]):
@@ -183,3 +188,23 @@ def test_more_epochs_follow_the_pass_that_was_under_way(kinds, tools):
     again.load_state_dict(json.loads(json.dumps(data.state_dict())))
     seen = [content for _, content in map(tools.digest, again)]
     assert seen == [content for _, content in whole[first + 1 :]]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_a_run_of_ranks_that_is_resumed_twice_gives_what_one_leg_would(
+    world_size, workers, tools, jsonl
+):
+    path = jsonl(tools.documents(200, longest=60))
+
+    def make(**share):
+        options = {"budget": 64, "pool": 8, "shuffle": 16, "pretokenize": False, "shards": 4}
+        return PackedDataset(path, **options, max_packs=40, **share)
+
+    found, state = [], None
+    for steps in (4, 5, None):
+        run = tools.Run(make, world_size, workers)
+        run = run if state is None else run.load(state)
+        count = None if steps is None else steps * world_size
+        found += [tools.digest(pack) for pack in itertools.islice(run.packs(), count)]
+        state = run.saved()
+    assert found == [tools.digest(pack) for pack in tools.Run(make, 1).packs()]

@@ -8,39 +8,40 @@ import json
 
 import numpy as np
 import pytest
-from nopad.packing import PackedDataset, Sample, checked_ids, checked_sample
+from nopad.packing import PackedDataset, Sample, make_sample, validate_token_ids
 from nopad.packing.encoding import Encoder
-from nopad.packing.ordering import Mixture, permutation
+from nopad.packing.ordering import Mixture, Share, shuffle_key
 from nopad.packing.planning import packer
 from nopad.packing.readers import planned, row_reader, shard, sharded
 from nopad.packing.sources import jsonl as jsonl_module
 from nopad.packing.sources import paths, token_store
-from nopad.packing.sources.source import Indexed
-from nopad.packing.state import atomic_file, progress
-from nopad.packing.state import run_state as state_module
+from nopad.packing.sources.source import IndexedSource
+from nopad.packing.state import atomic_file, progress, run_state
 
 BUDGET = 64
 
 
 def planned_run(tools, rows):
-    def make(rank=0, world=1):
-        return PackedDataset(rows, budget=BUDGET, pool=8, epochs=2, rank=rank, world=world)
+    def make(rank=0, world_size=1):
+        return PackedDataset(
+            rows, budget=BUDGET, pool=8, epochs=2, rank=rank, world_size=world_size
+        )
 
     return make
 
 
 def sharded_run(tools, path):
-    def make(rank=0, world=1):
+    def make(rank=0, world_size=1):
         return PackedDataset(
-            path, budget=BUDGET, pool=6, shards=4, shuffle=8, ahead=False, epochs=None,
-            packs=40, rank=rank, world=world,
+            path, budget=BUDGET, pool=6, shards=4, shuffle=8, pretokenize=False, epochs=None,
+            max_packs=40, rank=rank, world_size=world_size,
         )  # fmt: skip
 
     return make
 
 
 def check_content(make, rows, epochs):
-    """Every document whole and once per epoch, right labels, within the budget."""
+    """Every document is complete and once per epoch, with its labels, within the budget."""
     found = []
     for pack in make():
         assert len(pack.tokens) <= BUDGET and pack.cu_seqlens[-1] == len(pack.tokens)
@@ -58,8 +59,8 @@ def check_content(make, rows, epochs):
 def check_views(tools, make):
     """Ranks, workers and restarts are views of one sequence."""
     alone = [tools.digest(pack) for pack in make()]
-    for world, workers in ((2, 1), (1, 2)):
-        run = tools.Run(make, world, workers)
+    for world_size, workers in ((2, 1), (1, 2)):
+        run = tools.Run(make, world_size, workers)
         packs, states = [], {}
         for number, pack in enumerate(run.packs(), 1):
             packs.append(tools.digest(pack))
@@ -74,14 +75,14 @@ def check_views(tools, make):
 
 
 def check_states(make, tmp_path):
-    """A wrong state is refused, a torn file noticed."""
+    """A wrong state is rejected, a corrupted file detected."""
     data = make()
     packs = iter(data)
     next(packs)
     state = json.loads(json.dumps(data.state_dict()))
     for change in (
-        {"version": 3},
-        {"data": "other"},
+        {"version": 4},
+        {"fingerprint": "other"},
         {"settings": {**state["settings"], "seed": 9}},
         {"position": {**state["position"], "index": -1}},
     ):
@@ -100,48 +101,48 @@ def check_states(make, tmp_path):
 
 
 def check_rows(tmp_path):
-    """Bad rows are refused, good ones kept; names stay inside; mixtures follow their weights."""
+    """Bad rows are rejected, good ones kept; names stay inside; mixtures follow their weights."""
     for bad in ([], [1.5], [True], [-1], [2**70], [[1]], None):
         with pytest.raises(ValueError):
-            checked_sample(bad)
+            make_sample(bad)
     with pytest.raises(ValueError):
-        checked_sample([1, 9], None, 9)
+        make_sample([1, 9], None, 9)
     with pytest.raises(ValueError):
-        checked_sample([1, 2], [1])
-    encoder = Encoder(lambda text: [ord(letter) for letter in text], eos=0)
+        make_sample([1, 2], [1])
+    encoder = Encoder(lambda text: [ord(letter) for letter in text], add_eos=0)
     assert encoder.encode([{"text": "a"}])[0].tokens.tolist() == [97, 0]
     pair = encoder.encode([{"prompt": "ab", "completion": "c"}])[0]
     assert pair.labels.tolist() == [-100, -100, 99, 0]
     bad = b'{"a": 1, "a": 2}\n{"text": "x"}\n'
     path = tmp_path / "bad.jsonl"
     path.write_bytes(bad)
-    values = [row.value for row in jsonl_module.JsonLines([path]).read(0, 1)]
+    values = [row.value for row in jsonl_module.JsonlSource([path]).read(0, 1)]
     assert isinstance(values[0], ValueError) and values[1] == {"text": "x"}
-    rows = [row.value for s in range(3) for row in jsonl_module.JsonLines([path]).read(s, 3)]
+    rows = [row.value for s in range(3) for row in jsonl_module.JsonlSource([path]).read(s, 3)]
     assert len(rows) == 2
     with pytest.raises(ValueError):
-        paths.contained(tmp_path, "../x")
+        paths.resolve_inside(tmp_path, "../x")
     lengths = [np.full(300, 7), np.full(300, 7)]
     choices, _ = Mixture([3, 1]).draw(lengths)
     assert abs((choices == 0).mean() - 0.75) < 0.01
 
 
 def check_packer():
-    """A packer killed while parts of a split sample wait keeps exactly what still waits."""
+    """A packer killed while parts of a split sample are pending keeps exactly these parts."""
     samples = [Sample(np.arange(1, n)) for n in (150, 40, 30, 70, 20)]
     first = packer.Packer(BUDGET, pool=4)
     list(first.add(samples))
     second = packer.Packer(BUDGET, pool=4)
-    second.load_state_dict(first.state_dict(), dict(first.held))
+    second.load_state_dict(first.state_dict(), dict(first.pending))
     whole = [pack.tokens.tolist() for pack in first.finish()]
     assert [pack.tokens.tolist() for pack in second.finish()] == whole
-    assert not first.held and not second.held
+    assert not first.pending and not second.pending
 
 
 def check_laps(path):
-    """Each pass over a stream has its own order."""
-    source = jsonl_module.JsonLines([path])
-    reader = row_reader.ShuffledRows(source, window=8)
+    """Each lap of a stream has its own order."""
+    source = jsonl_module.JsonlSource([path])
+    reader = row_reader.ShuffledRows(source, shuffle_block=8)
     laps = []
     for _ in range(2):
         laps.append([])
@@ -153,7 +154,7 @@ def check_laps(path):
 
 @pytest.fixture
 def probe(tools, jsonl, tmp_path):
-    """Give the whole of the checks as one function."""
+    """Return all checks as one function."""
     rows = tools.documents(60, longest=150)
     path = jsonl(rows)
     mixture = [(path, 3), (jsonl(rows[:30], "other.jsonl"), 1)]
@@ -169,7 +170,9 @@ def probe(tools, jsonl, tmp_path):
         check_views(tools, stream)
         check_states(plan, tmp_path)
         check_rows(tmp_path)
-        one = PackedDataset(path, budget=BUDGET, pool=6, shards=2, shuffle=8, ahead=False, epochs=2)
+        one = PackedDataset(
+            path, budget=BUDGET, pool=6, shards=2, shuffle=8, pretokenize=False, epochs=2
+        )
         check_content(lambda: one, rows, epochs=2)
 
     return run
@@ -184,105 +187,112 @@ def no_check(*args, **kwargs):
 
 
 def fill_all_labels(*args):
-    token_store_copy(*args)
+    copy_segments(*args)
     args[-1][:] = args[-2]
     return True
 
 
-token_store_copy = token_store._copy
+copy_segments = token_store._copy
 
 
 FAULTS = {
     "a worker's share starts one pack late": (
-        permutation.Share, "first", lambda self, base: base + (self.rank - base) % self.world
-        + self.worker * self.world + 1),
+        Share, "first", lambda self, base: base + (self.rank - base) % self.world_size
+        + self.worker * self.world_size + 1),
     "workers of a rank repeat each other": (
-        permutation.Share, "first", lambda self, base: base + (self.rank - base) % self.world),
-    "the stride forgets the workers": (permutation.Share, "stride", property(lambda self: self.world)),
-    "a round ends with its first pack": (
-        permutation.Share, "round_end", lambda self, index, base: index + 1),
+        Share, "first", lambda self, base: base + (self.rank - base) % self.world_size),
+    "the stride forgets the workers": (Share, "stride", property(lambda self: self.world_size)),
+    "a round ends with its first pack": (Share, "round_end", lambda self, index, base: index + 1),
     "a round is counted from 0, not from the base": (
-        permutation.Share, "round_start", lambda self, index, base: index - index % self.world + 1),
+        Share, "round_start", lambda self, index, base: index - index % self.world_size + 1),
     "ranks are dealt from the base": (
-        permutation.Share, "first", lambda self, base: base + self.rank + self.worker * self.world + 0 * 1
-        if base % 3 else base + self.rank + self.worker * self.world + self.world),
+        Share, "first", lambda self, base: base + self.rank + self.worker * self.world_size
+        + (0 if base % 3 else self.world_size)),
     "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
-                                    token_store_order(n, seed, 0, shuffle)),
+                                    epoch_order(n, seed, 0, shuffle)),
     "a block's key forgets the lap": (
-        row_reader.ShuffledRows, "_key", lambda self, *parts: permutation.key(self.seed, self.shard)),
-    "the last document of a window is lost": (
-        planned, "epoch_order", lambda *a: (w[:-1] for w in token_store_order(*a))),
+        row_reader.ShuffledRows, "_key", lambda self, *parts: shuffle_key(self.seed, self.shard)),
+    "the last document of a block is lost": (
+        planned, "epoch_order", lambda *a: (block[:-1] for block in epoch_order(*a))),
     "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
     "a part's start is forgotten": (
-        token_store, "_outline", lambda items, starts, *rest: outline(items, starts * 0, *rest)),
-    "boundaries count from the window, not the pack": (
-        token_store, "_outline", lambda *a: from_the_window(outline(*a))),
+        token_store, "_allocate_rows", lambda items, starts, *rest:
+            allocate_rows(items, starts * 0, *rest)),
+    "boundaries count from the row, not the pack": (
+        token_store, "_allocate_rows", lambda *a: from_the_row(allocate_rows(*a))),
     "a finished sample is kept by the packer": (
         packer.Packer, "_hold", lambda self, number, sample: hold(self, number + 1, sample)),
     "a packer's state forgets the planner": (
-        packer.Packer, "load_state_dict", lambda self, state, samples: self.held.update(samples)),
+        packer.Packer, "load_state_dict", lambda self, state, samples:
+            self.pending.update(samples)),
     "a packer's split samples wait for all their tokens again": (
-        packer.Packer, "state_dict", lambda self: {"planner": self.planner.state_dict(),
-                                                   "waiting": [[n, 1] for n in self.held]}),
+        packer.Packer, "state_dict", lambda self: {
+            "planner": self.planner.state_dict(),
+            "pending_tokens": [[n, 1] for n in self.pending]}),
     "a shard's snapshot is taken after feeding": (
-        shard.ShardReader, "_place", lambda self: {**place(self), "made": 0,
-                                                  "state": self._take_snapshot()}),
+        shard.ShardReader, "_make_cursor", lambda self: {
+            **make_cursor(self), "packs_since": 0, "state": self._take_snapshot()}),
     "a resume passes over one pack too many": (
-        shard.ShardReader, "_place", lambda self: {**place(self), "made": self._count + 1}),
+        shard.ShardReader, "_make_cursor", lambda self: {
+            **make_cursor(self), "packs_since": self._packs_since + 1}),
     "a resume repeats a pack": (
-        shard.ShardReader, "_place", lambda self: {**place(self), "made": max(0, self._count - 1)}),
+        shard.ShardReader, "_make_cursor", lambda self: {
+            **make_cursor(self), "packs_since": max(0, self._packs_since - 1)}),
     "rows read ahead count as drawn": (
-        shard.ShardReader, "_position", lambda self, source: self.rows[source].given),
+        shard.ShardReader, "_next_row", lambda self, source: self.rows[source].next_row),
     "a resumed reader starts its block again": (
         row_reader.ShuffledRows, "restore", lambda self, marks, position, numbers:
             restore(self, marks, marks[-1][0], numbers)),
-    "the marks of held rows are forgotten": (
-        row_reader.ShuffledRows, "forget", lambda self, needed: self.marks.__delitem__(
-            slice(0, len(self.marks) - 1))),
+    "the marks of pending rows are forgotten": (
+        row_reader.ShuffledRows, "drop_before", lambda self, needed:
+            self.block_marks.__delitem__(slice(0, len(self.block_marks) - 1))),
     "a shard of another rank is read": (
-        sharded.StreamedPacks, "_open", lambda self, position, share, following, cursors: opened(
-            self, position, share, following, {s: cursors.get((s + 2) % 4, c)
-                                               for s, c in cursors.items()})),
-    "progress counts the pack that was given as not done": (
-        progress.Progress, "reached", lambda self, share: self.position),
+        sharded.StreamedPacks, "_open", lambda self, position, share, index, cursors: open_shards(
+            self, position, share, index, {s: cursors.get((s + 2) % 4, c)
+                                           for s, c in cursors.items()})),
+    "progress counts the last pack as not done": (
+        progress.Progress, "next_position", lambda self, share: self.position),
     "progress keeps the first cursor of a shard": (
         progress.Progress, "add", lambda self, index, cursor: keep_first(self, index, cursor)),
-    "settings are not compared": (state_module, "_check_settings", no_check),
-    "positions are not checked": (state_module, "_check_position", no_check),
+    "settings are not compared": (run_state, "_check_settings", no_check),
+    "positions are not checked": (run_state, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
-    "the version is not compared": (state_module, "VERSION", 3),
-    "the checksum is not compared": (atomic_file, "_sealed", lambda state: json.dumps(
+    "the version is not compared": (run_state, "VERSION", 4),
+    "the checksum is not compared": (atomic_file, "_encode", lambda state: json.dumps(
         {"state": state}).encode()),
-    "the state before is not kept": (atomic_file, "_keep", no_check),
-    "a torn state pushes out the good one": (atomic_file, "_whole", lambda path: path.exists()),
-    "ids are rounded": (checked_ids.__globals__, "checked_ids", lambda ids, what="": np.asarray(
-        ids, np.float64).astype(np.int64)),
-    "ids beyond the vocabulary pass": (checked_ids.__globals__, "_within", no_check),
-    "the end mark is forgotten": (Encoder, "_ended", lambda self, ids: ids),
+    "the state before is not kept": (atomic_file, "_keep_previous", no_check),
+    "a torn state pushes out the good one": (
+        atomic_file, "_is_intact", lambda path: path.exists()),
+    "ids are rounded": (
+        validate_token_ids.__globals__, "validate_token_ids", lambda ids, name="":
+            np.asarray(ids, np.float64).astype(np.int64)),
+    "ids beyond the vocabulary pass": (validate_token_ids.__globals__, "_check_range", no_check),
+    "the end mark is forgotten": (Encoder, "_append_eos", lambda self, ids: ids),
     "a key that stands twice passes": (
         jsonl_module, "_DECODER", json.JSONDecoder()),
     "lines at a shard's border are read twice": (
         jsonl_module, "_line_start", lambda file, begin: begin),
-    "a name may lead out": (paths, "contained", lambda folder, name: folder / name),
+    "a name may lead out": (paths, "resolve_inside", lambda folder, name: folder / name),
     "a mixture ignores its weights": (
         Mixture, "draw", lambda self, lengths: draw_evenly(self, lengths)),
-    "rows known by number forget one batch": (Indexed, "read", lambda self, *a, **k: iter(())),
+    "rows known by number forget one batch": (
+        IndexedSource, "read", lambda self, *a, **k: iter(())),
 }  # fmt: skip
 
-token_store_order = planned.epoch_order
-outline = token_store._outline
+epoch_order = planned.epoch_order
+allocate_rows = token_store._allocate_rows
 
 
-def from_the_window(columns):
+def from_the_row(columns):
     columns = list(columns)
     columns[2] = np.resize(columns[-1], len(columns[2])).astype(np.int32)
     return tuple(columns)
 
 
 hold = packer.Packer._hold
-place = shard.ShardReader._place
+make_cursor = shard.ShardReader._make_cursor
 restore = row_reader.ShuffledRows.restore
-opened = sharded.StreamedPacks._open
+open_shards = sharded.StreamedPacks._open
 add = progress.Progress.add
 draw = Mixture.draw
 
@@ -296,7 +306,7 @@ def keep_first(self, index, cursor):
 
 
 def draw_evenly(self, lengths):
-    self.shares[:] = self.shares.mean()
+    self.fractions[:] = self.fractions.mean()
     return draw(self, lengths)
 
 
@@ -306,11 +316,11 @@ def test_without_a_fault_the_probe_passes(probe):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught(probe, monkeypatch, name):
-    place, attribute, fault = FAULTS[name]
-    if isinstance(place, dict):
-        monkeypatch.setitem(place, attribute, fault)
+    target, attribute, fault = FAULTS[name]
+    if isinstance(target, dict):
+        monkeypatch.setitem(target, attribute, fault)
     else:
-        monkeypatch.setattr(place, attribute, fault)
+        monkeypatch.setattr(target, attribute, fault)
     with pytest.raises(
         (AssertionError, ValueError, KeyError, IndexError, TypeError, pytest.fail.Exception)
     ):

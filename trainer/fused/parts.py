@@ -211,7 +211,8 @@ class AttentionPart:
         runs = can_run(x) and torch.is_grad_enabled() and all(map(is_plain_linear, linears))
         if not runs:
             return None
-        outputs = dict(zip(("q_proj", "k_proj", "v_proj"), qkv_linear(x, linears), strict=True))
+        q, k, v = qkv_linear(x, linears)
+        outputs: dict[str, Tensor] = {"q_proj": q, "k_proj": k, "v_proj": v}
         return run_with_projections(fallback, module, x, outputs, args, kwargs)
 
     @staticmethod

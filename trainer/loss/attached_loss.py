@@ -1,11 +1,11 @@
-"""The exact loss of a step, from the model's own forward.
+"""The exact loss of an optimizer step, from the model's own forward.
 
-    model(**batch).loss  =  sum of token losses / num_items_in_batch   (+ the model's own extras)
+    model(**batch).loss  =  sum of token losses / num_items_in_batch   (+ auxiliary losses)
 
-`attach_loss` wraps the forward of one model object, and nothing global. While labels are given,
-the LM head hands its input on and the loss is taken straight from the hidden states, so that
-logits of T x vocabulary never exist; without labels the model is what it was. Models whose head or
-logits are special keep computing logits, and only their loss becomes exact.
+`attach_loss` wraps the forward of one model object; nothing global is changed. When labels are
+passed, the LM head returns its input, and the loss is computed from the hidden states, so that
+logits [T, vocabulary] are never materialized; without labels the model behaves as before. Models
+with a special head or special logits still compute logits, and only their loss is replaced.
 """
 
 from __future__ import annotations
@@ -24,60 +24,61 @@ from ...attention import document_mask
 from ...packing import IGNORE_INDEX
 from ...runtime import unwrap_peft
 from .cross_entropy import linear_cross_entropy
-from .label_count import AsyncLabelCount, ask
+from .label_count import AsyncLabelCount, count_labels
 
-CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-"""What configurations call a tanh over the logits."""
+SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
+"""Names of a tanh soft cap on the logits in model configurations."""
 
 
 class AttachedLoss:
-    """The loss of one model: made by `attach_loss`, taken off by `detach`."""
+    """The loss of one model: created by `attach_loss`, removed by `detach`."""
 
     def __init__(self, model: Any, label_smoothing: float, z_loss: float):
         self.model = model
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.fused = False
-        """Whether the loss comes straight from the hidden states."""
+        """Whether the loss is computed from the hidden states, without logits."""
         self.token_losses: Tensor | None = None
-        """Of the last batch: the loss of each label [B, T], at the label's position, detached."""
+        """The loss of each label of the last batch [B, T], at the label's position, detached."""
         self.mask_documents = False
-        """Whether stock masks are told the boundaries, for models that do not pass positions on."""
-        self._request: tuple[Tensor, Any, Tensor | None] | None = None
-        self._count: AsyncLabelCount | None = None
+        """Whether to pass the boundaries to stock masks, for models that drop positions."""
+        self._targets: tuple[Tensor, Any, Tensor | None] | None = None
+        """Of the current forward: shifted labels, items and token weights."""
+        self._label_count: AsyncLabelCount | None = None
         self._forward = model.forward
-        self._asked = _calls_loss_function(model)
-        model.forward = MethodType(_asking(model.forward), model)
-        if self._asked:
+        self._calls_loss = _calls_loss_function(model)
+        model.forward = MethodType(_wrap_forward(model.forward), model)
+        if self._calls_loss:
             model.loss_function = self._loss
-        self._take_head()
+        self._bypass_head()
 
-    def _take_head(self) -> None:
+    def _bypass_head(self) -> None:
         self.head = self.model.get_output_embeddings()
-        self.fused = self._asked and _linear(self.model, self.head)
+        self.fused = self._calls_loss and _has_plain_head(self.model, self.head)
         if self.fused:
-            self._gate = _Gate(self.head)
+            self._bypass = _HeadBypass(self.head)
 
     def keep_logits(self) -> None:
-        """Compute logits after all, for metrics that need them."""
+        """Compute logits from now on, for metrics that need them."""
         if self.fused:
-            self._gate.remove()
+            self._bypass.remove()
         self.fused = False
 
     @contextmanager
     def logits_kept(self) -> Iterator[None]:
-        """Compute logits for as long as this lasts."""
+        """Compute logits inside the block."""
         fused = self.fused
         self.keep_logits()
         try:
             yield
         finally:
             if fused:
-                self._take_head()
+                self._bypass_head()
 
     def detach(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model's own forward and loss."""
         self.keep_logits()
-        if self._asked:
+        if self._calls_loss:
             del self.model._loss_function
         del self.model.forward
         del self.model.nopad_loss
@@ -88,44 +89,44 @@ class AttachedLoss:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The forward would come back as the stock one, and meet half a loss.
+        # Unpickling would restore the stock forward, which cannot work with the replaced loss.
         raise ValueError(
             "a model with an attached loss cannot be pickled: save its state_dict(), or call "
             "model.nopad_loss.detach() before and attach_loss(model) after"
         )
 
     def run(self, targets: Tensor, items: Any, weights: Tensor | None, args: Any, kwargs: Any):
-        """Run the model's own forward, and have it return this loss."""
+        """Run the model's own forward with this loss."""
         if self.fused and self.model.get_output_embeddings() is not self.head:
-            self.keep_logits()  # since then it was resized, or PEFT adapts it
-            self._take_head()
-        self._request = targets, items, weights
-        self._count = ask(targets) if self.fused else None
+            self.keep_logits()  # the head was resized or wrapped by PEFT since
+            self._bypass_head()
+        self._targets = targets, items, weights
+        self._label_count = count_labels(targets) if self.fused else None
         as_tuple = _wants_tuple(self.model, kwargs)
         try:
-            with self._boundaries(kwargs, targets):
+            with self._document_mask(kwargs, targets):
                 outputs = self._outputs(targets, args, kwargs)
         finally:
-            self._request = self._count = None
+            self._targets = self._label_count = None
             if self.fused:
-                self._gate.open = False
+                self._bypass.active = False
         return outputs.to_tuple() if as_tuple else outputs
 
     def _outputs(self, targets: Tensor, args: Any, kwargs: Any) -> Any:
-        if not self._asked:
+        if not self._calls_loss:
             outputs = self._forward(*args, **kwargs)
             loss = self._from_logits(outputs.logits)
-            outputs = type(outputs)(**{**outputs, "loss": loss})  # the fields' order: it is first
+            outputs = type(outputs)(**{**outputs, "loss": loss})  # keeps the order of the fields
         elif not self.fused:
             outputs = self._forward(*args, labels=targets, **kwargs)
         else:
-            self._gate.open = True
+            self._bypass.active = True
             outputs = self._forward(*args, labels=targets, **kwargs)
-            kept = {name: value for name, value in outputs.items() if name != "logits"}
-            outputs = type(outputs)(**kept)  # without what were hidden states
+            fields = {name: value for name, value in outputs.items() if name != "logits"}
+            outputs = type(outputs)(**fields)  # its `logits` were hidden states
         return outputs
 
-    def _boundaries(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
+    def _document_mask(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
         if self.mask_documents and "cu_seq_lens_q" in kwargs:
             return document_mask(kwargs["cu_seq_lens_q"], targets.shape[-1])
         return nullcontext()
@@ -134,10 +135,10 @@ class AttachedLoss:
         return self._from_hidden(logits) if self.fused else self._from_logits(logits)
 
     def _from_hidden(self, hidden: Tensor) -> Tensor:
-        assert self._request is not None
-        targets, items, weights = self._request
-        with _gathered(self.head):
-            weight, bias = _whole(self.head.weight), _whole(self.head.bias)
+        assert self._targets is not None
+        targets, items, weights = self._targets
+        with _unsharded_head(self.head):
+            weight, bias = _full_tensor(self.head.weight), _full_tensor(self.head.bias)
             total, losses = linear_cross_entropy(
                 hidden.flatten(0, -2).to(weight.dtype),
                 weight,
@@ -145,15 +146,15 @@ class AttachedLoss:
                 bias=bias,
                 token_weights=None if weights is None else weights.flatten(),
                 divisor=_divisor(items, targets, weights),
-                counted=None if self._count is None else self._count.read(),
+                num_labels=None if self._label_count is None else self._label_count.read(),
                 **self.options,
             )
         self.token_losses = losses.view_as(targets).roll(1, -1)
         return total
 
     def _from_logits(self, logits: Tensor) -> Tensor:
-        assert self._request is not None
-        targets, items, weights = self._request
+        assert self._targets is not None
+        targets, items, weights = self._targets
         logits = logits.flatten(0, -2).float()
         losses = nn.functional.cross_entropy(
             logits,
@@ -168,42 +169,42 @@ class AttachedLoss:
         return total / _divisor(items, targets, weights)
 
 
-class _Gate:
-    """Lets a head hand its input on, while open.
+class _HeadBypass:
+    """Lets a head return its input while active.
 
-    It hangs on the head and knows nothing else: a copy of the head, as PEFT makes them, is a head
-    with a gate that nobody opens.
+    It refers to the head only: if PEFT copies the head, the copy has a bypass that stays inactive.
     """
 
     def __init__(self, head: nn.Module):
-        self.head, self.open, self._usual = head, False, head.forward
+        self.head, self.active, self._original = head, False, head.forward
         head.forward = self.forward
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if self.open else self._usual(hidden)
+        return hidden if self.active else self._original(hidden)
 
     def remove(self) -> None:
         del self.head.forward
 
 
 def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> AttachedLoss:
-    """Let `model(**batch).loss` be the exact mean of a step, without logits of T x vocabulary.
+    """Make `model(**batch).loss` the exact mean of the step, without logits [T, vocabulary].
 
-    Call it before DDP, FSDP or torch.compile wrap the causal LM; before or after PEFT does. Where
-    PEFT trains or adapts the LM head, logits are computed. Virtual tokens of PEFT are refused.
+    Call it before DDP, FSDP or torch.compile wrap the causal LM, and before or after PEFT does. If
+    PEFT trains or adapts the LM head, logits are computed. PEFT's virtual tokens are refused.
     """
     model = unwrap_peft(model)
     if hasattr(model, "nopad_loss"):
         model.nopad_loss.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
-        raise ValueError(f"{type(model).__name__} has no LM head to take a loss from")
+        raise ValueError(f"{type(model).__name__} has no LM head to compute a loss from")
     loss = AttachedLoss(model, label_smoothing, z_loss)
-    object.__setattr__(model, "nopad_loss", loss)  # no submodule, nothing in the state dict
+    # As a plain attribute: neither a submodule nor part of the state dict.
+    object.__setattr__(model, "nopad_loss", loss)
     return loss
 
 
-def _asking(original: Any) -> Callable:
-    """A forward for a model, as a method: a copy of the model has it for itself."""
+def _wrap_forward(original: Any) -> Callable:
+    """Return a forward to be bound as a method: a copy of the model binds its own."""
 
     def forward(
         model: Any,
@@ -222,35 +223,36 @@ def _asking(original: Any) -> Callable:
         return loss.run(targets, num_items_in_batch, weights, args, kwargs)
 
     stock = getattr(original, "__func__", original)
-    # No __wrapped__: Accelerate follows it down to the stock forward when it unwraps a model.
+    # No __wrapped__: Accelerate follows it to the stock forward when it unwraps a model.
     forward.__doc__, forward.__dict__["__signature__"] = stock.__doc__, signature(stock)
     return forward
 
 
 def _wants_tuple(model: Any, kwargs: dict) -> bool:
-    """Whether the caller wants no ModelOutput; the model itself is asked for one in any case."""
-    asked = kwargs.get("return_dict")
-    if asked is None:
-        asked = getattr(model.config, "return_dict", True)
-    if not asked:
+    """Return whether the caller wants a tuple; the model always returns a ModelOutput."""
+    return_dict = kwargs.get("return_dict")
+    if return_dict is None:
+        return_dict = getattr(model.config, "return_dict", True)
+    if not return_dict:
         kwargs["return_dict"] = True
-    return not asked
+    return not return_dict
 
 
-def _linear(model: Any, head: Any) -> bool:
-    """Whether logits are a plain product of hidden states, at most scaled."""
+def _has_plain_head(model: Any, head: Any) -> bool:
+    """Return whether logits are a plain linear function of the hidden states, without soft cap."""
     config = model.config.get_text_config()
-    return type(head) is nn.Linear and all(getattr(config, cap, None) is None for cap in CAPS)
+    is_capped = any(getattr(config, name, None) is not None for name in SOFTCAP_NAMES)
+    return type(head) is nn.Linear and not is_capped
 
 
 def _calls_loss_function(model: Any) -> bool:
-    """Whether the model's loss goes by a name we can take, and gets all logits (Git cuts)."""
+    """Return whether forward calls `self.loss_function` on all logits (Git's are truncated)."""
     code = unwrap(type(model).forward).__code__
     return "loss_function" in code.co_names and "shifted_logits" not in code.co_varnames
 
 
 def _shift(values: Tensor, last: float) -> Tensor:
-    """Move everything one position to the left: a token is predicted by the one before it.
+    """Shift left by one position: a token is predicted by the one before it.
 
     >>> _shift(torch.tensor([[-100, 6, 7]]), -100).tolist()
     [[6, 7, -100]]
@@ -261,7 +263,7 @@ def _shift(values: Tensor, last: float) -> Tensor:
 def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
     if torch.is_tensor(items):
         items = items.to(targets.device)
-        return items + (items == 0)  # nothing counted: 0 / 1; a share of an item is legal
+        return items + (items == 0)  # 0 / 1 if there are no labels; fractions below 1 are valid
     if items is not None:
         return items or 1
     if weights is not None:
@@ -270,19 +272,19 @@ def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
 
 
 @contextmanager
-def _gathered(head: Any) -> Iterator[None]:
-    """Have FSDP2 gather a head that is a unit of its own again: the gated call let it go.
+def _unsharded_head(head: Any) -> Iterator[None]:
+    """Gather a head that is an FSDP2 unit of its own: the bypassed call has resharded it.
 
-    The gradient then takes FSDP's way over the ranks, and after the backward the head is let go.
+    FSDP then reduces the gradient over the ranks, and reshards the head after the backward.
     """
-    let_go = hasattr(head, "unshard") and hasattr(head.weight, "full_tensor")
-    if let_go:
+    is_resharded = hasattr(head, "unshard") and hasattr(head.weight, "full_tensor")
+    if is_resharded:
         head.unshard()
     yield
-    if let_go and not torch.is_grad_enabled():
+    if is_resharded and not torch.is_grad_enabled():
         head.reshard()
 
 
-def _whole(parameter: Any) -> Any:
-    """A parameter cut by tensor parallelism, where all ranks compute the same, put together."""
+def _full_tensor(parameter: Any) -> Any:
+    """Return a parameter that is sharded by tensor parallelism as a full tensor."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -1,13 +1,13 @@
-"""Cross-entropy straight from hidden states: the logits of all tokens never exist at once.
+"""Linear cross-entropy: the loss from hidden states, chunk by chunk, without all logits in memory.
 
-    hidden [T, H] ─ rows that count ─┬─ chunk ─▶ logits [C, V] ─▶ losses [C]
-                                     │              └─ overwritten by their own gradient
-                                     │                     └─▶ d hidden, d weight
-                                     └─ next chunk reuses the memory
+    hidden [T, H] ─ rows with a label ─┬─ chunk ─▶ logits [C, V] ─▶ losses [C]
+                                       │              └─ overwritten by their gradient
+                                       │                     └─▶ d hidden, d weight
+                                       └─ next chunk reuses the memory
 
-The gradient is computed together with the loss, chunk by chunk, because it needs the very logits
-that are thrown away. Prompts, and whatever else carries no label, cost nothing here. The op is
-opaque to torch.compile, so that it breaks no graph.
+The gradient is computed together with the loss, chunk by chunk, because it needs the logits, which
+are not kept. Tokens without a label, such as prompts, cost nothing here. The op is opaque to
+torch.compile, so that it does not break the graph.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from ...packing import IGNORE_INDEX
 
 CHUNK_BYTES = 1 << 31
-"""How large a chunk of logits may be on an accelerator."""
+"""Largest chunk of logits on an accelerator."""
 CHUNK_BYTES_CPU = 1 << 24
-"""On a CPU a chunk should stay near the caches."""
-NEARLY_ALL = 31 / 32
-"""The share of rows that count from which on picking them out does not pay."""
+"""Largest chunk of logits on a CPU, where it should fit the caches."""
+SELECT_BELOW = 31 / 32
+"""Rows with a label are selected if they are fewer than this fraction; above, it does not pay."""
 
 
 def linear_cross_entropy(
@@ -38,13 +38,14 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     divisor: Tensor | float = 1.0,
-    counted: int | None = None,
+    num_labels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of token losses over `divisor`, and each loss (detached, fp32).
 
-    hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX where nothing counts. `z_loss` adds
-    that multiple of the squared log-normalizer to every counted token. `counted` is the number of
-    targets that count; left out, the device is asked, and waited for.
+    hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX for tokens without a label.
+
+    z_loss: weight of the squared log-normalizer, added for every label.
+    num_labels: the number of labels in `targets`; without it they are counted, with a host sync.
 
     >>> hidden, weight = torch.eye(2), torch.zeros(4, 2)
     >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE_INDEX]))
@@ -57,11 +58,11 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
         token_weights = torch.ones_like(targets, dtype=torch.float32)
-    # Divided before, the gradients come out as they will be used; fp16 could not hold them.
-    after = hidden.dtype == torch.float16
-    if not after:
+    # Dividing first gives the gradients their final scale, which underflows in fp16.
+    divide_after = hidden.dtype == torch.float16
+    if not divide_after:
         token_weights = token_weights / divisor
-    wants = torch.is_grad_enabled()
+    needs_grad = torch.is_grad_enabled()
     total, losses, *_ = _losses(
         hidden,
         weight,
@@ -70,12 +71,12 @@ def linear_cross_entropy(
         token_weights,
         label_smoothing,
         z_loss,
-        wants and hidden.requires_grad,
-        wants and weight.requires_grad,
-        wants and bias is not None and bias.requires_grad,
-        -1 if counted is None else counted,
+        needs_grad and hidden.requires_grad,
+        needs_grad and weight.requires_grad,
+        needs_grad and bias is not None and bias.requires_grad,
+        -1 if num_labels is None else num_labels,
     )
-    return total / divisor if after else total, losses.detach()
+    return total / divisor if divide_after else total, losses.detach()
 
 
 @torch.library.custom_op("nopad::linear_cross_entropy", mutates_args=())
@@ -90,27 +91,27 @@ def _losses(
     wants_hidden: bool,
     wants_weight: bool,
     wants_bias: bool,
-    counted: int,
+    num_labels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return total, token losses, and the gradients of hidden, weight and bias (or empty)."""
-    rows = _rows_that_count(targets, counted)
+    rows = _label_rows(targets, num_labels)
     options = smoothing, z_loss, wants_hidden, wants_weight, wants_bias
-    room = hidden.new_empty(_most_rows(hidden, weight), len(weight))
-    picked, labels, weights = (
+    logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, weight), len(weight))
+    selected, labels, weights = (
         x if rows is None else x[rows] for x in (hidden, targets, token_weights)
     )
-    losses, d_hidden, d_weight, d_bias = _by_chunks(
-        room, picked, weight, bias, labels, weights, *options
+    losses, d_hidden, d_weight, d_bias = _chunked_losses(
+        logits_buffer, selected, weight, bias, labels, weights, *options
     )
     total = (losses * weights).sum()
     if rows is not None:
-        losses = _spread(losses, rows, len(hidden))
-        d_hidden = _spread(d_hidden, rows, len(hidden)) if wants_hidden else d_hidden
+        losses = _scatter_rows(losses, rows, len(hidden))
+        d_hidden = _scatter_rows(d_hidden, rows, len(hidden)) if wants_hidden else d_hidden
     return total, losses, d_hidden, d_weight, d_bias
 
 
-def _by_chunks(
-    room: Tensor,
+def _chunked_losses(
+    logits_buffer: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -122,14 +123,14 @@ def _by_chunks(
     wants_weight: bool,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return token losses and the gradients; `room` holds the logits of a chunk."""
+    """Return token losses and the gradients; the buffer holds the logits of one chunk."""
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
-    d_weight = _sum_like(weight if wants_weight else weight[:0])
-    d_bias = _sum_like(weight[: len(weight) * wants_bias, 0]).zero_()
+    d_weight = _fp32_like(weight if wants_weight else weight[:0])
+    d_bias = _fp32_like(weight[: len(weight) * wants_bias, 0]).zero_()
     kernel = _kernel(hidden.device.type)
-    for rows in _chunks(len(hidden), len(room)):
-        logits = room[: rows.stop - rows.start]
+    for rows in _chunks(len(hidden), len(logits_buffer)):
+        logits = logits_buffer[: rows.stop - rows.start]
         if bias is None:
             torch.mm(hidden[rows], weight.T, out=logits)
         else:
@@ -138,25 +139,25 @@ def _by_chunks(
         if wants_hidden:
             torch.mm(logits, weight, out=d_hidden[rows])
         if wants_weight:
-            _add_product(d_weight, logits.T, hidden[rows], first=rows.start == 0)
+            _add_matmul(d_weight, logits.T, hidden[rows], first=rows.start == 0)
         if wants_bias:
             d_bias.add_(logits.sum(0, dtype=d_bias.dtype))
     return losses, d_hidden, d_weight if len(hidden) else d_weight.zero_(), d_bias
 
 
 @_losses.register_fake
-def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, *settings):
-    wants_hidden, wants_weight, wants_bias, _ = settings
+def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, *options):
+    wants_hidden, wants_weight, wants_bias, _ = options
     return (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:1], dtype=torch.float32),
         torch.empty_like(hidden if wants_hidden else hidden[:0]),
-        _sum_like(weight if wants_weight else weight[:0]),
-        _sum_like(weight[:, 0] if wants_bias else weight[:0, 0]),
+        _fp32_like(weight if wants_weight else weight[:0]),
+        _fp32_like(weight[:, 0] if wants_bias else weight[:0, 0]),
     )
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[2:])
     ctx.wants, ctx.dtype = inputs[7:10], inputs[1].dtype
 
@@ -169,12 +170,12 @@ def _backward(ctx, d_total, *_):
     return *gradients, *[None] * 8
 
 
-_losses.register_autograd(_backward, setup_context=_keep)
+_losses.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("nopad::scaled", mutates_args=())
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in fp32 and round once: `by` is no power of two and would lose bits in bf16."""
+    """Multiply in fp32 and round once: in bf16 the product would lose bits."""
     if gradient.is_cuda:
         from ...kernels import scale_tensor
 
@@ -187,13 +188,13 @@ def _(gradient, by, dtype):
     return torch.empty_like(gradient, dtype=dtype)
 
 
-def _sum_like(like: Tensor) -> Tensor:
-    """Where gradients of chunks are summed: at least fp32, rounded at the very end."""
-    return torch.empty_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+def _fp32_like(tensor: Tensor) -> Tensor:
+    """Allocate a sum over the gradients of chunks: at least fp32, rounded at the end."""
+    return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Add a @ b: on a GPU inside the product, which a pass of its own would slow by a third."""
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add a @ b; on a GPU in the matmul's epilogue, since a separate add takes a third longer."""
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
@@ -203,58 +204,58 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.copy_(a @ b) if first else total.add_(a @ b)
 
 
-def _rows_that_count(targets: Tensor, counted: int) -> Tensor | None:
-    """Where the labels are; None where nearly everywhere, or where a CUDA graph is captured."""
-    if counted < 0:
+def _label_rows(targets: Tensor, num_labels: int) -> Tensor | None:
+    """Return the rows with a label; None for all rows: nearly all have one, or inside a capture."""
+    if num_labels < 0:
         if targets.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # cannot wait for a number
-        counted = int((targets != IGNORE_INDEX).sum())
-    if counted >= NEARLY_ALL * len(targets):
+            return None  # a CUDA graph cannot read a number back
+        num_labels = int((targets != IGNORE_INDEX).sum())
+    if num_labels >= SELECT_BELOW * len(targets):
         return None
-    # Unlike `nonzero`, sorting does not wait for the device.
-    return torch.argsort((targets == IGNORE_INDEX).byte(), stable=True)[:counted]
+    # Unlike `nonzero`, sorting needs no host sync.
+    return torch.argsort((targets == IGNORE_INDEX).byte(), stable=True)[:num_labels]
 
 
-def _spread(picked: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put picked rows back to their places, among zeros.
+def _scatter_rows(selected: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Copy selected rows back to their positions, with zeros elsewhere.
 
-    >>> _spread(torch.tensor([5.0, 6.0]), torch.tensor([0, 2]), 4).tolist()
+    >>> _scatter_rows(torch.tensor([5.0, 6.0]), torch.tensor([0, 2]), 4).tolist()
     [5.0, 0.0, 6.0, 0.0]
     """
-    return picked.new_zeros(count, *picked.shape[1:]).index_copy_(0, rows, picked)
+    return selected.new_zeros(count, *selected.shape[1:]).index_copy_(0, rows, selected)
 
 
-def _most_rows(hidden: Tensor, weight: Tensor) -> int:
-    """How many tokens a chunk may hold; the same for all batches of one length."""
-    room = CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES
-    return min(len(hidden), max(1, room // (len(weight) * hidden.element_size())))
+def _max_chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+    """Return the tokens a chunk may hold; the same for all batches of one length."""
+    max_bytes = CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES
+    return min(len(hidden), max(1, max_bytes // (len(weight) * hidden.element_size())))
 
 
-def _chunks(count: int, most: int) -> list[slice]:
-    """Cut rows into equal chunks, none over `most`.
+def _chunks(count: int, max_rows: int) -> list[slice]:
+    """Cut rows into equal chunks of at most `max_rows`.
 
     >>> [(rows.start, rows.stop) for rows in _chunks(10, 4)]
     [(0, 4), (4, 8), (8, 10)]
     """
-    step = -(-count // -(-count // most)) if count else 1
+    step = -(-count // -(-count // max_rows)) if count else 1
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _losses_and_gradient(
     logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
 ) -> Tensor:
-    """Return the losses of a chunk, and overwrite its logits by the gradient of their sum."""
-    counted = targets != IGNORE_INDEX
+    """Return the losses of a chunk, and overwrite its logits with the gradient of their sum."""
+    has_label = targets != IGNORE_INDEX
     x = logits.float()
-    normalizer = torch.logsumexp(x, dim=-1)
-    picked = x.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]
-    losses = normalizer - (1 - smoothing) * picked - smoothing * x.mean(-1)
-    losses = losses + z_loss * normalizer.square()
-    share = torch.exp(x - normalizer[:, None]) * (1 + 2 * z_loss * normalizer)[:, None]
+    lse = torch.logsumexp(x, dim=-1)
+    target_logits = x.gather(1, torch.where(has_label, targets, 0)[:, None])[:, 0]
+    losses = lse - (1 - smoothing) * target_logits - smoothing * x.mean(-1)
+    losses = losses + z_loss * lse.square()
+    probabilities = torch.exp(x - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
     is_target = torch.arange(x.shape[1], device=x.device)[None] == targets[:, None]
-    gradient = share - smoothing / x.shape[1] - (1 - smoothing) * is_target
-    logits.copy_(gradient * (weights * counted)[:, None])
-    return torch.where(counted, losses, 0.0)
+    gradient = probabilities - smoothing / x.shape[1] - (1 - smoothing) * is_target
+    logits.copy_(gradient * (weights * has_label)[:, None])
+    return torch.where(has_label, losses, 0.0)
 
 
 @cache

@@ -1,10 +1,10 @@
-"""How many labels of a batch count, asked of the GPU ahead of time, so that nobody waits for it.
+"""The number of labels of a batch, counted on the GPU early and read late, without a stall.
 
-    forward begins ─▶ count on the device ─▶ copied to the host ─ ─ ─ ─┐
-         └─▶ layers ─▶ ... ─▶ layers ─▶ loss: the number is here ◀─ ─ ─┘
+    forward starts ─▶ count on the device ─▶ copy to the host ─ ─ ─ ─ ┐
+         └─▶ layers ─▶ ... ─▶ layers ─▶ loss: the count has arrived ◀─┘
 
-The host runs ahead of the device. Were the number asked for at the loss, the device would have
-nothing to do while the answer comes back.
+The host runs ahead of the device. If the count were requested at the loss, the device would idle
+until the answer is back.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from ...packing import IGNORE_INDEX
 
 
 class AsyncLabelCount:
-    """Ask at once, read later."""
+    """Start counting at once; read the result later."""
 
     def __init__(self, targets: Tensor):
-        self._number = (targets != IGNORE_INDEX).sum()
-        self._arrived: torch.cuda.Event | None = None
+        self._count = (targets != IGNORE_INDEX).sum()
+        self._copied: torch.cuda.Event | None = None
         if targets.is_cuda:
-            here = torch.empty((), dtype=self._number.dtype, device="cpu", pin_memory=True)
-            self._number = here.copy_(self._number, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(targets.device))
+            on_host = torch.empty((), dtype=self._count.dtype, device="cpu", pin_memory=True)
+            self._count = on_host.copy_(self._count, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(targets.device))
 
     def read(self) -> int:
-        """Return the number, once the device has begun with the batch.
+        """Return the count; waits until the device has reached this batch.
 
         >>> AsyncLabelCount(torch.tensor([[5, IGNORE_INDEX, 7]])).read()
         2
         """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return int(self._number)
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._count)
 
 
-def ask(targets: Tensor) -> AsyncLabelCount | None:
-    """Ask, unless this call is being traced or captured: there a number cannot come back."""
+def count_labels(targets: Tensor) -> AsyncLabelCount | None:
+    """Start counting; None while compiling or capturing, where no number can be read back."""
     if torch.compiler.is_compiling():
         return None
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -94,7 +94,7 @@ def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
 
 
 def test_a_backend_that_computes_wrongly_is_passed_over(monkeypatch):
-    """The trial is what stands between a broken build and a wrong result."""
+    """Without the trial, a broken build would give wrong results."""
     monkeypatch.setattr(sdpa, "packed", lambda q, k, v, varlen, score_params: v.clone())
     reason = selection.unsupported_reason("sdpa", spec())
     assert reason is not None and "off by" in reason

@@ -145,9 +145,9 @@ def test_a_mask_of_ones_says_nothing_and_passes():
 def test_a_compiled_model_looks_at_its_mask_too():
     model, ids = tiny(layers=1), torch.arange(3, 11)[None]
     padded = torch.tensor([[0] * 3 + [1] * 5])
-    whole = torch.compile(model, backend="eager", fullgraph=True)
+    fullgraph = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="takes no attention_mask"):
-        whole(input_ids=ids, attention_mask=padded, use_cache=False)
+        fullgraph(input_ids=ids, attention_mask=padded, use_cache=False)
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match="takes no attention_mask"):
         compiled(input_ids=ids, attention_mask=padded, use_cache=False)
@@ -232,7 +232,7 @@ def test_the_proof_passes_where_every_layer_is_told_and_fails_where_one_is_not()
     with check_every_layer(model), forward_context(varlen):
         model(**batch)
     with pytest.raises(ValueError, match="did not receive"), check_every_layer(model):
-        model(**batch)  # nemotron drops the keywords, and nobody carries them
+        model(**batch)  # nemotron drops the keywords, and there is no context
 
 
 def test_the_proof_fails_on_a_layer_that_does_not_call_the_function():
@@ -311,8 +311,8 @@ def test_only_one_sequence_moves_when_it_is_changed():
     batch = packed_batch(random_documents(model))
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     other["input_ids"][0, :9] = batch["input_ids"][0, :9].flip(0)
-    told = [model(**b).logits[:, 9:] for b in (batch, other)]
-    assert torch.equal(*told)
+    isolated = [model(**b).logits[:, 9:] for b in (batch, other)]
+    assert torch.equal(*isolated)
     joined = batch["cu_seq_lens_q"][[0, 2, 3, 4, 5]]
     blind = [model(**{**b, "cu_seq_lens_q": joined}).logits[:, 9:] for b in (batch, other)]
     assert not torch.equal(*blind)

@@ -31,14 +31,14 @@ def models(kind):
 
 
 @pytest.mark.parametrize("kind", FORGETFUL)
-def test_models_that_forget_their_positions_leak_and_are_mended(kind):
+def test_models_that_forget_their_positions_leak_and_are_repaired(kind):
     for model, oracle in models(kind):
         assert check_packed(model, oracle).leak > 1e-2, "no longer leaks: take it off the list"
-        mended = check_packed(model, oracle, repair=True)
-        assert mended.leak < 1e-4 and mended.within(), mended
+        repaired = check_packed(model, oracle, repair=True)
+        assert repaired.leak < 1e-4 and repaired.within(), repaired
 
 
-def test_outside_of_keep_apart_nothing_is_changed():
+def test_outside_of_document_mask_nothing_is_changed():
     (model, _), *_ = models("opt")
     ids = torch.arange(3, 12)[None]
     before = model(input_ids=ids, use_cache=False).logits

@@ -95,7 +95,7 @@ def examine(kind):
 
 
 def unused_rules(model):
-    """How far the logits move when a rule the model asks for (window, softcap, ...) is left out."""
+    """How far the logits move without a parameter that the model uses (window, softcap, ...)."""
     batch = packed_batch(random_documents(model))
     asked, attend = set(), interface.attend
 
@@ -109,10 +109,10 @@ def unused_rules(model):
     try:
         with torch.no_grad():
             with check_every_layer(model, positions_suffice=True):
-                whole = model(**batch).logits
+                complete = model(**batch).logits
             for name in sorted(asked):
                 dropped = {name}
-                changes[name] = (model(**batch).logits - whole).abs().max().item()
+                changes[name] = (model(**batch).logits - complete).abs().max().item()
     finally:
         interface.attend = attend
     return changes

@@ -1,4 +1,4 @@
-"""The self-check fails on what is not a number, wherever it stands: max() and > would lose it."""
+"""The self-check fails on a NaN in any of its differences: max() and > would lose it."""
 
 import pytest
 import torch

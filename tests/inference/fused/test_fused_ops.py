@@ -1,4 +1,4 @@
-"""The fused kernels, interpreted on a CPU, against the modules they stand in for."""
+"""Fused operations, interpreted on a CPU, against the modules they replace."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_fused_kernels_compute_what_the_modules_compute():
 
 
 @pytest.mark.parametrize("family", ["smollm3", "granite", "gemma2", "llama", "mistral"])
-def test_only_layers_known_to_be_plain_go_the_short_way(family):
+def test_only_layers_known_to_be_plain_are_fused_whole(family):
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from nopad.inference.fused.fused_decoder import assert_plain
+    from nopad.inference.fused.fused_decoder import check_supported_layer
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -46,14 +46,14 @@ def test_only_layers_known_to_be_plain_go_the_short_way(family):
     )
     layer = AutoModelForCausalLM.from_config(config).model.layers[0]
     if family == "llama":
-        assert_plain(layer)
+        check_supported_layer(layer)
         layer.self_attn.o_proj = torch.nn.Sequential(layer.self_attn.o_proj)  # an adapter's wrap
     if family == "mistral":
         config.sliding_window = None
-        assert_plain(layer)
+        check_supported_layer(layer)
         config.sliding_window = 7
     with pytest.raises(AssertionError):
-        assert_plain(layer)
+        check_supported_layer(layer)
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,23 @@ def test_only_layers_known_to_be_plain_go_the_short_way(family):
 )
 def test_on_a_gpu_every_weight_must_be_of_one_narrow_dtype(dtypes, cuda, fits):
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from nopad.inference.fused.fused_decoder import _one_dtype
+    from nopad.inference.fused.fused_decoder import _has_one_dtype
 
     body: Any = SimpleNamespace(
-        parameters=lambda: [SimpleNamespace(dtype=kind, is_cuda=cuda) for kind in dtypes]
+        parameters=lambda: [SimpleNamespace(dtype=dtype, is_cuda=cuda) for dtype in dtypes]
     )
-    assert _one_dtype(body) == fits
+    assert _has_one_dtype(body) == fits
 
 
 def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monkeypatch):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     from nopad.inference.fused import fused_decoder
 
-    asked = []
-    monkeypatch.setattr(fused_decoder, "select", asked.append)
+    specs = []
+    monkeypatch.setattr(fused_decoder, "select", lambda spec: specs.append(spec))
     keys: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(9, 256, 4, 64))
     assert not fused_decoder._by_own_kernels(keys, 12)
-    (ask,) = asked
-    assert (ask.device, ask.dtype, ask.page_size) == ("cuda", torch.bfloat16, 256)
-    assert (ask.heads, ask.kv_heads, ask.key_dim, ask.decode, ask.grad) == (12, 4, 64, True, False)
+    (spec,) = specs
+    assert (spec.device, spec.dtype, spec.page_size) == ("cuda", torch.bfloat16, 256)
+    assert (spec.heads, spec.kv_heads, spec.key_dim) == (12, 4, 64)
+    assert (spec.decode, spec.grad) == (True, False)

@@ -347,7 +347,9 @@ def test_graphs_captured_with_other_adapters_are_not_replayed(adapted, monkeypat
     score(engine)
     runner = engine._executor.runner
     runner._graph_byte_budget, runner._graphs = 1, Graphs()
-    decode: Any = SimpleNamespace(requests=[0], yielding=[0], rows=[0], max_tokens=1)
+    decode: Any = SimpleNamespace(
+        requests=[0], sampled_requests=[0], logits_indices=[0], max_query_len=1
+    )
     first = runner._replay(decode)
     with adapted.disable_adapter():
         score(engine)  # no decode step

@@ -26,7 +26,7 @@ def test_floats_of_one_byte_beside_wider_ones_are_watched():
 def test_a_model_spread_over_devices_is_refused_in_one_line(tiny):
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[1].to("meta")
-    with pytest.raises(ValueError, match=r"lies on cpu, meta: .* one device"):
+    with pytest.raises(ValueError, match=r"is on cpu, meta: .* one device"):
         Engine(model).generate([[3]], GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""What a trace tells of each request, in order, and as spans."""
+"""The trace has the events of each request, in order and as spans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_request_is_prefilled_once_between_admission_and_its_end(tiny, tmp_pat
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_prompt_computed_anew_is_prefilled_anew(world, lookahead):
+def test_a_prompt_computed_again_is_prefilled_again(world, lookahead):
     trace = RequestTrace()
     w = world(num_pages=4, page_size=4, max_num_seqs=3, lookahead=lookahead, trace=trace)
     params = SamplingParams(temperature=0, max_tokens=12)

@@ -14,7 +14,7 @@ GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 PAGE = 16 * 2 * 2 * 2 * 8 * 4
 
 
-def test_a_turned_dial_leaves_the_steps_before_it_as_they_were(tiny):
+def test_a_changed_limit_does_not_change_the_steps_before_it(tiny):
     engine = Engine(tiny("llama"), max_num_seqs=4)
     engine.generate([[5, 6, i] for i in range(7, 10)], GREEDY)
     assert engine.stats.occupancy == 3 / 4
@@ -23,7 +23,7 @@ def test_a_turned_dial_leaves_the_steps_before_it_as_they_were(tiny):
     assert engine.stats.occupancy == (5 * 3 / 4 + 15) / 20
 
 
-def test_no_more_than_all_slots_and_pages_are_ever_in_use(tiny):
+def test_no_more_than_all_rows_and_pages_are_ever_in_use(tiny):
     engine = Engine(tiny("llama"), max_num_seqs=4, memory=8 * PAGE)
     for i in range(4):
         engine.add_request([5, 6, i] * 9, GREEDY)

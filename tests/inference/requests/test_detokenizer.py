@@ -1,4 +1,4 @@
-"""Where texts end: only at the stop string that ended them, and text in a bounded time."""
+"""Detokenization in bounded time; texts end exactly at the stop string that ended them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def said(engine, **more) -> tuple:
     return done, "".join(event.text for event in events)
 
 
-def test_a_stop_string_passed_over_is_text_like_any_other(engine):
+def test_a_stop_string_before_min_tokens_is_ordinary_text(engine):
     whole = said(engine)[0].text
     done, streamed = said(engine, min_tokens=20, stop=[whole[1], whole[3:5]])
     assert done.text == streamed == whole and done.finish_reason == "length"
@@ -38,7 +38,7 @@ def test_a_text_is_cut_at_the_stop_string_that_ended_it(engine):
     assert done.text == streamed == whole[:late]
 
 
-def test_a_stop_token_is_told_alike_with_and_without_stop_strings(engine):
+def test_a_stop_token_gives_the_same_text_with_and_without_stop_strings(engine):
     first, _ = said(engine)
     ends = first.token_ids[5]
     place = first.token_ids.index(ends)
@@ -59,7 +59,7 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny):
         assert (done.token_ids, done.finish_reason, done.text, streamed) == ([90], "stop", "", "")
     assert said(engine, stop=["<|other|>"], **always)[0].finish_reason == "length"
     assert said(engine, stop=["<|other|>"])[0].token_ids == whole.token_ids, (
-        "what is unknown is no stop"
+        "an unknown name does not stop"
     )
 
 

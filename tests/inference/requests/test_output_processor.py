@@ -1,4 +1,4 @@
-"""One completion for every request: after faults, interrupts, releases and bad arguments."""
+"""Every request gets one completion: after faults, interrupts, releases and bad arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def failing(engine, error):
 
 
 def finished(engine) -> dict:
-    """Step until nothing is under way; the completions."""
+    """Step until no request is active; return the completions."""
     done = {}
     for _ in range(60):
         for event in engine.step():
@@ -51,7 +51,7 @@ FAULTS = [RuntimeError("boom"), KeyboardInterrupt()]
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=["fault", "interrupt"])
-def test_a_step_that_fails_ends_what_is_under_way_and_the_next_one_says_so(engine, want, error):
+def test_a_step_that_fails_ends_active_requests_and_the_next_one_returns_them(engine, want, error):
     refused = engine.add_request(PROMPT, {"max_tokens": 0})
     waiting, several = (
         engine.add_request(PROMPT, GREEDY),
@@ -83,7 +83,7 @@ def test_a_blocking_call_that_fails_leaves_streams_and_submitted_ones_an_answer(
     assert all("stopped on an error" in c.error for c in ended.values())
 
 
-def test_a_release_answers_what_is_under_way(engine, want):
+def test_a_release_ends_active_requests(engine, want):
     number = engine.add_request(PROMPT, GREEDY)
     events = engine.stream([PROMPT], GREEDY)
     next(events)
@@ -146,7 +146,7 @@ def test_another_autocast_is_told_and_harms_nobody(engine, want):
     assert finished(engine) == {number: want}
 
 
-def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, want):
+def test_steps_in_flight_without_requests_do_not_prevent_a_change_of_autocast(engine, want):
     engine.generate([PROMPT], GREEDY)
     engine._loop._lookahead = 1  # as on a GPU: an end is noticed while the next step runs
     (done,) = engine.generate([PROMPT], GREEDY | {"stop_token_ids": want.token_ids[1:2]})
@@ -155,7 +155,7 @@ def test_steps_still_under_way_for_nobody_hold_up_no_change_of_autocast(engine, 
         assert engine.generate([PROMPT], GREEDY)[0].error is None
 
 
-def test_siblings_count_one_by_one_in_a_queue_that_is_bounded(tiny):
+def test_the_samples_of_a_prompt_count_one_by_one_in_a_bounded_queue(tiny):
     engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=3)
     drawn = GREEDY | {"temperature": 1.0}
     fits, full = (engine.add_request(PROMPT, drawn | {"n": n}) for n in (2, 2))
@@ -184,7 +184,7 @@ def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
     assert drawn(True) == drawn(False) != []
 
 
-def test_the_dial_goes_back_up_and_outlives_what_it_turned(tiny):
+def test_limits_may_be_raised_again_and_survive_a_release(tiny):
     for engine in (
         Engine(tiny("llama"), max_num_seqs=16, keep_memory=keep) for keep in (True, False)
     ):
@@ -200,7 +200,7 @@ def test_the_dial_goes_back_up_and_outlives_what_it_turned(tiny):
 
 
 @pytest.mark.parametrize("bad", [0, 17, 2.5, "a", None, True])
-def test_a_dial_is_turned_to_whole_numbers_within_its_range(tiny, bad):
+def test_limits_are_whole_numbers_within_their_range(tiny, bad):
     engine = Engine(tiny("llama"), max_num_seqs=16)
     with pytest.raises(ValueError, match=f"^max_num_seqs is {bad!r}; "):
         engine.max_num_seqs = bad

@@ -1,4 +1,4 @@
-"""What a caller gives wrongly harms that request alone, or is told in one line."""
+"""An invalid prompt or parameter fails alone, or raises one line."""
 
 from __future__ import annotations
 

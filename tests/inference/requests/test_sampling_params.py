@@ -1,4 +1,4 @@
-"""Sampling settings: what is meant is taken, whoever's number it is; what cannot be is refused."""
+"""Sampling parameters: numbers of any library are accepted, invalid values are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of odd texts, and what cannot be scored told in one line."""
+"""Scores of unusual texts, and one-line errors for what cannot be scored."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ def test_keys_of_other_weights_are_seen(tiny):
     prompt = list(range(3, 43))
     engine.generate([prompt], GREEDY)
     scheduler = engine._executor.loop.scheduler
-    scheduler.pages.adopt(
+    scheduler.pages.attach_prefix(
         "thief", prompt, scheduler.cache_salt
     )  # stays cached under the old version
     scheduler.pages.free("thief")
-    real = scheduler.pages.adopt
-    scheduler.pages.adopt = lambda owner, tokens, scope: real(owner, tokens, "1")
+    real = scheduler.pages.attach_prefix
+    scheduler.pages.attach_prefix = lambda owner, tokens, scope: real(owner, tokens, "1")
     scheduler.cache_salt = "changed"
     with pytest.raises(AssertionError, match="does not hold its token"):
         engine.generate([prompt], GREEDY)

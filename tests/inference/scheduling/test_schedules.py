@@ -142,7 +142,7 @@ def test_a_deadline_returns_what_there_is(world, expected):
     assert second.output_token_ids == []
 
 
-def test_the_dial_may_be_turned_while_requests_run(world, expected):
+def test_limits_may_change_while_requests_run(world, expected):
     w = world(64, 16, max_num_seqs=8, max_num_batched_tokens=64)
     requests = [simple(i, 10 + i, 12) for i in range(12)]
     for r in requests:
@@ -155,9 +155,7 @@ def test_the_dial_may_be_turned_while_requests_run(world, expected):
 
 
 @pytest.mark.parametrize("running", [4, 8, 16])
-def test_waiting_requests_join_once_a_quarter_of_the_slots_is_free_wherever_the_dial_stands(
-    world, running
-):
+def test_waiting_requests_join_once_a_quarter_of_the_rows_is_free_at_any_limit(world, running):
     w = world(200, 16, max_num_seqs=16, max_num_batched_tokens=512, min_admissions=32)
     w.scheduler.max_num_seqs = running
     for i in range(40):

@@ -1,4 +1,4 @@
-"""Tests of the tests: mistakes one could make in scheduling, each of which the fuzz must notice."""
+"""Tests of the tests: the random schedules notice each of these faults in scheduling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from random_schedules import run_schedule
 
 
 def after(real, change):
-    """Call the real thing, then spoil what it gave."""
+    """Call the real function, then change its result."""
 
     def faulty(*args, **options):
         return change(real(*args, **options), *args)
@@ -103,7 +103,7 @@ FAULTS = {
     "prefix offered too early": (Scheduler, "_register_prefix", offer_too_much),
     "a hit covers all": (Request, "max_prefix_hit", property(reuse_everything)),
     "pages not given back": (Scheduler, "_release", release_without_pages),
-    "settings of the slot's last tenant": (RowParams, "admit", admit_without_settings),
+    "parameters of the row's last request": (RowParams, "admit", admit_without_settings),
     "one token too many counted": (Scheduler, "commit", commit_one_more),
     "an owner's pages in any order": (
         PageAllocator,

@@ -36,7 +36,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token for each byte, and the marks of chat."""
+    """One token for each byte, and the special tokens of chat."""
     vocabulary = {chr(i): i for i in range(128)} | {"<unk>": 128}
     inner = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -47,7 +47,7 @@ def tokenizer():
 
 
 def counted(tokenizer, sample):
-    """The text of each run of counted tokens."""
+    """The text of each run of labels."""
     runs, open_run = [], False
     for token, label in zip(sample.tokens.tolist(), sample.labels.tolist(), strict=True):
         if label != IGNORE_INDEX:
@@ -93,12 +93,12 @@ def test_a_first_message_whose_content_is_not_shown_is_refused(tokenizer):
     tokenizer.chat_template = TEMPLATES["chatml"].replace(
         "{{ m.content }}", "{{ '' if loop.first else m.content }}"
     )
-    with pytest.raises(ValueError, match="its content is not in the whole"):
+    with pytest.raises(ValueError, match="its content is not in the full"):
         encode_chat(tokenizer, [{"role": "assistant", "content": "hello"}, *CHAT[3:]])
 
 
 def words(*marks):
-    """A tokenizer whose tokens are words with the space before them, and the line's end behind."""
+    """A tokenizer whose tokens are words with the space before them, and the line end after."""
     known = ["system:", " be", " kind\n", "user:", " yes?\n", "assistant:", " yes!\n", " again\n"]
     known += [" no,", "yes", "no,", " yes!"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *known])}))
@@ -109,7 +109,7 @@ def words(*marks):
 
 
 def texts(tokenizer, sample, chat):
-    """The text of each counted token."""
+    """The text of each label."""
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     places = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
     return [

@@ -38,8 +38,8 @@ def test_text_gets_what_the_tokenizer_adds_and_an_end(tokenizer):
 
 def test_the_end_can_be_another_or_none_and_is_not_doubled(tokenizer):
     row = {"text": "hello </s>"}
-    assert one(Encoder(tokenizer, eos=False), {"text": "hello"}).tokens.tolist() == [1, 3]
-    assert one(Encoder(tokenizer, eos=9), {"text": "hello"}).tokens.tolist() == [1, 3, 9]
+    assert one(Encoder(tokenizer, add_eos=False), {"text": "hello"}).tokens.tolist() == [1, 3]
+    assert one(Encoder(tokenizer, add_eos=9), {"text": "hello"}).tokens.tolist() == [1, 3, 9]
     assert one(Encoder(tokenizer), row).tokens.tolist() == [1, 3, 2]
 
 
@@ -82,7 +82,7 @@ def spaced():
 
 
 class Slow:
-    """The same tokenizer, that does not know where its tokens come from."""
+    """The same tokenizer, without offsets."""
 
     def __init__(self, inner):
         self.inner, self.eos_token_id = inner, inner.eos_token_id
@@ -107,7 +107,7 @@ def test_a_prompt_and_its_completion_are_tokenized_as_one_text(
 
 @pytest.mark.parametrize("call", [None, lambda text: [ord(letter) for letter in text]])
 def test_a_prompt_may_be_empty(tokenizer, call):
-    sample = one(Encoder(call or tokenizer, eos=2), {"prompt": "", "completion": "hello"})
+    sample = one(Encoder(call or tokenizer, add_eos=2), {"prompt": "", "completion": "hello"})
     assert sample.labels.tolist() == [IGNORE_INDEX, *sample.tokens.tolist()[1:]] and len(sample) > 2
 
 
@@ -130,13 +130,19 @@ def test_null_labels_beside_a_mask_are_no_labels():
 
 @pytest.mark.parametrize("eos", [None, "</s>", 2.5])
 def test_an_end_that_is_no_id_is_refused(tokenizer, eos):
-    with pytest.raises(ValueError, match=f"eos={eos!r}: True for the tokenizer's own, an id, or F"):
-        Encoder(tokenizer, eos=eos)
+    with pytest.raises(
+        ValueError, match=f"add_eos={eos!r}: True for the tokenizer's own, an id, or F"
+    ):
+        Encoder(tokenizer, add_eos=eos)
 
 
 def test_the_column_can_be_named(tokenizer):
-    assert one(Encoder(tokenizer, column="body"), {"body": "hello"}).tokens.tolist() == [1, 3, 2]
-    with pytest.raises(ValueError, match="column="):
+    assert one(Encoder(tokenizer, text_column="body"), {"body": "hello"}).tokens.tolist() == [
+        1,
+        3,
+        2,
+    ]
+    with pytest.raises(ValueError, match="text_column="):
         one(Encoder(tokenizer), {"body": "hello"})
 
 
@@ -154,7 +160,7 @@ def test_ready_ids_and_labels_are_taken_as_they_are(tokenizer):
 
 
 def test_an_id_beyond_the_tokenizers_vocabulary_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="input_ids holds 10, the vocabulary has 10 entries"):
+    with pytest.raises(ValueError, match="input_ids contains 10, the vocabulary has 10 entries"):
         one(Encoder(tokenizer), {"input_ids": [1, 10]})
 
 
@@ -182,21 +188,21 @@ def test_a_text_without_a_token_is_an_error_in_its_place():
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     rows = [{"text": "hello"}, {"text": "  "}, {"prompt": "what", "completion": " "}]
-    out = Encoder(tokenizer, eos=False).encode(rows)
+    out = Encoder(tokenizer, add_eos=False).encode(rows)
     assert [type(one) for one in out] == [Sample, ValueError, ValueError]
     assert "input_ids is empty" in str(out[1]) and "completion is empty" in str(out[2])
 
 
 def test_what_a_tokenizer_makes_of_text_is_held_to_the_vocabulary_too(tokenizer):
-    with pytest.raises(ValueError, match="input_ids holds 9, the vocabulary has 9 entries"):
+    with pytest.raises(ValueError, match="input_ids contains 9, the vocabulary has 9 entries"):
         one(Encoder(tokenizer, vocab_size=9), {"text": "fine"})
-    with pytest.raises(ValueError, match="input_ids holds -3: ids start at 0"):
+    with pytest.raises(ValueError, match="input_ids contains -3: ids start at 0"):
         one(Encoder(lambda text: [5, -3]), {"text": "fine"})
 
 
 def test_a_vocabulary_with_gaps_has_ids_beyond_its_number_of_entries():
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "z": 40}, "<unk>"))
-    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=inner), eos=False)
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=inner), add_eos=False)
     assert one(encoder, {"text": "z"}).tokens.tolist() == [40]
 
 
@@ -217,7 +223,7 @@ def test_a_mask_that_would_be_passed_over_is_refused(mask):
 def test_padding_is_not_taken_for_text():
     whole = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}
     assert one(Encoder(), whole).tokens.tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="attention_mask holds 0"):
+    with pytest.raises(ValueError, match="attention_mask contains 0"):
         one(Encoder(), {**whole, "attention_mask": [1, 1, 0]})
 
 
@@ -230,7 +236,7 @@ def test_a_tokenizer_that_only_knows_its_size_bounds_the_ids():
             return [ord(letter) for letter in text]
 
     assert one(Encoder(Letters()), {"text": "ab"}).tokens.tolist() == [97, 98]
-    with pytest.raises(ValueError, match="input_ids holds 233, the vocabulary has 128 entries"):
+    with pytest.raises(ValueError, match="input_ids contains 233, the vocabulary has 128 entries"):
         one(Encoder(Letters()), {"text": "é"})
 
 

@@ -1,4 +1,4 @@
-"""Mixtures: shares of tokens follow the weights at every moment, and sources end as asked."""
+"""Mixtures: token shares follow the weights at every moment, and sources end by their strategy."""
 
 import json
 from itertools import islice
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nopad.packing import PackedDataset
 from nopad.packing.ordering import Mixture
 from nopad.packing.ordering.epoch_order import MixedOrder
-from nopad.packing.ordering.mixture import SCALE, as_mixture
+from nopad.packing.ordering.mixture import SCALE, parse_mixture
 
 
 def drawn_tokens(choices, lengths):
@@ -27,12 +27,12 @@ def drawn_tokens(choices, lengths):
 def test_the_shares_are_right_to_within_a_document_at_any_moment(weights, seed):
     rng = np.random.default_rng(seed)
     lengths = [rng.integers(1, 100, 400) for _ in weights]
-    choices, short = Mixture(weights).draw(lengths)
+    choices, needed = Mixture(weights).draw(lengths)
     taken = drawn_tokens(choices, lengths)
     expected = taken.sum(1, keepdims=True) * np.array(weights) / sum(weights)
     rounding = taken.sum(1, keepdims=True) * len(weights) / SCALE
     assert (np.abs(taken - expected) <= 200 * len(weights) + rounding).all()
-    assert (choices == short).sum() == len(lengths[short])
+    assert (choices == needed).sum() == len(lengths[needed])
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,13 +44,13 @@ def test_the_draw_does_not_depend_on_how_the_lengths_become_known(seed, pieces):
     mixture, known, used, parts = Mixture([1, 2, 3]), [0] * 3, [0] * 3, []
     for turn in range(5000):
         ready = [own[used[s] : known[s]] for s, own in enumerate(lengths)]
-        choices, short = mixture.draw(ready)
+        choices, needed = mixture.draw(ready)
         parts.append(choices)
         for source in range(3):
             used[source] += int((choices == source).sum())
-        if known[short] == len(lengths[short]):
+        if known[needed] == len(lengths[needed]):
             break
-        known[short] = min(len(lengths[short]), known[short] + pieces[turn % len(pieces)])
+        known[needed] = min(len(lengths[needed]), known[needed] + pieces[turn % len(pieces)])
         restored = Mixture([1, 2, 3])
         restored.load_state_dict(mixture.state_dict())
         mixture = restored
@@ -67,18 +67,29 @@ def test_a_weight_may_drift_with_the_tokens_seen():
 
 
 def sources(*counts):
-    """Lists of documents whose tokens say which source they belong to."""
+    """Lists of documents whose tokens encode their source."""
     return [[np.full(4, 10 * s + 1) for _ in range(n)] for s, n in enumerate(counts)]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("pretokenize", [True, False])
 @pytest.mark.parametrize(
-    "stop, first, second", [("first", 30, 10), ("all", 60, 10), ("cycle", 60, 20)]
+    "stop, first, second",
+    [
+        ("first_exhausted", 30, 10),
+        ("all_exhausted_without_replacement", 60, 10),
+        ("all_exhausted", 60, 20),
+    ],
 )
-def test_a_source_that_runs_out_ends_restarts_or_is_left_out(stop, first, second, ahead):
+def test_a_source_that_runs_out_ends_restarts_or_is_left_out(stop, first, second, pretokenize):
     one, two = sources(60, 10)
     data = PackedDataset(
-        [(one, 3), (two, 1)], budget=16, stop=stop, ahead=ahead, shards=1, pool=8, vocab_size=100
+        [(one, 3), (two, 1)],
+        budget=16,
+        stopping_strategy=stop,
+        pretokenize=pretokenize,
+        shards=1,
+        pool=8,
+        vocab_size=100,
     )
     packs = list(data)
     tokens = np.concatenate([pack.tokens for pack in packs])
@@ -91,7 +102,7 @@ def test_a_source_that_runs_out_ends_restarts_or_is_left_out(stop, first, second
 def test_each_lap_of_a_cycled_source_has_its_own_order():
     one = [np.full(2, 1) for _ in range(90)]
     two = [np.array([100 + i, 100 + i]) for i in range(10)]
-    data = PackedDataset([(one, 1), (two, 1)], budget=2, stop="cycle", pool=1)
+    data = PackedDataset([(one, 1), (two, 1)], budget=2, stopping_strategy="all_exhausted", pool=1)
     drawn = [int(pack.tokens[0]) for pack in data if pack.tokens[0] >= 100]
     laps = [drawn[i : i + 10] for i in range(0, 80, 10)]
     assert all(sorted(lap) == list(range(100, 110)) for lap in laps)
@@ -105,26 +116,31 @@ def test_impossible_weights_are_refused(weights):
 
 
 def test_a_list_of_pairs_is_a_mixture_and_a_list_of_documents_is_not():
-    assert as_mixture([("a", 1), ("b", 0.5)]) is not None
-    assert as_mixture([[1, 2], [3, 4]]) is None
-    assert as_mixture([]) is None
-    assert as_mixture([("a", np.int64(1)), ("b", np.float32(0.5)), ("c", ((0, 1), (9, 2)))])
+    assert parse_mixture([("a", 1), ("b", 0.5)]) is not None
+    assert parse_mixture([[1, 2], [3, 4]]) is None
+    assert parse_mixture([]) is None
+    assert parse_mixture([("a", np.int64(1)), ("b", np.float32(0.5)), ("c", ((0, 1), (9, 2)))])
 
 
 @pytest.mark.parametrize("rows", [[([1, 2, 3], 7), ([4, 5], 3)], [(5, 6), (7, 8)]])
 def test_rows_that_look_like_a_mixture_are_told_so(rows):
     with pytest.raises(
-        ValueError, match=r"mixture of \(source, weight\), and (\[1, 2, 3\]|5) is no"
+        ValueError, match=r"mixture of \(source, weight\), and (\[1, 2, 3\]|5) is not a source"
     ):
         PackedDataset(rows, budget=8)
 
 
 @pytest.mark.parametrize("weight", [0, [(0, 1), (40, 0)]], ids=["always", "in the end"])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_source_without_weight_is_not_waited_for(weight, ahead):
+@pytest.mark.parametrize("pretokenize", [True, False])
+def test_a_source_without_weight_is_not_waited_for(weight, pretokenize):
     many, few = [[1, 1]] * 9, [[2, 2]] * 90
     data = PackedDataset(
-        [(many, 1), (few, weight)], budget=4, stop="cycle", ahead=ahead, shards=1, pool=2
+        [(many, 1), (few, weight)],
+        budget=4,
+        stopping_strategy="all_exhausted",
+        pretokenize=pretokenize,
+        shards=1,
+        pool=2,
     )
     tokens = np.concatenate([pack.tokens for pack in data])
     assert (tokens == 1).sum() >= 18 and (tokens == 2).sum() <= (0 if weight == 0 else 40)
@@ -134,9 +150,14 @@ def test_a_source_without_weight_is_not_waited_for(weight, ahead):
 def test_a_shard_without_a_row_of_a_cycled_source_is_refused_by_name(epochs):
     one, two = sources(5, 40)
     mixture = [(one, 1), (two, 1)]
-    settings = {"budget": 8, "stop": "cycle", "ahead": False, "epochs": epochs}
+    settings = {
+        "budget": 8,
+        "stopping_strategy": "all_exhausted",
+        "pretokenize": False,
+        "epochs": epochs,
+    }
     data = PackedDataset(mixture, shards=8, **settings)
-    with pytest.raises(ValueError, match=r"source 0 of the mixture has nothing .* shard 5 of 8"):
+    with pytest.raises(ValueError, match=r"source 0 of the mixture has no samples in shard 5 of 8"):
         list(islice(data, 1000))
     fewer = PackedDataset(mixture, shards=5, **settings)
     tokens = np.concatenate([pack.tokens for pack in islice(fewer, 1000)])
@@ -149,7 +170,7 @@ def test_shards_follow_a_drifting_weight_as_the_whole_does(shards):
     drift = [(0, 1.0), (3200, 0.0)], [(0, 0.0), (3200, 1.0)]
     mixture = list(zip((one, two), drift, strict=True))
     shown = []
-    for options in ({"ahead": True}, {"ahead": False, "shards": shards}):
+    for options in ({"pretokenize": True}, {"pretokenize": False, "shards": shards}):
         packs = PackedDataset(mixture, budget=16, pool=4, shuffle=False, **options)
         tokens = np.concatenate([pack.tokens for pack in packs])[:3200]
         shown.append((tokens.reshape(4, -1) == 1).mean(1))
@@ -157,17 +178,19 @@ def test_shards_follow_a_drifting_weight_as_the_whole_does(shards):
     assert np.abs(shown[1] - shown[0]).max() < 0.06
 
 
-@pytest.mark.parametrize("ahead", [None, False])
-@pytest.mark.parametrize("how", ["iterated again", "told by set_epoch", "stepped"])
-def test_weights_that_drift_go_on_in_the_next_pass(ahead, how):
+@pytest.mark.parametrize("pretokenize", [None, False])
+@pytest.mark.parametrize("how", ["iterated again", "told by set_epoch", "marked as trained"])
+def test_weights_that_drift_go_on_in_the_next_pass(pretokenize, how):
     rows = [[1] * 10] * 400, [[2] * 10] * 400
     drift = [(rows[0], [(0, 1.0), (16_000, 0.0)]), (rows[1], [(0, 0.0), (16_000, 1.0)])]
-    shards = None if ahead is None else 4
-    data = PackedDataset(drift, budget=100, pool=8, ahead=ahead, shards=shards, rank=0, world=1)
+    shards = None if pretokenize is None else 4
+    data = PackedDataset(
+        drift, budget=100, pool=8, pretokenize=pretokenize, shards=shards, rank=0, world_size=1
+    )
     first = list(data)
-    if how == "stepped":  # as of packs that workers read
+    if how == "marked as trained":  # as for packs that workers read
         data.rewind()
-        data.stepped(*first)
+        data.mark_trained(*first)
     if how != "iterated again":
         data.set_epoch(1)
     second = list(data)
@@ -183,8 +206,8 @@ def test_weights_that_drift_go_on_over_passes_that_packs_ends_and_a_resume_chang
     drift = [(rows[0], [(0, 1.0), (8_000, 0.0)]), (rows[1], [(0, 0.0), (8_000, 1.0)])]
 
     def make(packs):
-        options = {"budget": 100, "pool": 8, "ahead": False, "shards": 2, "shuffle": False}
-        return PackedDataset(drift, **options, packs=packs, rank=0, world=1)
+        options = {"budget": 100, "pool": 8, "pretokenize": False, "shards": 2, "shuffle": False}
+        return PackedDataset(drift, **options, max_packs=packs, rank=0, world_size=1)
 
     def share(some):
         return np.mean([(pack.tokens == 1).mean() for pack in some])
@@ -207,9 +230,9 @@ def test_weights_that_drift_go_on_over_passes_that_packs_ends_and_a_resume_chang
 
 def test_weights_that_drift_cannot_begin_with_a_later_epoch_of_a_stream():
     drift = [([[1, 2]] * 4, [(0, 1.0), (9, 0.5)]), ([[3, 4]] * 4, 1)]
-    data = PackedDataset(drift, budget=8, ahead=False, shards=1, rank=0, world=1)
+    data = PackedDataset(drift, budget=8, pretokenize=False, shards=1, rank=0, world_size=1)
     data.set_epoch(0)
-    with pytest.raises(ValueError, match=r"cannot begin with epoch 2.*say epochs="):
+    with pytest.raises(ValueError, match=r"cannot start with epoch 2.*pass epochs="):
         data.set_epoch(2)
 
 

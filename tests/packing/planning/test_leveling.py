@@ -1,11 +1,11 @@
-"""Levelling: the same packs in another order, in which ranks that step together work alike."""
+"""Leveling: the same packs in another order, in which ranks that step together have equal work."""
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, pack_lengths
-from nopad.packing.planning import Cost, level
+from nopad.packing.planning import Cost, balance_plan
 from nopad.packing.planning.leveling import Leveler
 
 
@@ -15,13 +15,13 @@ def lognormal_plan(n=100_000, budget=8192, seed=0):
 
 
 def spread(costs, ranks):
-    """Give the time of the slowest rank over the mean, summed over all whole steps."""
+    """Return the time of the slowest rank over the mean, summed over all complete steps."""
     steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
     return steps.max(1).sum() / steps.mean(1).sum()
 
 
 def pack_list(plan):
-    """Give the packs as (item, start, length) lists, in order."""
+    """Return the packs as (item, start, length) lists, in order."""
     columns = np.stack([plan.items, plan.starts, plan.lengths], 1).tolist()
     return [columns[plan.segments(p)] for p in range(len(plan))]
 
@@ -40,23 +40,23 @@ def test_every_pack_comes_out_whole_exactly_once_whatever_the_calls(packs, first
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     items = np.arange(offsets[-1])
     plan = Plan(items, items % 3, items * 7 % 50 + 1, offsets)
-    whole = Leveler(window=64, seed=seed, first=first)
+    whole = Leveler(block=64, seed=seed, first=first)
     out = Plan.join([whole.feed(plan), whole.finish()])
     assert sorted(pack_list(out)) == sorted(pack_list(plan))
-    by_one = Leveler(window=64, seed=seed, first=first)
+    by_one = Leveler(block=64, seed=seed, first=first)
     parts = [by_one.feed(plan.take(np.array([p]))) for p in range(len(plan))]
     assert_same(Plan.join([*parts, by_one.finish()]), out)
 
 
 def test_ranks_that_step_together_work_alike():
     plan = lognormal_plan()
-    levelled = level(plan)
+    leveled = balance_plan(plan)
     seven_b, attention = Cost(), Cost(0.0, 1.0)
-    assert spread(seven_b.of_packs(plan), 8) > 1.1  # what levelling is for
-    assert spread(seven_b.of_packs(levelled), 8) <= 1.01
-    assert spread(seven_b.of_packs(levelled), 64) <= 1.02
-    assert spread(attention.of_packs(levelled), 8) <= 1.05
-    assert levelled.fill(8192) == plan.fill(8192)
+    assert spread(seven_b.of_packs(plan), 8) > 1.1  # the reason for leveling
+    assert spread(seven_b.of_packs(leveled), 8) <= 1.01
+    assert spread(seven_b.of_packs(leveled), 64) <= 1.02
+    assert spread(attention.of_packs(leveled), 8) <= 1.05
+    assert leveled.fill(8192) == plan.fill(8192)
 
 
 @pytest.mark.parametrize("first", [0, 5, 61, 64, 1000])
@@ -71,17 +71,17 @@ def test_a_pack_moves_at_most_one_window():
     plan = lognormal_plan(40_000)
     places = np.empty(len(plan), int)
     first_items = {pack[0].item(): p for p, pack in enumerate(plan)}
-    for place, pack in enumerate(level(plan, window=256)):
+    for place, pack in enumerate(balance_plan(plan, block=256)):
         places[first_items[pack[0].item()]] = place
     assert (places // 256 == np.arange(len(plan)) // 256).all()
 
 
 def test_steps_of_one_window_come_in_no_order_of_cost():
-    costs = Cost().of_packs(level(lognormal_plan()))
+    costs = Cost().of_packs(balance_plan(lognormal_plan()))
     steps = costs[: len(costs) // 1024 * 1024].reshape(-1, 128, 8).mean(2)
     assert max(abs(np.corrcoef(window, np.arange(128))[0, 1]) for window in steps) < 0.5
     ranks = costs[: len(costs) // 8 * 8].reshape(-1, 8).mean(0)
-    assert ranks.max() / ranks.mean() < 1.001  # no rank always gets the dear ones
+    assert ranks.max() / ranks.mean() < 1.001  # no rank always gets the expensive packs
 
 
 def test_shards_that_level_alone_still_step_together():
@@ -90,24 +90,24 @@ def test_shards_that_level_alone_still_step_together():
     steps = min(map(len, shards))
     before, behind = (
         np.stack([Cost().of_packs(plan)[:steps] for plan in plans], 1)
-        for plans in (shards, [level(plan, window=128) for plan in shards])
+        for plans in (shards, [balance_plan(plan, block=128) for plan in shards])
     )
     assert spread(before.ravel(), 8) > 1.1 and spread(behind.ravel(), 8) < 1.025
 
 
 def test_a_seed_changes_the_order_and_nothing_else():
     plan = lognormal_plan(20_000)
-    one, other = level(plan, seed=1), level(plan, seed=2)
+    one, other = balance_plan(plan, seed=1), balance_plan(plan, seed=2)
     assert pack_list(one) != pack_list(other)
     assert sorted(pack_list(one)) == sorted(pack_list(other))
-    assert_same(level(plan, seed=1), one)
+    assert_same(balance_plan(plan, seed=1), one)
 
 
 def test_a_window_that_cuts_groups_is_refused():
     with pytest.raises(ValueError, match="multiple of 64"):
-        Leveler(window=100)
+        Leveler(block=100)
 
 
 def test_a_cost_that_does_not_grow_is_refused():
-    with pytest.raises(ValueError, match="grows"):
+    with pytest.raises(ValueError, match="must increase"):
         Cost(0.0, 0.0)

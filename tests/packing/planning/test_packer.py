@@ -1,4 +1,4 @@
-"""Samples in, packs out: every token once, in its sample, within the budget, at any kill point."""
+"""Samples to packs: every token once, in its sample, within the budget, at any kill point."""
 
 import json
 
@@ -14,14 +14,14 @@ SETTINGS = st.fixed_dictionaries(
         "budget": st.integers(8, 64),
         "pool": st.integers(1, 24),
         "strategy": st.sampled_from(["best_fit", "sequential", "concat"]),
-        "align": st.sampled_from([1, 2, 4]),
+        "pad_to_multiple_of": st.sampled_from([1, 2, 4]),
         "continue_positions": st.booleans(),
     }
 )
 
 
 def numbered(lengths):
-    """Samples whose tokens say which sample and place they are."""
+    """Samples whose tokens encode their sample and position."""
     return [Sample(1000 * (i + 1) + np.arange(n)) for i, n in enumerate(lengths)]
 
 
@@ -57,7 +57,9 @@ def check(packs, samples, budget, align, continued):
 def test_every_token_is_packed_exactly_once_with_right_boundaries(lengths, choice):
     samples = numbered(lengths)
     packs = pack_all(Packer(**choice), samples)
-    check(packs, samples, choice["budget"], choice["align"], choice["continue_positions"])
+    check(
+        packs, samples, choice["budget"], choice["pad_to_multiple_of"], choice["continue_positions"]
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,7 +71,7 @@ def test_a_packer_killed_anywhere_continues_with_the_same_packs(lengths, choice,
     packs = [pack.tokens.tolist() for pack in first.add(samples[:cut])]
     state = json.loads(json.dumps(first.state_dict()))
     second = Packer(**choice)
-    second.load_state_dict(state, {n: samples[n] for n in first.held})
+    second.load_state_dict(state, {n: samples[n] for n in first.pending})
     packs += [pack.tokens.tolist() for pack in pack_all(second, samples[cut:], chunk)]
     assert packs == whole
 
@@ -88,7 +90,7 @@ def test_a_sample_longer_than_the_budget_is_treated_and_counted_as_asked(overflo
     counts = packer.counts
     assert sum(len(pack.tokens) for pack in packs) == kept == counts.packed_tokens
     assert counts.tokens == 25 == kept + counts.truncated_tokens + counts.dropped_tokens
-    assert not packer.held
+    assert not packer.pending
 
 
 def test_labels_of_the_sample_are_kept_and_the_head_of_every_part_does_not_count():
@@ -104,14 +106,14 @@ def test_the_pool_bounds_what_is_held():
     packer = Packer(64, pool=16)
     for sample in numbered(np.random.default_rng(0).integers(1, 60, 500)):
         list(packer.add([sample]))
-        assert len(packer.held) <= 16
+        assert len(packer.pending) <= 16
 
 
 def test_what_is_no_sample_is_refused_before_anything_is_taken():
     packer = Packer(8, pool=4)
     with pytest.raises(ValueError, match="sample 1 is a list"):
         packer.add([Sample(np.arange(1, 4)), [1, 2, 3]])
-    assert packer.counts.items == 0 and not packer.held
+    assert packer.counts.items == 0 and not packer.pending
 
 
 def test_a_sample_rounds_nothing():
@@ -121,18 +123,18 @@ def test_a_sample_rounds_nothing():
         Sample(np.array([1, 2]), np.array([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("choice", [{}, {"align": 2}, {"overflow": "truncate"}])
+@pytest.mark.parametrize("choice", [{}, {"pad_to_multiple_of": 2}, {"overflow": "truncate"}])
 @pytest.mark.parametrize("length", [1, 8, 12, 40])
 def test_a_sample_that_is_read_again_with_another_length_is_refused(choice, length):
     first = Packer(10, pool=8, **choice)
     list(first.add(numbered([11, 3, 11])))
-    samples = dict(first.held)
+    samples = dict(first.pending)
     assert sorted(samples)[-1] == 2 and len(samples[2]) == 11
     changed = {**samples, 2: Sample(np.arange(length))}
     state = first.state_dict()
     Packer(10, pool=8, **choice).load_state_dict(state, samples)
     if choice.get("overflow") == "truncate" and length > 10:
-        return  # what is cut off is not looked at
+        return  # truncated tokens are not compared
     with pytest.raises(ValueError, match=f"sample 2 has {length} tokens, another number"):
         Packer(10, pool=8, **choice).load_state_dict(state, changed)
 
@@ -142,4 +144,4 @@ def test_the_labels_of_a_long_sample_are_counted_once(monkeypatch):
     monkeypatch.setattr(np, "count_nonzero", lambda own: counted.append(len(own)) or count(own))
     packs = pack_all(Packer(10, pool=4), numbered([1000, 3]))
     assert len(packs) == 101 and counted == [1000]
-    assert all(pack.wholes.tolist() == [999] for pack in packs[:100])
+    assert all(pack.parent_label_counts.tolist() == [999] for pack in packs[:100])

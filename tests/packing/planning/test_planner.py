@@ -1,4 +1,4 @@
-"""The planner: nothing lost, nothing over budget, nothing late, whatever the calls and restarts."""
+"""The planner: nothing lost, nothing over budget, nothing late, for any calls and restarts."""
 
 import json
 import resource
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, Planner, pack_lengths
-from nopad.packing.planning.best_fit import ALLOWANCE, LAPS, PATIENCE
+from nopad.packing.planning.best_fit import MAX_DEFERRALS, MAX_POOLS_PER_SWEEP, SLACK_GROWTH
 from nopad.packing.planning.planner import VERSION
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
@@ -20,7 +20,7 @@ SETTINGS = st.fixed_dictionaries(
         "pool": st.integers(1, 24),
         "strategy": st.sampled_from(["best_fit", "sequential", "concat"]),
         "overflow": st.sampled_from(["split", "truncate", "drop"]),
-        "align": st.sampled_from([1, 1, 2, 8]),
+        "pad_to_multiple_of": st.sampled_from([1, 1, 2, 8]),
     }
 ).map(lambda s: s | ({"overflow": "split"} if s["strategy"] == "concat" else {}))
 MIXES = {
@@ -35,7 +35,7 @@ MIXES = {
 
 
 def mix(median, sigma, budget, n=20_000, seed=3):
-    """Draw lengths: lognormal, or all equally likely where there is no median."""
+    """Draw lengths: lognormal, or uniform if there is no median."""
     rng = np.random.default_rng(seed)
     if not median:
         return rng.integers(1, budget + 1, n)
@@ -43,7 +43,7 @@ def mix(median, sigma, budget, n=20_000, seed=3):
 
 
 def plan_in_calls(lengths, chosen, cuts=(), restore=False):
-    """Plan with the lengths cut into calls, and a fresh planner for every call where asked."""
+    """Plan with the lengths cut into calls, and a new planner for every call if `restore`."""
     planner, plans = Planner(**chosen), []
     for part in np.split(np.array(lengths, np.int64), sorted(cuts)):
         if restore:
@@ -60,8 +60,8 @@ def assert_same(one, other):
 
 
 def expected_tokens(lengths, chosen):
-    """Give (item, token) of everything that must come out, in order."""
-    room = chosen["budget"] // chosen["align"] * chosen["align"]
+    """Return (item, token) of everything that must be packed, in order."""
+    room = chosen["budget"] // chosen["pad_to_multiple_of"] * chosen["pad_to_multiple_of"]
     kept = []
     for item, length in enumerate(lengths):
         if length > room and chosen["overflow"] == "truncate":
@@ -74,7 +74,8 @@ def expected_tokens(lengths, chosen):
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, SETTINGS)
 @example(
-    [40] * 30, {"budget": 9, "pool": 2, "strategy": "best_fit", "overflow": "split", "align": 8}
+    [40] * 30,
+    {"budget": 9, "pool": 2, "strategy": "best_fit", "overflow": "split", "pad_to_multiple_of": 8},
 )
 def test_every_token_comes_out_exactly_once_and_no_pack_is_over_budget(lengths, chosen):
     plan, planner = plan_in_calls(lengths, chosen)
@@ -84,12 +85,12 @@ def test_every_token_comes_out_exactly_once_and_no_pack_is_over_budget(lengths, 
         for token in range(start, start + length)
     ]
     assert sorted(out) == expected_tokens(lengths, chosen)
-    align = chosen["align"]
-    places = plan.sums(-(-plan.lengths // align) * align)
+    align = chosen["pad_to_multiple_of"]
+    places = plan.sum_per_pack(-(-plan.lengths // align) * align)
     assert (places <= chosen["budget"]).all()
     assert (np.diff(plan.offsets) > 0).all() and (plan.lengths > 0).all()
     counts = planner.counts
-    assert counts.held_tokens == 0 and counts.packs == len(plan)
+    assert counts.pending_tokens == 0 and counts.packs == len(plan)
     assert counts.items == len(lengths) and counts.tokens == sum(lengths)
     assert counts.packed_tokens == len(out)
     assert counts.tokens == len(out) + counts.truncated_tokens + counts.dropped_tokens
@@ -138,19 +139,23 @@ def test_no_segment_waits_longer_than_promised(kind, pool):
     left_at = np.full(n, -1)
     for now, length in enumerate(lengths):
         left_at[planner.feed(np.array([length])).items] = now
-        assert len(planner.held) < pool
+        assert len(planner.pending) < pool
     left_at[planner.finish().items] = n - 1
     assert (left_at >= 0).all()
-    assert (left_at - np.arange(n)).max() <= ((PATIENCE + 1) * LAPS + 1) * pool == 61 * pool
+    assert (
+        (left_at - np.arange(n)).max()
+        <= ((MAX_DEFERRALS + 1) * MAX_POOLS_PER_SWEEP + 1) * pool
+        == 61 * pool
+    )
 
 
 def test_any_pack_leaves_after_the_last_patience():
     for budget in (1, 7, 199, 200, 2048, 10**6 + 1):
-        assert (budget // 200 + 1) * ALLOWANCE[PATIENCE] > budget
+        assert (budget // 200 + 1) * SLACK_GROWTH[MAX_DEFERRALS] > budget
 
 
 def best_fit_decreasing(lengths, budget):
-    """Count the packs of textbook best-fit decreasing over the whole set."""
+    """Count the packs of textbook best-fit decreasing over all items."""
     rooms, packs = [], 0
     for length in sorted(lengths.tolist(), reverse=True):
         at = bisect_left(rooms, length)
@@ -204,9 +209,9 @@ def test_concat_loses_no_space_and_cuts_at_the_budget():
 
 def test_aligned_segments_keep_their_true_lengths():
     lengths = mix(350, 1.1, 2048, 2000)
-    plan = pack_lengths(lengths, 2048, align=16)
+    plan = pack_lengths(lengths, 2048, pad_to_multiple_of=16)
     assert plan.lengths.sum() == lengths.sum()
-    assert (plan.sums(-(-plan.lengths // 16) * 16) <= 2048).all()
+    assert (plan.sum_per_pack(-(-plan.lengths // 16) * 16) <= 2048).all()
 
 
 def test_an_item_longer_than_a_pack_is_refused_by_name_and_nothing_is_taken():
@@ -232,9 +237,9 @@ def test_what_is_not_a_length_is_refused_and_nothing_is_taken(bad):
     [
         ({"strategy": "magic"}, "choose best_fit"),
         ({"overflow": "lose"}, "choose split"),
-        ({"strategy": "concat", "overflow": "drop"}, "concat splits by nature"),
-        ({"align": 9}, "at most the budget"),
-        ({"align": 0}, "at least 1"),
+        ({"strategy": "concat", "overflow": "drop"}, "concat always splits"),
+        ({"pad_to_multiple_of": 9}, "at most the budget"),
+        ({"pad_to_multiple_of": 0}, "at least 1"),
         ({"pool": 0}, "at least one"),
     ],
 )
@@ -250,14 +255,19 @@ def test_the_state_is_small_and_names_what_differs():
         planner.feed(lengths[at : at + 10])
         assert len(json.dumps(planner.state_dict())) < 10_000
     state = planner.state_dict()
-    for changed in ({"budget": 4096}, {"pool": 512}, {"align": 2}, {"strategy": "sequential"}):
+    for changed in (
+        {"budget": 4096},
+        {"pool": 512},
+        {"pad_to_multiple_of": 2},
+        {"strategy": "sequential"},
+    ):
         with pytest.raises(ValueError, match=next(iter(changed))):
             Planner(**{"budget": 8192, **changed}).load_state_dict(state)
     with pytest.raises(ValueError, match="version 1"):
         Planner(8192).load_state_dict(state | {"version": 1})
 
 
-NAMES = ["items", "starts", "lengths", "waits", "since", "first", "counts"]
+NAMES = ["items", "starts", "lengths", "deferrals", "slots_used", "first", "counts"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -269,8 +279,8 @@ def test_a_damaged_state_is_refused_before_any_loop_runs(name):
         "items": "1:AQ==",
         "starts": "1:AQ==",
         "lengths": "8:" + "/////////38=",
-        "waits": "1:" + "/" * 4,
-        "since": 64,
+        "deferrals": "1:" + "/" * 4,
+        "slots_used": 64,
         "first": 10**6,
         "counts": state["counts"] | {"tokens": 1},
     }[name]
@@ -300,7 +310,7 @@ def test_the_packs_of_a_version_never_change():
     lengths = (np.arange(20_000) * 7919 % 10_007) ** 2 % 2048 + 1
     plan = pack_lengths(lengths, 2048)
     content = b"".join(getattr(plan, name).astype("<i8").tobytes() for name in Plan.__slots__)
-    assert (VERSION, sha256(content).hexdigest()[:16]) == (2, "5108d957d9a22433")
+    assert (VERSION, sha256(content).hexdigest()[:16]) == (3, "5108d957d9a22433")
 
 
 @pytest.mark.slow
@@ -312,7 +322,7 @@ def test_packs_do_not_depend_on_the_calls_at_length(lengths, chosen, data):
     assert_same(plan_in_calls(lengths, chosen, cuts, restore=True)[0], whole)
 
 
-@pytest.mark.parametrize("settings", [{"budget": 0}, {"budget": 8, "align": 0}])
+@pytest.mark.parametrize("settings", [{"budget": 0}, {"budget": 8, "pad_to_multiple_of": 0}])
 def test_a_whole_set_is_planned_with_possible_settings_only(settings):
-    with pytest.raises(ValueError, match="align"):
+    with pytest.raises(ValueError, match="pad_to_multiple_of"):
         pack_lengths([3], pool=None, **settings)

@@ -1,4 +1,4 @@
-"""Files of every kind: all rows once whatever the shards, and a cursor behind every row."""
+"""Files of every format: all rows once for any shards, and a cursor after every row."""
 
 import gzip
 import json
@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.ordering import key
+from nopad.packing.ordering import shuffle_key
 from nopad.packing.sources import jsonl, open_source
-from nopad.packing.sources.jsonl import JsonLines
-from nopad.packing.sources.token_files import flat_shelf, megatron_shelf
+from nopad.packing.sources.jsonl import JsonlSource
+from nopad.packing.sources.token_files import open_flat_file, open_megatron
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ROWS = [{"text": f"row {i} " + "é日" * (i % 7)} for i in range(101)]
@@ -85,7 +85,7 @@ def test_one_shard_keeps_the_order_and_every_cursor_continues_it(source, shards)
 
 def test_rows_known_by_number_are_shuffled_wholly(tmp_path):
     source = open_source(write_folder(tmp_path / "texts"))
-    rows = [row.value["text"] for s in range(2) for row in source.read(s, 2, None, key(1))]
+    rows = [row.value["text"] for s in range(2) for row in source.read(s, 2, None, shuffle_key(1))]
     plain = [row.value["text"] for s in range(2) for row in source.read(s, 2)]
     assert sorted(rows) == sorted(plain) and rows != plain
 
@@ -94,14 +94,14 @@ def test_a_copy_of_the_data_is_the_same_data(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     one, two = (write_jsonl(tmp_path / name / "rows.jsonl") for name in ("one", "two"))
-    assert JsonLines([one]).fingerprint() == JsonLines([two]).fingerprint()
+    assert JsonlSource([one]).fingerprint() == JsonlSource([two]).fingerprint()
 
 
 def test_lines_end_as_they_like(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\r\n\n{"text": "b"}\n   \n{"text": "c"}')
     for shards in (1, 2, 5):
-        source = JsonLines([path])
+        source = JsonlSource([path])
         rows = [row.value["text"] for s in range(shards) for row in source.read(s, shards)]
         assert rows == ["a", "b", "c"]
 
@@ -109,9 +109,9 @@ def test_lines_end_as_they_like(tmp_path):
 @pytest.mark.parametrize("kind", ["u16", "i32"])
 def test_megatrons_own_files_are_read_as_megatron_reads_them(kind):
     expected = json.loads((FIXTURES / "megatron.json").read_text())[kind]
-    shelf = megatron_shelf(FIXTURES / f"megatron_{kind}")
-    parts = zip(shelf.begins.tolist(), shelf.lengths.tolist(), strict=True)
-    assert [shelf.flat[a : a + n].tolist() for a, n in parts] == expected
+    array = open_megatron(FIXTURES / f"megatron_{kind}")
+    parts = zip(array.begins.tolist(), array.lengths.tolist(), strict=True)
+    assert [array.flat[a : a + n].tolist() for a, n in parts] == expected
 
 
 def test_a_megatron_prefix_is_packed_whole():
@@ -127,25 +127,27 @@ def test_a_torn_megatron_index_is_refused(tmp_path, cut):
         data = (FIXTURES / f"megatron_u16{suffix}").read_bytes()
         (tmp_path / f"x{suffix}").write_bytes(data[:cut] if suffix == ".idx" else data)
     with pytest.raises(ValueError, match=r"x\.idx"):
-        megatron_shelf(tmp_path / "x")
+        open_megatron(tmp_path / "x")
 
 
 def test_a_torn_megatron_binary_is_refused(tmp_path):
     for suffix in (".bin", ".idx"):
         data = (FIXTURES / f"megatron_u16{suffix}").read_bytes()
         (tmp_path / f"x{suffix}").write_bytes(data[:-2] if suffix == ".bin" else data)
-    with pytest.raises(ValueError, match=r"x\.bin holds .* torn"):
-        megatron_shelf(tmp_path / "x")
+    with pytest.raises(ValueError, match=r"x\.bin has .* truncated"):
+        open_megatron(tmp_path / "x")
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_a_flat_stream_is_cut_behind_its_end_marks(tmp_path, dtype):
     path = tmp_path / "tokens.bin"
     np.array([5, 6, 0, 7, 0, 8, 9], dtype).tofile(path)
-    shelf = flat_shelf(path, dtype, eos=0)
-    parts = zip(shelf.begins.tolist(), shelf.lengths.tolist(), strict=True)
-    assert [shelf.flat[a : a + n].tolist() for a, n in parts] == [[5, 6, 0], [7, 0], [8, 9]]
-    data = PackedDataset(path, budget=4, dtype=dtype, eos=0, shuffle=False, strategy="sequential")
+    array = open_flat_file(path, dtype, eos_token_id=0)
+    parts = zip(array.begins.tolist(), array.lengths.tolist(), strict=True)
+    assert [array.flat[a : a + n].tolist() for a, n in parts] == [[5, 6, 0], [7, 0], [8, 9]]
+    data = PackedDataset(
+        path, budget=4, dtype=dtype, add_eos=0, shuffle=False, strategy="sequential"
+    )
     assert [pack.tokens.tolist() for pack in data] == [[5, 6, 0], [7, 0, 8, 9]]
 
 
@@ -155,19 +157,19 @@ def test_a_flat_stream_needs_its_type_and_end(tmp_path):
     with pytest.raises(ValueError, match="dtype="):
         PackedDataset(path, budget=8)
     path.write_bytes(b"abc")
-    with pytest.raises(ValueError, match="torn"):
-        PackedDataset(path, budget=8, dtype="uint16", eos=0)
+    with pytest.raises(ValueError, match="truncated"):
+        PackedDataset(path, budget=8, dtype="uint16", add_eos=0)
     with pytest.raises(ValueError, match="dtype 'uint13': tokens are integers"):
-        PackedDataset(path, budget=8, dtype="uint13", eos=0)
+        PackedDataset(path, budget=8, dtype="uint13", add_eos=0)
 
 
 @pytest.mark.parametrize("eos", [9, 70_000, -1])
 def test_an_end_mark_that_no_flat_file_holds_is_refused(tmp_path, eos):
     for name, tokens in {"a": [1, 2, 0, 3], "b": [4, 5], "c": []}.items():
         np.array(tokens, "uint16").tofile(tmp_path / f"{name}.bin")
-    with pytest.raises(ValueError, match=rf"a\.bin: eos={eos} is nowhere among its tokens"):
-        open_source(tmp_path, dtype="uint16", eos=eos)
-    assert len(open_source(tmp_path, dtype="uint16", eos=0)) == 3
+    with pytest.raises(ValueError, match=rf"a\.bin: add_eos={eos} does not occur among its tokens"):
+        open_source(tmp_path, dtype="uint16", eos_token_id=eos)
+    assert len(open_source(tmp_path, dtype="uint16", eos_token_id=0)) == 3
 
 
 def test_a_folder_of_different_kinds_asks_which_is_meant(tmp_path):
@@ -175,11 +177,11 @@ def test_a_folder_of_different_kinds_asks_which_is_meant(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match="glob="):
         open_source(tmp_path)
-    assert isinstance(open_source(tmp_path, glob="*.jsonl"), JsonLines)
+    assert isinstance(open_source(tmp_path, glob="*.jsonl"), JsonlSource)
 
 
 def test_what_is_no_source_is_refused():
-    with pytest.raises(ValueError, match="int is no source"):
+    with pytest.raises(ValueError, match="int is not a source"):
         open_source(3)
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         open_source("no/such/file")
@@ -205,8 +207,8 @@ def test_a_file_that_went_away_is_an_error_in_its_place(tmp_path):
 def test_lines_left_out_are_not_looked_up_in_their_file(tmp_path, monkeypatch):
     path, asked = tmp_path / "bad.jsonl", []
     path.write_text("{}\n" * 500 + '{"input_ids": [1, 2]}\n')
-    name = jsonl._Place.__str__
-    monkeypatch.setattr(jsonl._Place, "__str__", lambda at: asked.append(at) or name(at))
+    name = jsonl._LineLocation.__str__
+    monkeypatch.setattr(jsonl._LineLocation, "__str__", lambda at: asked.append(at) or name(at))
     data = PackedDataset(path, budget=8, on_error="skip")
     assert data.count() == 1 and len(asked) == 20
     assert data.report()["skipped"]["rows"] == 500
@@ -216,9 +218,9 @@ def test_lines_left_out_are_not_looked_up_in_their_file(tmp_path, monkeypatch):
 def test_a_megatron_index_whose_documents_begin_late_is_refused(tmp_path):
     write_megatron(tmp_path / "x", documents=[1, 2])
     with pytest.raises(ValueError, match="do not cover"):
-        megatron_shelf(tmp_path / "x")
+        open_megatron(tmp_path / "x")
     write_megatron(tmp_path / "x", documents=[0, 1, 2])
-    assert megatron_shelf(tmp_path / "x").lengths.tolist() == [3, 3]
+    assert open_megatron(tmp_path / "x").lengths.tolist() == [3, 3]
 
 
 def write_megatron(prefix: Path, documents: list[int]) -> None:
@@ -240,15 +242,19 @@ def test_a_mark_at_the_head_of_a_file_is_no_text(tmp_path):
 def test_compressed_lines_of_any_length_are_the_plain_ones(tmp_path, suffix):
     rows = [{"text": "x" * (n * 7919 % 300_000)} for n in range(40)]
     path = write_jsonl(tmp_path / f"rows.jsonl{suffix}", rows)
-    assert [row.value for row in JsonLines([path]).read(0, 1)] == rows
+    assert [row.value for row in JsonlSource([path]).read(0, 1)] == rows
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.md.zst", "a.parquet.gz", "a.bin.gz"])
 @pytest.mark.parametrize("glob", [None, "a.*"])
 def test_what_is_not_read_compressed_is_refused_by_name(tmp_path, name, glob):
     (tmp_path / name).write_bytes(gzip.compress(b"hello"))
-    with pytest.raises(ValueError, match=rf"{name}: only \.jsonl is read compressed: unpack it"):
-        open_source(tmp_path if glob else tmp_path / name, glob=glob, dtype="uint16", eos=0)
+    with pytest.raises(
+        ValueError, match=rf"{name}: only \.jsonl can be read compressed: decompress it"
+    ):
+        open_source(
+            tmp_path if glob else tmp_path / name, glob=glob, dtype="uint16", eos_token_id=0
+        )
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -256,7 +262,7 @@ def test_what_is_not_read_compressed_is_refused_by_name(tmp_path, name, glob):
 def test_one_large_list_is_told_how_to_become_lines(tmp_path, indent, entry):
     (tmp_path / "a.json").write_text(json.dumps([entry], indent=indent))
     first = next(iter(open_source(tmp_path / "a.json").read(0, 1))).value
-    assert isinstance(first, ValueError) and "write one entry a line" in str(first)
+    assert isinstance(first, ValueError) and "write one entry of the list per line" in str(first)
 
 
 def test_a_tilde_is_the_home_of_the_user(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Names and cursors from outside never open a file outside; bombs are refused naming the limit."""
+"""Names and cursors from outside never open a file outside; bombs are rejected naming the limit."""
 
 import json
 
@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.readers import shard
-from nopad.packing.readers.shard import pack_text, unpack_text
+from nopad.packing.readers import shard_state
+from nopad.packing.readers.shard_state import compress_state, decompress_state
 from nopad.packing.sources import jsonl, parquet
-from nopad.packing.sources.jsonl import JsonLines
-from nopad.packing.sources.paths import contained, files_of
+from nopad.packing.sources.jsonl import JsonlSource
+from nopad.packing.sources.paths import list_files, resolve_inside
 
 NAMES = [
     "../secret", "..", "a/../../secret", "a/..", "./../x", "..\\secret", "a\\..\\..\\x",
@@ -41,7 +41,7 @@ def test_forty_hostile_names_are_refused_before_anything_is_opened(folder, monke
     accepted = []
     for name in NAMES:
         try:
-            accepted.append(contained(folder, name))
+            accepted.append(resolve_inside(folder, name))
         except ValueError:
             continue
     print(f"{len(accepted)} of {len(NAMES)} hostile names accepted")
@@ -50,31 +50,31 @@ def test_forty_hostile_names_are_refused_before_anything_is_opened(folder, monke
 
 def test_good_names_are_accepted(folder):
     for name in ("a.jsonl", "deep/b.jsonl", "..hidden", "a..b", "naïve 日本.txt"):
-        assert contained(folder, name) == folder / name
+        assert resolve_inside(folder, name) == folder / name
 
 
 def test_a_folder_does_not_lead_through_its_links(folder):
     (folder / "a.txt").write_text("hello")
     (folder / "b.txt").symlink_to(folder.parent / "outside" / "secret")
     with pytest.raises(ValueError, match="leads out of its folder through a link"):
-        files_of(folder)
+        list_files(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_cannot_name_a_file(tmp_path, name):
-    """Cursors are numbers: a name in their place is refused before a file is opened by it."""
+    """Cursors are numbers: a name instead is rejected before a file is opened with it."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"input_ids": [i]}) + "\n" for i in range(40)))
-    data = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, ahead=False)
+    data = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, pretokenize=False)
     packs = iter(data)
     for _ in range(4):
         next(packs)
     state = data.state_dict()
-    inner = unpack_text(state["shards"]["0"]["state"])
+    inner = decompress_state(state["shards"]["0"]["state"])
     for cursor in (name, [name, 0], [0, name], {"file": name}):
         inner["readers"][0]["marks"][0][3] = cursor
-        state["shards"]["0"]["state"] = pack_text(inner)
-        again = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, ahead=False)
+        state["shards"]["0"]["state"] = compress_state(inner)
+        again = PackedDataset(path, budget=4, pool=2, shards=1, shuffle=4, pretokenize=False)
         again.load_state_dict(state)
         with pytest.raises(ValueError, match=r"cursor|malformed"):
             next(iter(again))
@@ -86,7 +86,7 @@ def test_a_line_over_the_limit_is_passed_over_without_being_kept(tmp_path, monke
     path = tmp_path / ("rows.jsonl.zst" if packed else "rows.jsonl")
     data = b'{"input_ids": [1]}\n{"text": "' + b"x" * (3 << 20) + b'"}\n{"input_ids": [2]}\n'
     path.write_bytes(pa.compress(data, codec="zstd", asbytes=True) if packed else data)
-    rows = list(JsonLines([path]).read(0, 1))
+    rows = list(JsonlSource([path]).read(0, 1))
     assert [row.value for row in rows[::2]] == [{"input_ids": [1]}, {"input_ids": [2]}]
     assert "the limit is 1048576" in str(rows[1].value)
 
@@ -94,7 +94,7 @@ def test_a_line_over_the_limit_is_passed_over_without_being_kept(tmp_path, monke
 def test_a_line_of_ten_megabytes_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "' + b"x" * 10_000_000 + b'"}\n')
-    assert len(next(JsonLines([path]).read(0, 1)).value["text"]) == 10_000_000
+    assert len(next(JsonlSource([path]).read(0, 1)).value["text"]) == 10_000_000
     assert jsonl.LINE_LIMIT == 64 << 20
 
 
@@ -103,14 +103,14 @@ def test_a_decompression_bomb_is_bounded_by_the_limit_of_a_line(tmp_path, monkey
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(pa.compress(b"0" * (64 << 20), codec="gzip", asbytes=True))
     assert path.stat().st_size < 1 << 17
-    (row,) = JsonLines([path]).read(0, 1)
+    (row,) = JsonlSource([path]).read(0, 1)
     assert "the limit is 1048576" in str(row.value)
 
 
 def test_nesting_beyond_the_limit_is_refused_naming_it(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("[" * 64 + "]" * 64 + "\n" + "[" * 65 + "]" * 65 + "\n")
-    rows = list(JsonLines([path]).read(0, 1))
+    rows = list(JsonlSource([path]).read(0, 1))
     assert isinstance(rows[0].value, list) and "deeper than 64" in str(rows[1].value)
 
 
@@ -118,14 +118,14 @@ def test_a_row_group_over_the_limit_is_refused_naming_it(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "GROUP_LIMIT", 1000)
     path = tmp_path / "rows.parquet"
     parquet.pq.write_table(pa.table({"input_ids": [np.arange(5000)]}), path)
-    (row,) = parquet.Parquet([path]).read(0, 1)
+    (row,) = parquet.ParquetSource([path]).read(0, 1)
     assert "the limit is 1000" in str(row.value)
 
 
 def test_a_state_that_unfolds_beyond_the_limit_is_neither_written_nor_read(monkeypatch):
-    large = pack_text({"packer": "0" * (2 << 20)})
-    monkeypatch.setattr(shard, "STATE_LIMIT", 1 << 20)
+    large = compress_state({"packer": "0" * (2 << 20)})
+    monkeypatch.setattr(shard_state, "STATE_LIMIT", 1 << 20)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
-        unpack_text(large)
+        decompress_state(large)
     with pytest.raises(ValueError, match=r"a shard's state has 2097165 bytes, .* join fewer"):
-        pack_text({"packer": "0" * (2 << 20)})
+        compress_state({"packer": "0" * (2 << 20)})

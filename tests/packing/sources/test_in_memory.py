@@ -52,10 +52,10 @@ def test_an_iterable_of_one_shard_does_not_feed_two_workers(tools):
         list(DataLoader(data, batch_size=None, num_workers=2))
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_list_is_shuffled_wholly_and_every_epoch_anew(ahead):
+@pytest.mark.parametrize("pretokenize", [True, False])
+def test_a_list_is_shuffled_wholly_and_every_epoch_anew(pretokenize):
     rows = [[i, i] for i in range(100)]
-    data = PackedDataset(rows, budget=2, pool=1, epochs=2, ahead=ahead, shards=1)
+    data = PackedDataset(rows, budget=2, pool=1, epochs=2, pretokenize=pretokenize, shards=1)
     order = [int(pack.tokens[0]) for pack in data]
     first, second = order[:100], order[100:]
     assert sorted(first) == sorted(second) == list(range(100)) and first != second
@@ -78,17 +78,17 @@ class Breaking:
         return [1, 2, number]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_row_that_cannot_be_read_by_number_is_named_or_left_out(ahead):
+@pytest.mark.parametrize("pretokenize", [True, False])
+def test_a_row_that_cannot_be_read_by_number_is_named_or_left_out(pretokenize):
     with pytest.raises(ValueError, match="list, row 3: KeyError: 'boom'"):
-        list(PackedDataset(Breaking(), budget=8, ahead=ahead))
-    data = PackedDataset(Breaking(), budget=16, ahead=ahead, shards=1, on_error="skip")
+        list(PackedDataset(Breaking(), budget=8, pretokenize=pretokenize))
+    data = PackedDataset(Breaking(), budget=16, pretokenize=pretokenize, shards=1, on_error="skip")
     assert sum(len(pack.tokens) for pack in data) == 12
     assert data.report()["skipped"] == {"rows": 1, "reasons": ["list, row 3: KeyError: 'boom'"]}
 
 
 def test_a_dict_is_no_list_of_rows():
-    with pytest.raises(ValueError, match="dict is no source"):
+    with pytest.raises(ValueError, match="dict is not a source"):
         PackedDataset({"input_ids": [[1, 2]]}, budget=8)
 
 
@@ -103,11 +103,11 @@ def test_a_function_that_gives_no_rows_is_told_what_to_return():
     def forgotten():
         pass
 
-    with pytest.raises(ValueError, match="forgotten returned NoneType: a function that is a sourc"):
+    with pytest.raises(ValueError, match="forgotten returned NoneType: a function used as a sourc"):
         list(PackedDataset(forgotten, budget=8))
 
 
 def test_a_table_is_told_how_to_become_rows():
     for table in (pa.table({"input_ids": [[1, 2]]}), pd.DataFrame({"text": ["a"]})):
-        with pytest.raises(ValueError, match="is a table, no list of rows: pass datasets"):
+        with pytest.raises(ValueError, match="is a table, not a list of rows: pass datasets"):
             PackedDataset(table, budget=8)

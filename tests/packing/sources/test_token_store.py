@@ -1,11 +1,11 @@
-"""Packs laid out by the compiled loop equal packs laid out one token at a time."""
+"""Packs gathered by the compiled loop equal packs copied one token at a time."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.packing import IGNORE_INDEX, Pack, Plan, Sample
-from nopad.packing.sources.token_store import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray, TokenStore
 
 
 def naive(samples, segments, align, pad):
@@ -26,20 +26,20 @@ def test_laying_out_equals_the_naive_way(data):
     kinds = data.draw(
         st.lists(st.sampled_from([np.uint16, np.int32, np.int64]), min_size=1, max_size=3)
     )
-    shelves, samples = [], []
+    arrays, samples = [], []
     for number, kind in enumerate(kinds):
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=8))
         own = [Sample(np.arange(n) + 100 * (len(samples) + i)) for i, n in enumerate(lengths)]
-        if number == 1:  # a shelf with labels of its own
+        if number == 1:  # an array with its own labels
             own = [Sample(s.tokens, np.where(s.tokens % 3, s.tokens, IGNORE_INDEX)) for s in own]
-        shelf = TokenArray.of(own, source=number)
-        shelves.append(
+        array = TokenArray.of(own, source=number)
+        arrays.append(
             TokenArray(
-                "x", shelf.flat.astype(kind), shelf.begins, shelf.lengths, shelf.labels, number
+                "x", array.flat.astype(kind), array.begins, array.lengths, array.labels, number
             )
         )
         samples += own
-    store, segments = TokenStore(shelves), []
+    store, segments = TokenStore(arrays), []
     for _ in range(data.draw(st.integers(1, 12))):
         document = data.draw(st.integers(0, len(samples) - 1))
         start = data.draw(st.integers(0, len(samples[document]) - 1))
@@ -48,14 +48,14 @@ def test_laying_out_equals_the_naive_way(data):
     align = data.draw(st.sampled_from([1, 2, 8]))
     columns = [np.array(column, np.int64) for column in zip(*segments, strict=True)]
     plan = Plan(*columns, np.array([0, len(segments)]))
-    rows = store.lay(plan, np.array([0]), align, pad=7)
+    rows = store.gather(plan, np.array([0]), align, pad_token_id=7)
     tokens, labels, bounds = naive(samples, segments, align, 7)
     assert rows.tokens.tolist() == tokens
-    marks = rows.labels if len(rows.labels) else None  # made from the tokens when asked for
-    pack = Pack(rows.tokens, marks, rows.bounds, len(tokens), *[rows.documents] * 3)
-    assert pack.counted == sum(label != IGNORE_INDEX for label in labels)
+    marks = rows.labels if len(rows.labels) else None  # derived from the tokens on demand
+    pack = Pack(rows.tokens, marks, rows.cu_seqlens, len(tokens), *[rows.documents] * 3)
+    assert pack.num_label_tokens == sum(label != IGNORE_INDEX for label in labels)
     assert pack.labels.tolist() == labels
-    assert rows.bounds.tolist() == bounds
+    assert rows.cu_seqlens.tolist() == bounds
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_document():
@@ -63,22 +63,22 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_document():
         [TokenArray.of([Sample(np.array([1, 2])), Sample(np.array([3, 99, 4]))], "mine")]
     )
     plan = Plan(*map(np.array, ([0, 1], [0, 0], [2, 3], [0, 2])))
-    store.lay(plan, np.array([0]), vocab_size=100)
-    with pytest.raises(ValueError, match="mine, document 1 holds the id 99"):
-        store.lay(plan, np.array([0]), vocab_size=99)
+    store.gather(plan, np.array([0]), vocab_size=100)
+    with pytest.raises(ValueError, match="mine, document 1 contains the id 99"):
+        store.gather(plan, np.array([0]), vocab_size=99)
 
 
 def test_a_negative_id_is_named_whatever_the_vocabulary():
-    shelf = TokenArray("mine", np.array([1, -2, 3]), np.array([0]), np.array([3]))
-    with pytest.raises(ValueError, match="mine, document 0 holds the id -2"):
+    array = TokenArray("mine", np.array([1, -2, 3]), np.array([0]), np.array([3]))
+    with pytest.raises(ValueError, match="mine, document 0 contains the id -2"):
         plan = Plan(*map(np.array, ([0], [0], [3], [0, 1])))
-        TokenStore([shelf]).lay(plan, np.array([0]))
+        TokenStore([array]).gather(plan, np.array([0]))
 
 
 def test_an_empty_document_is_named():
-    shelf = TokenArray("mine", np.arange(5), np.array([0, 2, 2]), np.array([2, 0, 3]))
+    array = TokenArray("mine", np.arange(5), np.array([0, 2, 2]), np.array([2, 0, 3]))
     with pytest.raises(ValueError, match="mine, document 1 is empty"):
-        TokenStore([shelf]).check()
+        TokenStore([array]).check()
 
 
 @pytest.mark.parametrize("label", [-5, -101, 10])
@@ -90,17 +90,17 @@ def test_a_label_outside_the_vocabulary_is_refused_with_its_document(label):
     bad = TokenArray("bad", flat, np.array([0, 2]), np.array([2, 3]), labels)
     plan = Plan(*map(np.array, ([0, 1, 2], [0, 0, 0], [4, 2, 3], [0, 3])))
     store = TokenStore([good, bad])
-    with pytest.raises(ValueError, match=f"bad, document 2 holds the label {label}: ids go"):
-        store.lay(plan, np.array([0]), vocab_size=10)
+    with pytest.raises(ValueError, match=f"bad, document 2 contains the label {label}: ids range"):
+        store.gather(plan, np.array([0]), vocab_size=10)
     labels[3] = 9
-    assert store.lay(plan, np.array([0]), vocab_size=10).labels.tolist()[-2:] == [9, 4]
+    assert store.gather(plan, np.array([0]), vocab_size=10).labels.tolist()[-2:] == [9, 4]
 
 
 @pytest.mark.parametrize(
     ("begin", "length", "labels"), [(-1, 3, None), (2, 4, None), (0, 5, np.arange(4))]
 )
 def test_documents_that_reach_beyond_their_tokens_are_refused(begin, length, labels):
-    shelf = TokenArray("x", np.arange(5), np.array([begin]), np.array([length]), labels)
-    with pytest.raises(ValueError, match=f"documents reach from {begin} to {begin + length}"):
-        TokenStore([shelf]).check()
+    array = TokenArray("x", np.arange(5), np.array([begin]), np.array([length]), labels)
+    with pytest.raises(ValueError, match=f"documents range from {begin} to {begin + length}"):
+        TokenStore([array]).check()
     TokenStore([TokenArray("x", np.arange(5), np.array([0]), np.array([5]))]).check()

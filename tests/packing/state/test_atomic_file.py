@@ -1,4 +1,4 @@
-"""A state file is whole or refused: every truncation, a thousand bit flips, every crash point."""
+"""A state file is intact or rejected: every truncation, a thousand bit flips, every crash point."""
 
 import json
 import os
@@ -10,7 +10,11 @@ import pytest
 from nopad.packing.state import atomic_file, read_state, write_state
 from nopad.packing.state.atomic_file import SIZE_LIMIT
 
-STATE = {"version": 1, "position": {"index": 12}, "shards": {"0": {"made": 3, "state": "abc="}}}
+STATE = {
+    "version": 1,
+    "position": {"index": 12},
+    "shards": {"0": {"packs_since": 3, "state": "abc="}},
+}
 OLDER = {**STATE, "position": {"index": 8}}
 
 
@@ -51,12 +55,14 @@ def test_a_thousand_bit_flips_are_noticed(path):
 def test_two_torn_files_are_refused_naming_both(path):
     path.write_bytes(b'{"format"')
     path.with_name("state.json.previous").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"state\.json: torn.*state\.json\.previous: torn"):
+    with pytest.raises(
+        ValueError, match=r"state\.json: truncated.*state\.json\.previous: truncated"
+    ):
         read_state(path)
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path):
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="does not exist"):
         read_state(tmp_path / "none.json")
 
 
@@ -68,7 +74,7 @@ def test_a_torn_state_does_not_push_out_the_last_good_one(path):
 
 CRASH = """
 import os, sys
-from nopad.packing.state import atomic_file as state_file
+from nopad.packing.state import atomic_file
 point, path = int(sys.argv[1]), sys.argv[2]
 calls = 0
 def crashing(function):

@@ -1,4 +1,4 @@
-"""Fingerprints of rows see every entry."""
+"""Fingerprints of rows depend on every entry."""
 
 import numpy as np
 import pytest

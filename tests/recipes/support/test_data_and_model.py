@@ -33,7 +33,7 @@ def test_a_bad_row_stops_a_recipe_with_the_option_that_leaves_it_out(tmp_path, c
     status = run_recipe.exit_status("pretrain", lambda *_: _packs(pretrain_args(tmp_path, data)))
     message = capsys.readouterr().err
     assert status == 2 and "texts.jsonl, line 8: text is empty" in message
-    assert "(--on-error skip skips such rows and counts them)" in message
+    assert "(pass --on-error skip to skip and count such rows)" in message
     packs = _packs(pretrain_args(tmp_path, data, "--on-error", "skip"))
     assert [pack.tokens.tolist() for pack in islice(packs, 9)] == complete
 

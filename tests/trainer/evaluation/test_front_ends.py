@@ -7,6 +7,7 @@ import tiny_run
 import torch
 from echo_eval import EXAMPLES, echo, equal, scores
 from nopad.trainer.evaluation import GenerationEval
+from nopad.trainer.monitoring import Meter
 
 
 def test_two_evaluations_of_one_name_would_overwrite_each_other_and_are_refused():
@@ -46,11 +47,9 @@ def test_the_hf_trainer_logs_and_keeps_the_best_checkpoint(tmp_path):
     assert [p.name for p in (tmp_path / "joint").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
-def test_lightning_monitors_the_metric(tmp_path):
+def fit(folder, data, *callbacks, **settings):
+    """Train a tiny model with Lightning."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from nopad.trainer.with_lightning import EvalCallback, PackedCallback, PackedDataModule
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -63,16 +62,25 @@ def test_lightning_monitors_the_metric(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
+    settings = {"max_steps": 1, "logger": False, "enable_checkpointing": False, **settings}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, callbacks=list(callbacks), **settings,
+    )  # fmt: skip
+    trainer.fit(Module(), data)
+
+
+def test_lightning_monitors_the_metric(tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from nopad.trainer.with_lightning import EvalCallback, PackedCallback, PackedDataModule
+
     data = PackedDataModule(tiny_run.dataset(epochs=None))
     best = ModelCheckpoint(tmp_path, "{step}", "eval/acc", mode="max", every_n_train_steps=2)
-    run = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=6, enable_progress_bar=False,
-        enable_model_summary=False, logger=TensorBoardLogger(tmp_path), log_every_n_steps=1,
-        callbacks=[
-            PackedCallback(data), best, EvalCallback(GenerationEval(scores(0.1, 0.5, 0.2), every=2))
-        ],
-    )  # fmt: skip
-    run.fit(Module(), data)
+    evaluation = EvalCallback(GenerationEval(scores(0.1, 0.5, 0.2), every=2))
+    settings = {"max_steps": 6, "log_every_n_steps": 1, "enable_checkpointing": True}
+    logger = TensorBoardLogger(tmp_path)
+    fit(tmp_path, data, PackedCallback(data), best, evaluation, logger=logger, **settings)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
     assert float(best.best_model_score) == 0.5
 
@@ -95,3 +103,40 @@ def test_accelerate_hears_of_a_new_best(tmp_path):
     }  # fmt: skip
     accelerator.end_training()
     assert any(path.stat().st_size > 500 for path in tmp_path.rglob("events*"))
+
+
+@pytest.mark.parametrize("front_end", ["hf", "lightning", "accelerate"])
+def test_the_throughput_meter_is_paused_during_an_evaluation(front_end, tmp_path):
+    depths = []
+
+    def harness(deadline=None):
+        depths.append(meter()._pause_depth)
+        return {}
+
+    evaluation = GenerationEval(harness, every=1)
+    data = tiny_run.dataset(epochs=None)
+    if front_end == "hf":
+        from nopad.trainer.with_hf import EvalCallback, PackedTrainer
+        from transformers import TrainingArguments
+
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+        args = TrainingArguments(str(tmp_path), max_steps=1, **quiet)
+        trainer = PackedTrainer(tiny_run.model(), args, None, data)
+        trainer.add_callback(EvalCallback(trainer, evaluation))
+        meter = lambda: trainer.meter  # noqa: E731
+        trainer.train()
+    elif front_end == "lightning":
+        from nopad.trainer.with_lightning import EvalCallback, PackedCallback, PackedDataModule
+
+        packs = PackedDataModule(data)
+        callback = PackedCallback(packs)
+        meter = lambda: callback.meter  # noqa: E731
+        fit(tmp_path, packs, callback, EvalCallback(evaluation))
+    else:
+        from accelerate import Accelerator
+        from nopad.trainer.with_accelerate import AccelerateEval
+
+        own = Meter()
+        meter = lambda: own  # noqa: E731
+        AccelerateEval(Accelerator(cpu=True), None, evaluation, meter=own).after_step(1)
+    assert depths == [1]

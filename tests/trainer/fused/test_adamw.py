@@ -83,7 +83,7 @@ def fsdp1(flat: bool) -> list[torch.nn.Parameter]:
 def test_a_piece_of_the_gradient_under_fsdp1_is_refused(process_group, monkeypatch, flat):
     ours = fsdp1(flat)
     before = [p.detach().clone() for p in ours]
-    monkeypatch.setattr("nopad.trainer.fused.adamw.world", lambda: 2)
+    monkeypatch.setattr("nopad.trainer.fused.adamw.world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"FSDP1 and DeepSpeed.*NO_SHARD.*their own clipping"):
         ClippedAdamW(ours).step()
     assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))

@@ -12,10 +12,16 @@ from types import SimpleNamespace
 import pytest
 import tiny_run
 import torch
-from nopad.trainer.fused.class_swap import FUSED, fused_subclass, has_no_hooks, serves
-from nopad.trainer.fused.equivalence import agree, agrees, wave
-from nopad.trainer.fused.fuse_layers import PARTS, _different
+from nopad.collators import PackedCollator
+from nopad.runtime import STOCK_CLASS
+from nopad.trainer.fused import compile_layers, fuse_layers
+from nopad.trainer.fused.class_swap import add_forward, can_run, fused_subclass, has_no_hooks
+from nopad.trainer.fused.equivalence import module_matches, outputs_match, trial_input
+from nopad.trainer.fused.fuse_layers import PARTS, _distinct
+from nopad.trainer.fused.fused_rotary import is_supported
+from nopad.trainer.loss import attach_loss
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 fusing = sys.modules["nopad.trainer.fused.fuse_layers"]
 
@@ -32,14 +38,14 @@ def saved_and_loaded(model):
 )
 def test_a_fused_model_is_saved_whole_and_copied(again):
     model = tiny_run.model()
-    for source in PARTS:
-        for part in model.modules():
-            if source.matches(part):
-                part.__class__ = fused_subclass(type(part), source.forward)
-    assert sum(hasattr(type(part), FUSED) for part in model.modules()) > 4 * 2
+    for part in PARTS:
+        for module in model.modules():
+            if part.matches(module):
+                module.__class__ = add_forward(type(module), part.forward)
+    assert sum(hasattr(type(module), STOCK_CLASS) for module in model.modules()) > 4 * 2
     ids = torch.randint(1, 61, (1, 9))
     gold, other = model(ids).logits, again(model)
-    assert [type(part) for part in other.modules()] == [type(part) for part in model.modules()]
+    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
     assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}
     assert torch.equal(other(ids).logits, gold)
 
@@ -54,16 +60,18 @@ class Dropping(nn.Module):
 
 
 def test_what_drops_out_in_training_is_not_fused_although_it_does_not_now():
-    twin = fused_subclass(Dropping, lambda part, x: x * part.weight)
-    assert agrees(Dropping(0.0).eval(), twin, torch.device("cpu"))
-    assert not agrees(Dropping(0.5).eval(), twin, torch.device("cpu"))
+    fused = fused_subclass(Dropping, lambda module, fallback, x: x * module.weight)
+    assert module_matches(Dropping(0.0).eval(), fused, torch.device("cpu"))
+    assert not module_matches(Dropping(0.5).eval(), fused, torch.device("cpu"))
 
 
-def test_results_of_another_structure_or_dtype_do_not_agree():
-    x = wave(torch.ones(1, dtype=torch.bfloat16), 9)
-    assert agree(torch.sin, torch.sin, [x], [])
-    assert not agree(lambda x: (x.sin(),), torch.sin, [x], []), "a tuple, and the tensor itself"
-    assert not agree(lambda x: x.float().sin(), torch.sin, [x], []), "a wider result"
+def test_results_of_another_structure_or_dtype_do_not_outputs_match():
+    x = trial_input(torch.ones(1, dtype=torch.bfloat16), 9)
+    assert outputs_match(torch.sin, torch.sin, [x], [])
+    assert not outputs_match(lambda x: (x.sin(),), torch.sin, [x], []), (
+        "a tuple, and the tensor itself"
+    )
+    assert not outputs_match(lambda x: x.float().sin(), torch.sin, [x], []), "a wider result"
 
 
 class Scaled(nn.Module):
@@ -77,47 +85,50 @@ class Scaled(nn.Module):
 
 
 def test_a_difference_that_bf16_would_hide_is_seen_in_fp32():
-    cpu, twin = torch.device("cpu"), fused_subclass(Scaled, lambda part, x: x * part.weight)
-    assert agrees(Scaled(1.0).bfloat16(), twin, cpu)
-    assert not agrees(Scaled(0.99).bfloat16(), twin, cpu)
+    cpu, fused = (
+        torch.device("cpu"),
+        fused_subclass(Scaled, lambda module, fallback, x: x * module.weight),
+    )
+    assert module_matches(Scaled(1.0).bfloat16(), fused, cpu)
+    assert not module_matches(Scaled(0.99).bfloat16(), fused, cpu)
 
 
 def test_what_tf32_rounds_is_forgiven_and_a_multiplier_is_not():
-    x = wave(torch.ones(1), 9)
+    x = trial_input(torch.ones(1), 9)
     for factor, alike in ((1.0003, True), (0.998, False)):
-        assert agree(torch.sin, lambda x, factor=factor: x.sin() * factor, [x], []) == alike
+        assert outputs_match(torch.sin, lambda x, factor=factor: x.sin() * factor, [x], []) == alike
 
 
 def test_a_share_too_small_to_drop_anything_in_a_trial_is_seen_and_no_random_number_is_used_up():
-    twin = fused_subclass(Dropping, lambda part, x: x * part.weight)
+    fused = fused_subclass(Dropping, lambda module, fallback, x: x * module.weight)
     state = torch.get_rng_state()
-    assert not agrees(Dropping(1e-6), twin, torch.device("cpu"))
+    assert not module_matches(Dropping(1e-6), fused, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_parts_with_tensors_of_their_own_are_all_tried():
     scaled = [Scaled(share) for share in (0.2, 0.5, 1.0)]
-    assert _different(scaled) == scaled
+    assert _distinct(scaled) == scaled
     plain = [Dropping(0.0), Dropping(0.0), Dropping(0.1)]
-    assert len(_different(plain)) == 2
+    assert len(_distinct(plain)) == 2
     plain[0].bias = torch.ones(6)
-    assert len(_different(plain)) == 3
+    assert len(_distinct(plain)) == 3
 
 
-def scaled(part, x):
-    return x * part.weight
+def scaled(module, fallback, x):
+    return x * module.weight
 
 
 @pytest.fixture
 def fusible(monkeypatch):
     """Fuses `Scaled` and `Dropping`, without a kernel, here."""
-    source = SimpleNamespace(
-        matches=lambda part: isinstance(part, Scaled | Dropping),
+    part = SimpleNamespace(
+        matches=lambda module: isinstance(module, Scaled | Dropping),
         forward=scaled,
-        agrees=agrees,
+        verify=module_matches,
     )
-    monkeypatch.setattr(fusing, "PARTS", [source])
-    monkeypatch.setattr(fusing, "serves", lambda x: True)
+    monkeypatch.setattr(fusing, "PARTS", [part])
+    monkeypatch.setattr(fusing, "can_run", lambda x: True)
 
 
 def test_a_part_that_cannot_be_tried_stays_and_the_others_are_fused(fusible):
@@ -140,7 +151,8 @@ def test_a_class_of_no_module_is_fused_as_any_other(fusible):
 
 
 def test_a_failure_half_way_leaves_nothing_fused(fusible, monkeypatch):
-    monkeypatch.setattr(fusing, "_fuse_rotary", lambda *_: 1 / 0)
+    broken = SimpleNamespace(matches=lambda module: 1 / 0)
+    monkeypatch.setattr(fusing, "PARTS", [*fusing.PARTS, broken])
     model = nn.Sequential(Scaled(1.0))
     with pytest.raises(ZeroDivisionError):
         fusing.fuse_layers(model)
@@ -150,16 +162,18 @@ def test_a_failure_half_way_leaves_nothing_fused(fusible, monkeypatch):
 def test_undo_leaves_what_something_else_has_wrapped_since(fusible):
     model = nn.Sequential(Scaled(1.0), Scaled(1.0))
     fused = fusing.fuse_layers(model)
-    twin = type(model[1])
-    wrapped = type("FSDPScaled", (twin,), {})  # as fully_shard wraps a module: by its class
+    fused_class = type(model[1])
+    wrapped = type("FSDPScaled", (fused_class,), {})  # as fully_shard wraps a module: by its class
     model[1].__class__ = wrapped
     with pytest.raises(ValueError, match=r"FSDPScaled.*undo before fully_shard"):
         fused.undo()
-    assert [type(part) for part in model] == [twin, wrapped] and fused.names == ["Scaled"]
-    model[1].__class__ = twin
+    assert [type(module) for module in model] == [fused_class, wrapped] and fused.names == [
+        "Scaled"
+    ]
+    model[1].__class__ = fused_class
     fused.undo()
     fused.undo()
-    assert [type(part) for part in model] == [Scaled, Scaled] and fused.names == []
+    assert [type(module) for module in model] == [Scaled, Scaled] and fused.names == []
 
 
 HOOKS = (
@@ -172,14 +186,14 @@ HOOKS = (
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_of_any_kind_keeps_a_module_from_being_passed_over(name):
-    part = nn.Linear(2, 2)
-    assert has_no_hooks(part)
+    module = nn.Linear(2, 2)
+    assert has_no_hooks(module)
     everywhere = getattr(nn.modules.module, name.replace("register_", "register_module_"))
-    for register in (getattr(part, name), everywhere):
+    for register in (getattr(module, name), everywhere):
         handle = register(lambda *_: None)
-        assert not has_no_hooks(part)
+        assert not has_no_hooks(module)
         handle.remove()
-        assert has_no_hooks(part)
+        assert has_no_hooks(module)
 
 
 def test_the_kernels_are_for_tensors_of_the_current_device_only(monkeypatch):
@@ -192,12 +206,42 @@ def test_the_kernels_are_for_tensors_of_the_current_device_only(monkeypatch):
     x = torch.zeros(3).as_subclass(Away)
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        assert serves(x) == (current == 1)
-    assert not serves(torch.zeros(3)) and not serves(None)
+        assert can_run(x) == (current == 1)
+    assert not can_run(torch.zeros(3)) and not can_run(None)
 
 
 def test_angles_that_learn_are_turned_by_the_model_itself():
     q, angles = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 4)
-    assert fusing._usual(q, q, angles, angles)
+    assert is_supported(q, q, angles, angles)
     learnt = angles.clone().requires_grad_()
-    assert not fusing._usual(q, q, learnt, angles) and not fusing._usual(q, q, angles, learnt)
+    assert not is_supported(q, q, learnt, angles) and not is_supported(q, q, angles, learnt)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bf16_step_is_as_near_to_fp32_as_without_our_kernels(compiled):
+    tokens = torch.randint(1, 300, (1, 500), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": piece.tolist()} for piece in tokens[0].split([90, 200, 210])]
+    batch = {k: v.cuda() if torch.is_tensor(v) else v for k, v in PackedCollator()(rows).items()}
+
+    def gradients(dtype, prepare) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=320,
+                             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             attn_implementation="sdpa")  # fmt: skip
+        model = LlamaForCausalLM(config).cuda().to(dtype)
+        prepare(model)
+        model(**batch).loss.backward()
+        return {name: p.grad.float() for name, p in model.named_parameters()}
+
+    def ours(model) -> None:
+        attach_loss(model)
+        assert compiled or len(fuse_layers(model).names) == 5
+        if compiled:
+            compile_layers(model)
+
+    gold = gradients(torch.float32, lambda model: None)
+    low = gradients(torch.bfloat16, lambda model: None)
+    for name, gradient in gradients(torch.bfloat16, ours).items():
+        error, allowed = ((g[name] - gold[name]).norm() for g in ({name: gradient}, low))
+        assert error <= 2 * allowed, name

@@ -1,13 +1,17 @@
-"""Queries, keys and values as one operation: exactly what the three layers are apart."""
+"""Q, k and v as one operation: exactly what the three layers compute alone."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_run
 import torch
-from nopad.trainer.fused import attention_part
+from nopad.trainer.fused import parts
 from nopad.trainer.fused.class_swap import fused_subclass
-from nopad.trainer.fused.qkv_linear import _merged, joint_products
+from nopad.trainer.fused.parts import AttentionPart
+from nopad.trainer.fused.qkv_linear import _merge_adjacent, qkv_linear
 from torch import nn
 
 
@@ -28,7 +32,7 @@ def test_products_and_gradients_are_those_of_the_layers(layers, used, frozen):
     x = torch.randn(2, 3, 6, requires_grad=frozen != "x")
     if frozen == 1:
         layers[1].requires_grad_(False)
-    ours, gold = joint_products(x, layers), [layer(x) for layer in layers]
+    ours, gold = qkv_linear(x, layers), [layer(x) for layer in layers]
     assert all(torch.equal(a, b) for a, b in zip(ours, gold, strict=True))
     if not any(p.requires_grad for n in used for p in layers[n].parameters()):
         return
@@ -38,28 +42,32 @@ def test_products_and_gradients_are_those_of_the_layers(layers, used, frozen):
 
 
 def test_gradients_that_lie_side_by_side_are_one_matrix_and_others_are_not():
-    both, weights = torch.randn(5, 9), [torch.randn(n, 4) for n in (4, 2, 3)]
-    apart = [both[:, :4], both[:, 4:6], both[:, 6:]]
+    joint, weights = torch.randn(5, 9), [torch.randn(n, 4) for n in (4, 2, 3)]
+    slices = [joint[:, :4], joint[:, 4:6], joint[:, 6:]]
     cases = {
-        1: apart,
-        2: [*apart[:2], apart[2].clone()],
-        3: [x.clone() for x in apart],
+        1: slices,
+        2: [*slices[:2], slices[2].clone()],
+        3: [x.clone() for x in slices],
     }
-    assert len(_merged([apart[1], apart[0]], [weights[1], weights[0]])) == 2, "the other way round"
-    assert len(_merged([both[:, :5], both[:, 4:6]], [torch.ones(5, 4), weights[1]])) == 2, "over"
-    assert len(_merged([both[:2, :4], both[2:4, 4:6]], weights[:2])) == 2, "other rows"
-    gold = sum(a @ b for a, b in zip(apart, weights, strict=True))
-    for count, given in cases.items():
-        pairs = _merged(given, weights)
+    assert len(_merge_adjacent([slices[1], slices[0]], [weights[1], weights[0]])) == 2, (
+        "the other way round"
+    )
+    assert (
+        len(_merge_adjacent([joint[:, :5], joint[:, 4:6]], [torch.ones(5, 4), weights[1]])) == 2
+    ), "over"
+    assert len(_merge_adjacent([joint[:2, :4], joint[2:4, 4:6]], weights[:2])) == 2, "other rows"
+    gold = sum(a @ b for a, b in zip(slices, weights, strict=True))
+    for count, grads in cases.items():
+        pairs = _merge_adjacent(grads, weights)
         assert len(pairs) == count
         torch.testing.assert_close(sum(a @ b for a, b in pairs), gold)
-    (lone,) = _merged([None, apart[1], None], weights)
-    assert torch.equal(lone[0], apart[1]) and lone[1] is weights[1]
+    (lone,) = _merge_adjacent([None, slices[1], None], weights)
+    assert torch.equal(lone[0], slices[1]) and lone[1] is weights[1]
 
 
 def test_what_does_not_meet_the_loss_has_no_gradient(layers):
     x = torch.randn(2, 3, 6, requires_grad=True)
-    joint_products(x, layers)[1].sum().backward()
+    qkv_linear(x, layers)[1].sum().backward()
     assert layers[0].weight.grad is None and layers[2].bias.grad is None
     assert layers[1].weight.grad is not None
 
@@ -79,40 +87,65 @@ class Attention(nn.Module):
 
 def test_only_modules_that_ask_for_products_of_their_input_are_fused():
     cpu = torch.device("cpu")
-    assert attention_part.matches(Attention())
-    assert attention_part.agrees(Attention(), None, cpu)
-    assert not attention_part.agrees(Attention(of=torch.tanh), None, cpu)
-    assert not attention_part.agrees(Attention(of=lambda x: 1 / 0), None, cpu)
+    assert AttentionPart.matches(Attention())
+    assert AttentionPart.verify(Attention(), None, cpu)
+    assert not AttentionPart.verify(Attention(of=torch.tanh), None, cpu)
+    assert not AttentionPart.verify(Attention(of=lambda x: 1 / 0), None, cpu)
 
 
 def test_asked_for_something_else_a_layer_answers_as_ever(monkeypatch):
-    monkeypatch.setattr(attention_part, "serves", lambda x: True)
-    part, x = Attention(of=torch.tanh), torch.randn(1, 3, 6)
-    gold = part(x, angles=2.0)
-    part.__class__ = fused_subclass(Attention, attention_part.forward)
-    torch.testing.assert_close(part(x, angles=2.0), gold)
-    torch.testing.assert_close(part(hidden_states=x, angles=2.0), gold)
-    part.k_proj.register_forward_hook(lambda module, given, out: 2 * out)
-    assert not torch.allclose(part(x, angles=2.0), gold), "the hook runs"
+    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    module, x = Attention(of=torch.tanh), torch.randn(1, 3, 6)
+    gold = module(x, angles=2.0)
+    module.__class__ = fused_subclass(Attention, AttentionPart.forward)
+    torch.testing.assert_close(module(x, angles=2.0), gold)
+    torch.testing.assert_close(module(hidden_states=x, angles=2.0), gold)
+    module.k_proj.register_forward_hook(lambda layer, args, out: 2 * out)
+    assert not torch.allclose(module(x, angles=2.0), gold), "the hook runs"
 
 
 def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
-    monkeypatch.setattr(attention_part, "serves", lambda x: True)
-    part, x = Attention(of=lambda x: 1 / 0), torch.randn(1, 3, 6)
-    part.__class__ = fused_subclass(Attention, attention_part.forward)
+    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    module, x = Attention(of=lambda x: 1 / 0), torch.randn(1, 3, 6)
+    module.__class__ = fused_subclass(Attention, AttentionPart.forward)
     with pytest.raises(ZeroDivisionError):
-        part(x, angles=2.0)
-    assert not any("forward" in vars(layer) for layer in part.children())
+        module(x, angles=2.0)
+    assert not any("forward" in vars(layer) for layer in module.children())
 
 
-def test_two_threads_can_leave_a_layer_one_after_the_other():
-    layers, answer = [nn.Linear(6, 6)], lambda x: x
-    first, second = (attention_part._answering(layers, [answer]) for _ in range(2))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert "forward" not in vars(layers[0])
+def test_two_threads_can_be_inside_one_attention_at_once(monkeypatch):
+    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    inside = threading.Barrier(2, timeout=30)
+
+    def wait(x):
+        inside.wait()
+        return x
+
+    module, inputs = Attention(of=wait), torch.randn(2, 1, 3, 6)
+    expected = [
+        module.q_proj(x) * module.k_proj(x) + 2.0 * module.v_proj(x) for x in inputs.unbind()
+    ]
+    module.__class__ = fused_subclass(Attention, AttentionPart.forward)
+    with ThreadPoolExecutor(2) as threads:
+        outs = list(threads.map(lambda x: module(x, angles=2.0), inputs.unbind()))
+    assert all(map(torch.equal, outs, expected))
+    assert not any("forward" in vars(layer) for layer in module.children())
+
+
+def test_attributes_that_a_forward_sets_are_kept(monkeypatch):
+    class Counting(Attention):
+        calls = 0
+
+        def forward(self, hidden_states, angles):
+            self.calls += 1
+            return super().forward(hidden_states, angles)
+
+    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    module, x = Counting(), torch.randn(1, 3, 6)
+    module.__class__ = fused_subclass(Counting, AttentionPart.forward)
+    for _ in range(2):
+        module(x, angles=2.0)
+    assert module.calls == 2 and type(module.q_proj) is nn.Linear
 
 
 def test_gradients_of_a_model_are_what_they_were(monkeypatch):
@@ -124,9 +157,9 @@ def test_gradients_of_a_model_are_what_they_were(monkeypatch):
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     gold = weights()
-    monkeypatch.setattr(attention_part, "serves", lambda x: True)
-    for part in model.modules():
-        if attention_part.matches(part):
-            part.__class__ = fused_subclass(type(part), attention_part.forward)
+    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    for module in model.modules():
+        if AttentionPart.matches(module):
+            module.__class__ = fused_subclass(type(module), AttentionPart.forward)
     for ours, theirs in zip(weights(), gold, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_run
+import torch
 from accelerate import Accelerator
 from front_ends import FIRST_STEP
 from nopad.trainer.loss import attach_loss
@@ -46,3 +47,57 @@ def _virtual(model, kind: str):
     model.set_attn_implementation("sdpa")
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
     return peft.get_peft_model(model, config)
+
+
+def adapted(model, **settings):
+    """The model wrapped by PEFT, with its trainable parameters changed a little."""
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
+    for p in wrapped.parameters():
+        p.data.add_(0.05 * torch.randn_like(p) * p.requires_grad)
+    return wrapped
+
+
+@pytest.mark.parametrize("how", ["modules_to_save", "target_modules"])
+def test_peft_may_train_or_adapt_the_head_before_or_after(how):
+    settings = {"target_modules": ["q_proj"], how: ["lm_head"]}
+    batch, gradients = tiny_run.batch_of(tiny_run.dataset()), []
+    for before, after in ((False, False), (True, False), (False, True)):
+        model = tiny_run.model()
+        if before:
+            attach_loss(model)
+        wrapped = adapted(model, **settings)
+        if after:
+            attach_loss(model)
+        loss = wrapped(**batch).loss
+        loss.backward()
+        named = wrapped.named_parameters()
+        gradients.append({name: p.grad for name, p in named if p.requires_grad} | {"loss": loss})
+    gold, *ours = gradients
+    assert any("lm_head" in name for name in gold)
+    for theirs in ours:
+        assert theirs.keys() == gold.keys() and tiny_run.distance(theirs, gold) < 2e-6
+
+
+def test_a_copied_head_brings_no_model_along():
+    model = tiny_run.model()
+    attach_loss(model)
+    wrapped = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    names = modules_within(wrapped.base_model.model.lm_head.modules_to_save["default"])
+    assert names == {"Linear"}
+
+
+def modules_within(root) -> set[str]:
+    """The types of modules that an object refers to, directly or not."""
+    seen, names, queue = set(), set(), [root]
+    while queue:
+        thing = queue.pop()
+        if id(thing) in seen or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.nn.Module):
+            names.add(type(thing).__name__)
+        queue += [getattr(thing, "__self__", None), *getattr(thing, "__dict__", {}).values()]
+        if isinstance(thing, dict):
+            queue += thing.values()
+    return names

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import torch
 from nopad.kernels import norm
-from nopad.kernels.norm import rms_norm
-from nopad.kernels.rotary import rotary
-from nopad.kernels.swiglu import gated_mlp
-from nopad.trainer.fused import qkv_linear as joint
-from nopad.trainer.fused.qkv_linear import joint_products
+from nopad.trainer.fused.gated_mlp import gated_mlp
+from nopad.trainer.fused.qkv_linear import _are_adjacent, qkv_linear
+from nopad.trainer.fused.rms_norm import rms_norm
+from nopad.trainer.fused.rotary import apply_rotary
 from torch import Tensor, nn
 
 torch.manual_seed(0)
 X, GAIN = torch.randn(1, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 WEIGHTS = [torch.randn(s, requires_grad=True) for s in ((12, 8), (12, 8), (8, 12))]
-LAYERS = [nn.Linear(8, width) for width in (8, 4, 4)]
+LINEARS = [nn.Linear(8, width) for width in (8, 4, 4)]
 Q, K = (torch.randn(1, heads, 5, 4, requires_grad=True) for heads in (4, 2))
 ANGLES = torch.randn(1, 5, 2).repeat(1, 1, 2)
 
 OPERATIONS = {
     "norm": (lambda: rms_norm(X, GAIN, 1e-6), (X, GAIN)),
     "mlp": (lambda: gated_mlp(X, *WEIGHTS), (X, *WEIGHTS)),
-    "rotary": (lambda: rotary(Q, K, ANGLES.cos(), ANGLES.sin())[0], (Q,)),
-    "products": (lambda: joint_products(X, LAYERS)[0], (X, LAYERS[0].weight)),
+    "rotary": (lambda: apply_rotary(Q, K, ANGLES.cos(), ANGLES.sin())[0], (Q,)),
+    "qkv": (lambda: qkv_linear(X, LINEARS)[0], (X, LINEARS[0].weight)),
 }
 
 
 def a_second_derivative_is_refused() -> None:
-    for name, (operation, given) in OPERATIONS.items():
+    for name, (operation, inputs) in OPERATIONS.items():
         try:
-            torch.autograd.grad(operation().sin().sum(), given, create_graph=True)
+            torch.autograd.grad(operation().sin().sum(), inputs, create_graph=True)
         except RuntimeError as error:
             assert "second derivatives" in str(error), name
         else:
@@ -37,59 +36,59 @@ def a_second_derivative_is_refused() -> None:
 
 
 def results_can_be_changed_in_place() -> None:
-    for operation, given in OPERATIONS.values():
-        gold = torch.autograd.grad((operation() * 3).sin().sum(), given)
-        ours = torch.autograd.grad(operation().mul_(3).sin_().sum(), given)
+    for operation, inputs in OPERATIONS.values():
+        gold = torch.autograd.grad((operation() * 3).sin().sum(), inputs)
+        ours = torch.autograd.grad(operation().mul_(3).sin_().sum(), inputs)
         torch.testing.assert_close(ours, gold)
 
 
 def the_gradients_of_queries_and_keys_reach_one_product() -> None:
-    """As in a model: from the turned heads back to the products, nothing is copied."""
-    met: list[Tensor] = []
-    q, k, _ = joint_products(X, LAYERS)
+    """As in a model: between the rotated heads and the products nothing is copied."""
+    grads: list[Tensor] = []
+    q, k, _ = qkv_linear(X, LINEARS)
     for product in (q, k):
-        product.register_hook(met.append)
+        product.register_hook(grads.append)
     heads = (x.view(1, 5, -1, 4).transpose(1, 2) for x in (q, k))
-    a, b = rotary(*heads, ANGLES.cos(), ANGLES.sin())
+    a, b = apply_rotary(*heads, ANGLES.cos(), ANGLES.sin())
     assert a.transpose(1, 2).is_contiguous() and a._base is not None
     (a.sin().sum() + b.sin().sum()).backward()
-    d_q, d_k = sorted((d.view(5, -1) for d in met), key=lambda d: d.storage_offset())
-    assert joint._beside(d_q, d_k)
+    d_q, d_k = sorted((d.view(5, -1) for d in grads), key=lambda d: d.storage_offset())
+    assert _are_adjacent(d_q, d_k)
 
 
 def a_backward_inside_autocast_computes_as_its_forward_did() -> None:
-    for operation, given in OPERATIONS.values():
-        gold, out = torch.autograd.grad(operation().sin().sum(), given), operation().sin().sum()
+    for operation, inputs in OPERATIONS.values():
+        gold, out = torch.autograd.grad(operation().sin().sum(), inputs), operation().sin().sum()
         with torch.autocast("cpu", torch.bfloat16):
-            ours = torch.autograd.grad(out, given)
+            ours = torch.autograd.grad(out, inputs)
         torch.testing.assert_close(ours, gold, rtol=0, atol=0)
 
 
 def no_rows_have_a_backward() -> None:
-    none = torch.zeros(1, 0, 8, requires_grad=True)
+    empty = torch.zeros(1, 0, 8, requires_grad=True)
     makers = (
-        lambda: gated_mlp(none, *WEIGHTS),
-        lambda: rms_norm(none, GAIN, 1e-6),
-        lambda: joint_products(none, LAYERS)[0],
+        lambda: gated_mlp(empty, *WEIGHTS),
+        lambda: rms_norm(empty, GAIN, 1e-6),
+        lambda: qkv_linear(empty, LINEARS)[0],
     )
     for make in makers:
-        (gradient,) = torch.autograd.grad(make().sum(), none)
-        assert gradient.shape == none.shape
+        (gradient,) = torch.autograd.grad(make().sum(), empty)
+        assert gradient.shape == empty.shape
 
 
-def a_frozen_gain_is_not_added_up() -> None:
-    stock, norm._add_up = norm._add_up, None
+def the_gradient_of_a_frozen_gain_is_not_summed() -> None:
+    stock, norm._sum_kernel = norm._sum_kernel, None
     (gradient,) = torch.autograd.grad(rms_norm(X, GAIN.detach(), 1e-6).sin().sum(), X)
-    norm._add_up = stock
+    norm._sum_kernel = stock
     (gold,) = torch.autograd.grad(rms_norm(X, GAIN, 1e-6).sin().sum(), X)
     assert torch.equal(gradient, gold)
 
 
 def heads_may_lie_further_apart_than_32_bits_count() -> None:
-    room = torch.empty(2**31 + 4, dtype=torch.int8)  # of which little is touched
-    q = room.as_strided((1, 3, 1, 4), (0, 2**30, 4, 1)).copy_(torch.arange(12).view(1, 3, 1, 4))
-    turned, _ = rotary(q, q, torch.ones(1, 1, 4), torch.zeros(1, 1, 4))
-    assert torch.equal(turned, q)
+    storage = torch.empty(2**31 + 4, dtype=torch.int8)  # of which little is touched
+    q = storage.as_strided((1, 3, 1, 4), (0, 2**30, 4, 1)).copy_(torch.arange(12).view(1, 3, 1, 4))
+    rotated, _ = apply_rotary(q, q, torch.ones(1, 1, 4), torch.zeros(1, 1, 4))
+    assert torch.equal(rotated, q)
 
 
 if __name__ == "__main__":
@@ -98,6 +97,6 @@ if __name__ == "__main__":
     the_gradients_of_queries_and_keys_reach_one_product()
     a_backward_inside_autocast_computes_as_its_forward_did()
     no_rows_have_a_backward()
-    a_frozen_gain_is_not_added_up()
+    the_gradient_of_a_frozen_gain_is_not_summed()
     heads_may_lie_further_apart_than_32_bits_count()
     print("finished")

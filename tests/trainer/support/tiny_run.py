@@ -61,6 +61,11 @@ def packs(data: PackedDataset, count: int) -> list:
     return [pack for pack, _ in zip(whole, range(count), strict=False)]
 
 
+def batch_of(data: PackedDataset, **settings) -> dict:
+    """The first three packs of a data set in one batch."""
+    return PackedCollator(**settings)(packs(data, 3))
+
+
 def collate(pack) -> dict:
     return PackedCollator()(pack)
 

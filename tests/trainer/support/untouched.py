@@ -138,11 +138,11 @@ class Diary:
         made = evaluation(live, self.how or "greedy", self.end, self.every)
         run = made.run
 
-        def noted(step: int, model: Any = None):
+        def noted(step: int, *args: Any):
             from nopad.trainer.evaluation import Report
 
             try:
-                report = run(step, model) if self.how else Report(step)
+                report = run(step, *args) if self.how else Report(step)
                 self.reports.append(report)
                 return report
             finally:

@@ -90,7 +90,7 @@ def test_each_loader_of_a_run_goes_on_where_it_stood(seeds, tmp_path):
 def test_a_run_with_another_number_of_loaders_is_not_resumed(tmp_path):
     accelerator, _ = two_loaders()
     accelerator.save_state(str(tmp_path))
-    for count, told in ((1, "positions of 2 loaders, and 1 were"), (3, "of 2 loaders, and 3 were")):
+    for count, message in ((1, "positions of 2 loaders, but 1 were"), (3, "2 loaders, but 3 were")):
         other, _ = two_loaders((3, 4, 5)[:count])
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             other.load_state(str(tmp_path))

@@ -96,34 +96,34 @@ def test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once(
     assert len(passes) == 3  # once to count
 
 
-def test_older_checkpoints_go_when_the_new_one_is_sealed_and_a_rewritten_one_is_unsealed(
+def test_older_checkpoints_go_once_the_new_one_is_complete_and_a_rewritten_one_is_incomplete(
     tmp_path, monkeypatch
 ):
     from hf_child import trainer
-    from nopad.trainer.with_hf import trainer as with_hf
+    from nopad.trainer.with_hf import trainer as module
 
-    seals: list[list[str]] = []
+    manifests: list[list[str]] = []
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     run, _ = trainer(tmp_path, tiny_run.dataset(), 1, **settings)
-    wholes, stock = trainer.write_manifest, trainer.Trainer._save_checkpoint
+    write, save = module.write_manifest, module.Trainer._save_checkpoint
 
-    def sealing(folder):
-        seals.append(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
-        wholes(folder)
+    def write_and_note(folder):
+        manifests.append(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
+        write(folder)
 
-    monkeypatch.setattr(with_hf, "seal", sealing)
+    monkeypatch.setattr(module, "write_manifest", write_and_note)
     run.train()
-    assert seals == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
+    assert manifests == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert run.args.save_total_limit == 1
 
-    def unsealed(self, *args):
+    def save_without_manifest(self, *args):
         assert not (tmp_path / "checkpoint-2" / "nopad_manifest.json").exists()
-        stock(self, *args)
+        save(self, *args)
 
-    monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", unsealed)
+    monkeypatch.setattr(module.Trainer, "_save_checkpoint", save_without_manifest)
     run._save_checkpoint(run.model, None)
-    assert trainer.latest_intact_checkpoint(tmp_path).name == "checkpoint-2"
+    assert module.latest_intact_checkpoint(tmp_path).name == "checkpoint-2"
 
 
 def test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data(tmp_path):

@@ -77,7 +77,7 @@ def test_an_accumulation_that_is_changed_by_hand_is_refused():
             trainer.accumulate_grad_batches = 3
 
     said = refused(Change(), accumulate_grad_batches=2)
-    assert "accumulate_grad_batches=3" in said and "made for 2" in said
+    assert "accumulate_grad_batches=3" in said and "in steps of 2" in said
 
 
 @pytest.mark.parametrize(

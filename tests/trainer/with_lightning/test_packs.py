@@ -55,18 +55,19 @@ def test_a_pickled_data_module_still_has_no_validation():
 
 
 def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
-    from nopad.trainer.monitoring.throughput import _Away
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
-    from nopad.trainer.with_lightning.packs import KEY, RANDOM, WINDOW
+    from nopad.trainer.with_lightning.packs import ACCUMULATION_KEY, DATA_KEY, RNG_KEY
 
     nobody: Any = None
     callback = PackedCallback(PackedDataModule(tiny_run.dataset()))
-    before = _Away.total
     callback.on_validation_start(nobody, nobody)
+    assert callback.meter._pause_depth == 1
     callback.on_exception(nobody, nobody, ValueError())
-    assert _Away.total > before
-    for name in (KEY, WINDOW, RANDOM):
-        others = {other: {} for other in {KEY, WINDOW, RANDOM} - {name}}
+    assert callback.meter._pause_depth == 0 < callback.meter._paused_seconds
+    keys = {DATA_KEY, ACCUMULATION_KEY, RNG_KEY}
+    assert keys == {"nopad_data", "nopad_accumulation", "nopad_random"}, "a format: bump it"
+    for name in keys:
+        others = {other: {} for other in keys - {name}}
         with pytest.raises(ValueError, match=rf"no data position \({name}\)"):
             callback.on_load_checkpoint(nobody, nobody, others)
 

@@ -1,4 +1,4 @@
-"""What fused operations do where few look: each corner is a function of `fused_corners.py`."""
+"""Fused operations and models with interpreted kernels: programs of the support folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+SUPPORT = Path(__file__).parents[1] / "support"
 
-def test_fused_operations_hold_in_their_corners():
+
+@pytest.mark.parametrize("program", ["fused_corners", "fused_models"])
+def test_fused_operations_compute_what_pytorch_computes(program):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     run = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "support" / "fused_corners.py"],
+        [sys.executable, SUPPORT / f"{program}.py"],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path.home(),
     )
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]

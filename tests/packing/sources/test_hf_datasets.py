@@ -5,16 +5,13 @@ import json
 import datasets
 import numpy as np
 import pytest
+from char_tokenizer import tokenize_chars
 from nopad.packing import PackedDataset
 from nopad.packing.readers import PlannedPacks
 from nopad.packing.sources import open_source
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def letters(text):
-    return [ord(letter) % 128 for letter in text]
 
 
 @pytest.fixture
@@ -31,7 +28,7 @@ def parts(packs):
 def test_ready_tokens_are_read_from_arrow_memory(rows):
     data = datasets.Dataset.from_dict({"input_ids": rows})
     packed = PackedDataset(data, budget=128, pool=16)
-    assert isinstance(packed.packs, PlannedPacks)
+    assert isinstance(packed.reader, PlannedPacks)
     assert parts(packed) == sorted(rows)
 
 
@@ -72,11 +69,13 @@ def test_tokens_that_are_none_are_refused(values):
         PackedDataset(data, budget=8)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_text_rows_are_encoded(ahead):
+@pytest.mark.parametrize("pretokenize", [True, False])
+def test_text_rows_are_encoded(pretokenize):
     data = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(50)]})
-    packed = PackedDataset(data, tokenizer=letters, eos=0, budget=64, ahead=ahead, shards=2)
-    assert parts(packed) == sorted([*letters(f"row {i}"), 0] for i in range(50))
+    packed = PackedDataset(
+        data, tokenizer=tokenize_chars, add_eos=0, budget=64, pretokenize=pretokenize, shards=2
+    )
+    assert parts(packed) == sorted([*tokenize_chars(f"row {i}"), 0] for i in range(50))
 
 
 def test_a_saved_folder_is_opened(tmp_path, rows):
@@ -151,13 +150,15 @@ def test_a_name_on_the_hub_is_streamed_and_a_missing_one_is_told(monkeypatch, tm
         return datasets.Dataset.from_dict({"text": ["ab", "cde"]}).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data = PackedDataset("owner/name-v1.1", tokenizer=letters, budget=8, shuffle=False, eos=False)
-    assert [row for row in parts(data) if row] == [letters("ab"), letters("cde")]
+    data = PackedDataset(
+        "owner/name-v1.1", tokenizer=tokenize_chars, budget=8, shuffle=False, add_eos=False
+    )
+    assert [row for row in parts(data) if row] == [tokenize_chars("ab"), tokenize_chars("cde")]
     assert asked == [("owner/name-v1.1", {"split": "train", "streaming": True})]
-    with pytest.raises(ValueError, match="nobody/nothing is no file or folder here, nor on the"):
-        PackedDataset("nobody/nothing", tokenizer=letters, budget=8)
+    with pytest.raises(ValueError, match="nobody/nothing is not a file or folder here, nor on the"):
+        PackedDataset("nobody/nothing", tokenizer=tokenize_chars, budget=8)
     with pytest.raises(ValueError, match="neither a file nor a folder"):
-        PackedDataset("data/corpus.jsonl", tokenizer=letters, budget=8)
+        PackedDataset("data/corpus.jsonl", tokenizer=tokenize_chars, budget=8)
     assert len(asked) == 2
 
 
@@ -184,7 +185,7 @@ def test_masks_that_would_be_passed_over_are_refused(rows):
     padded = datasets.Dataset.from_dict(
         {"input_ids": [[*row, 0] for row in rows], "attention_mask": [[*one, 0] for one in ones]}
     )
-    with pytest.raises(ValueError, match="dataset: attention_mask holds 0"):
+    with pytest.raises(ValueError, match="dataset: attention_mask contains 0"):
         PackedDataset(padded, budget=256)
     answers = datasets.Dataset.from_dict({"input_ids": rows, "completion_mask": ones})
     with pytest.raises(ValueError, match="dataset: completion_mask without labels"):
@@ -200,7 +201,7 @@ def test_a_mask_that_is_no_list_says_nothing_of_padding(rows, mask):
 def test_empty_rows_of_ready_tokens_are_named_or_left_out_and_counted():
     parts = [{"input_ids": [[1, 2], [3]]}, {"input_ids": [[4], [], [5, 6]]}]
     data = datasets.concatenate_datasets([datasets.Dataset.from_dict(part) for part in parts])
-    with pytest.raises(ValueError, match="document 3 is empty or holds nulls: on_error"):
+    with pytest.raises(ValueError, match="document 3 is empty or has nulls: pass on_error"):
         PackedDataset(data, budget=8)
     options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
     packs = PackedDataset(data, **options)
@@ -216,7 +217,7 @@ def test_ready_tokens_outside_the_vocabulary_are_named_or_left_out_and_counted(c
     rows[column][1][1] = bad
     data = datasets.Dataset.from_dict(rows)
     options = {"budget": 8, "vocab_size": 10, "shuffle": False, "strategy": "sequential"}
-    with pytest.raises(ValueError, match=rf"document 1 holds the \w+ {bad}: .*on_error"):
+    with pytest.raises(ValueError, match=rf"document 1 contains the \w+ {bad}: .*on_error"):
         list(PackedDataset(data, **options))
     packs = PackedDataset(data, **options, on_error="skip")
     assert [pack.tokens.tolist() for pack in packs] == [[1, 2, 5, 6]]
@@ -236,7 +237,9 @@ def test_rows_with_nulls_are_named_or_left_out_and_counted(null, length, labelle
         rows["labels"] = [[-100, -100], [-100, 2], null, [5, -100]]
     kinds = datasets.Features(dict.fromkeys(rows, ids))
     data = datasets.Dataset.from_dict(rows, kinds).select(range(1, 4))
-    with pytest.raises(ValueError, match="dataset, document 1 is empty or holds nulls: on_error"):
+    with pytest.raises(
+        ValueError, match="dataset, document 1 is empty or has nulls: pass on_error"
+    ):
         PackedDataset(data, budget=8)
     options = {"budget": 8, "shuffle": False, "strategy": "sequential", "on_error": "skip"}
     packs = PackedDataset(data, **options)
@@ -245,16 +248,26 @@ def test_rows_with_nulls_are_named_or_left_out_and_counted(null, length, labelle
     assert pack.labels.tolist() == [-100, 2, -100, -100 if labelled else 6]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_what_a_transform_makes_of_rows_is_what_is_packed(ahead):
+@pytest.mark.parametrize("pretokenize", [True, False])
+def test_what_a_transform_makes_of_rows_is_what_is_packed(pretokenize):
     data = datasets.Dataset.from_dict({"text": [f"ROW {i}" for i in range(50)]})
     low = data.with_transform(lambda some: {"text": [text.lower() for text in some["text"]]})
-    options = {"tokenizer": letters, "eos": 0, "budget": 64, "ahead": ahead, "shards": 2}
+    options = {
+        "tokenizer": tokenize_chars,
+        "add_eos": 0,
+        "budget": 64,
+        "pretokenize": pretokenize,
+        "shards": 2,
+    }
     assert parts(PackedDataset(low, **options)) == sorted(
-        [*letters(f"row {i}"), 0] for i in range(50)
+        [*tokenize_chars(f"row {i}"), 0] for i in range(50)
     )
-    ids = data.with_transform(lambda some: {"input_ids": [letters(text) for text in some["text"]]})
-    assert parts(PackedDataset(ids, budget=64)) == sorted(letters(f"ROW {i}") for i in range(50))
+    ids = data.with_transform(
+        lambda some: {"input_ids": [tokenize_chars(text) for text in some["text"]]}
+    )
+    assert parts(PackedDataset(ids, budget=64)) == sorted(
+        tokenize_chars(f"ROW {i}") for i in range(50)
+    )
 
 
 def test_a_transform_of_ready_tokens_is_not_passed_over(rows):

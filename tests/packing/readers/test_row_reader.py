@@ -1,4 +1,4 @@
-"""Sources that can only be read on: a state names one place, and all is found again from there."""
+"""Sequential sources: a state names one position, and all rows are found again from there."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.readers.shard import unpack_text
+from nopad.packing.readers.shard_state import decompress_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,8 +52,14 @@ def test_a_resumed_run_is_resumed_again_without_a_difference(tmp_path, tools, na
     source = SOURCES[name](tmp_path)
 
     def make():
-        options = {"budget": 64, "pool": 8, "shards": 2, "epochs": 3, "stop": "first"}
-        return PackedDataset(source, **options, shuffle=shuffle, ahead=False)
+        options = {
+            "budget": 64,
+            "pool": 8,
+            "shards": 2,
+            "epochs": 3,
+            "stopping_strategy": "first_exhausted",
+        }
+        return PackedDataset(source, **options, shuffle=shuffle, pretokenize=False)
 
     data = make()
     states, whole = [json.dumps(data.state_dict())], []
@@ -81,8 +87,8 @@ def test_the_state_of_a_stream_joined_from_many_holds_its_state_once(tools):
     for pack in data:
         whole.append(tools.digest(pack))
         states.append(data.state_dict())
-    sizes = [len(json.dumps(unpack_text(s["shards"]["0"]["state"]))) for s in states]
-    # A stream's state holds that of the rows before as well.
+    sizes = [len(json.dumps(decompress_state(s["shards"]["0"]["state"]))) for s in states]
+    # A stream's state includes that of the rows before.
     assert own > 10_000 and max(sizes) < 2 * own + 4_000
     assert max(len(json.dumps(state)) for state in states) < 12_000
     cut = int(np.argmax(sizes))

@@ -1,0 +1,68 @@
+"""Losses of rows of logits and their gradient against PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nopad.packing import IGNORE_INDEX
+from nopad.trainer.loss import linear_cross_entropy
+from nopad.trainer.loss.cross_entropy import _losses_and_gradient
+from nopad.trainer.loss.label_count import ask
+from torch.testing import assert_close
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("vocab_size", [5, 64, 8200])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.02)])
+def test_losses_and_gradient_are_those_of_pytorch(vocab_size, smoothing, z_loss):
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    from nopad.kernels import losses_and_gradient
+
+    torch.manual_seed(0)
+    logits, weights = 3 * torch.randn(4, vocab_size), torch.rand(4)
+    targets = torch.randint(0, vocab_size, (4,))
+    targets[1] = IGNORE_INDEX
+    ours, gold = logits.clone(), logits.clone()
+    losses = losses_and_gradient(ours, targets, weights, smoothing, z_loss, IGNORE_INDEX)
+    expected = _losses_and_gradient(gold, targets, weights, smoothing, z_loss)
+    assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    assert_close(ours, gold, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_tensor_is_scaled_by_a_number_on_the_device():
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    from nopad.kernels import scale_tensor
+
+    x, factor = torch.randn(70, 80), torch.tensor(1 / 3)
+    assert_close(scale_tensor(x, factor, x.dtype), x / 3, rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+def test_rows_that_count_are_picked_without_a_wait_and_all_taken_inside_a_cuda_graph():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64), torch.randn(500, 64)
+    targets = torch.randint(0, 500, (300,)).where(torch.rand(300) < 0.4, -100)
+
+    def gradients(hidden, weight, targets, told) -> tuple[torch.Tensor, ...]:
+        count = ask(targets) if told else None
+        inputs = hidden.requires_grad_(), weight.requires_grad_()
+        counted = None if count is None else count.read()
+        total, losses = linear_cross_entropy(*inputs, targets, counted=counted)
+        return losses, *torch.autograd.grad(total, inputs)
+
+    gold = gradients(hidden, weight, targets, True)
+    inputs = [x.detach().cuda() for x in (hidden, weight, targets)]
+    results = [gradients(*inputs, told=False)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results.append(gradients(*inputs, told=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results.append(gradients(*inputs, told=True))
+    graph.replay()
+    for ours in results:
+        for a, b in zip(ours, gold, strict=True):
+            assert_close(a.cpu(), b, rtol=1e-4, atol=1e-4)
