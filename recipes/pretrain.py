@@ -208,7 +208,7 @@ class Pretraining:
                     self.after_step()
 
     def on_first_batch(self) -> None:
-        """Create the run directory: with the first batch, the loader has passed all its checks."""
+        """Create the run folder: with the first batch, the loader has passed all its checks."""
         is_main = self.accelerator.is_main_process
         if is_main:
             self.run_dir.create()  # trackers write into it
