@@ -324,9 +324,7 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
         "liger": lambda: run_liger(bench),
         "flattening": lambda: run_flattening(bench),
         "padded": lambda: run_padded(bench),
-        "sft-compiled": lambda: run_nopad(
-            bench, "compiled, T fixed", "fullgraph", True, pad_to_budget=True
-        ),
+        "sft-compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", True, **padded),
         "sft-eager": lambda: run_nopad(bench, "eager", "", True),
         "sft-liger": lambda: run_liger(bench, True),
         "sft-flattening": lambda: run_flattening(bench, True),

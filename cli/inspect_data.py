@@ -103,9 +103,7 @@ def measure_lengths(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | 
     stream, lengths, tokens = data.stream_settings, [], 0
     rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip_errors else None
     max_tokens = MAX_STREAM_PACKS * stream.packer["budget"]
-    while tokens < max_tokens and (
-        batch := list(islice(rows, ENCODE_BATCH))
-    ):
+    while tokens < max_tokens and (batch := list(islice(rows, ENCODE_BATCH))):
         samples = raise_or_skip(encode_rows(batch, stream.encoder), counted)
         more = [len(sample) for sample in samples]
         lengths, tokens = lengths + more, tokens + sum(more)

@@ -79,9 +79,7 @@ def check_unchanged(path: Path, settings: dict[str, Any], explicit: dict[str, An
     """Raise if an explicit argument would change what a resumed run computes."""
     changes = []
     for name in [name for name in explicit if name not in CHANGEABLE]:
-        # By repr, because 0 == repr(
-            said[name]
-        ): --add-eos 0 is a token id, --add-eos none is False.
+        # By repr, because 0 == False: --add-eos 0 is a token id, --add-eos none is False.
         if repr(settings[name]) == repr(explicit[name]):
             continue
         option = "--" + name.replace("_", "-")

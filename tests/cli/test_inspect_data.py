@@ -103,9 +103,7 @@ def test_an_end_that_is_no_token_is_told_of_the_option(made, tmp_path, capsys):
     given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(made)]
     assert main(["inspect", *given, "--add-eos", "999999"]) == 2
     err = capsys.readouterr().err
-    assert (
-        "--add-eos 999999: the vocabulary has the ids from 0 " in err and "--on-error" not in told
-    )
+    assert "--add-eos 999999: the vocabulary has the ids from 0 " in err and "--on-error" not in err
 
 
 def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
