@@ -150,13 +150,15 @@ class FusedDecoder:
         heads = attn.q_proj.out_features // dim
         cache = keys, values
         if num_rows > _MAX_ONE_KERNEL_BATCH or not _by_own_kernels(keys, heads):
-            q = write_qkv(partials, transform, *cache, pages.lengths, pages.slots, heads, use_pdl)
+            q = write_qkv(
+                partials, transform, *cache, pages.lengths, pages.kv_slots, heads, use_pdl
+            )
             return attend_cached(q, varlen, layer=layer, scale=attn.scaling)
         if self._split_counters is None:
             shape = _MAX_ONE_KERNEL_BATCH, kv_heads
             self._split_counters = torch.zeros(shape, dtype=torch.int32, device=partials.device)
         tiles = fused_decode_tiles(keys, num_rows, pages.max_length)
-        paging = pages.table, pages.lengths, pages.slots
+        paging = pages.table, pages.lengths, pages.kv_slots
         return fused_decode_attention(
             partials, transform, *cache, *paging, heads, attn.scaling, tiles,
             self._split_counters, use_pdl,

@@ -88,7 +88,7 @@ def test_queries_are_returned_and_keys_and_values_written(step):
     pages, heads = step.pages, step.queries.shape[1]
     cache = pages.cache.layer(0)
     q = write_qkv(
-        step.partials, step.transform, *cache, pages.lengths, pages.slots, heads, use_pdl=False
+        step.partials, step.transform, *cache, pages.lengths, pages.kv_slots, heads, use_pdl=False
     )
     assert_close(q, step.queries, rtol=1e-4, atol=1e-5)
     assert_same_pages(step)
@@ -100,7 +100,7 @@ def test_one_kernel_computes_what_single_operations_compute(step, num_splits):
     keys, values = pages.cache.layer(0)
     counters = torch.zeros(len(LENGTHS), keys.shape[2], dtype=torch.int32)
     out = fused_decode_attention(
-        step.partials, step.transform, keys, values, pages.table, pages.lengths, pages.slots,
+        step.partials, step.transform, keys, values, pages.table, pages.lengths, pages.kv_slots,
         heads, dim**-0.5, DecodeTiles(32, num_splits, 4, 2), counters, use_pdl=False,
     )  # fmt: skip
     rows = [row for row in range(len(LENGTHS)) if row != SKIPPED]
