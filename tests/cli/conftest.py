@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Path:
+def checkpoint_dir(tmp_path_factory) -> Path:
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     from small_checkpoint import random_model, small_tokenizer
 

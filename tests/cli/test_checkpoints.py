@@ -7,9 +7,9 @@ import torch
 from nopad.cli import checkpoints
 
 
-def test_a_tokenizer_may_lie_at_home(made, monkeypatch):
-    monkeypatch.setenv("HOME", str(made.parent))
-    assert len(checkpoints.load_tokenizer(f"~/{made.name}"))
+def test_a_tokenizer_may_lie_at_home(checkpoint_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(checkpoint_dir.parent))
+    assert len(checkpoints.load_tokenizer(f"~/{checkpoint_dir.name}"))
     with pytest.raises(ValueError, match="~: has no readable tokenizer"):
         checkpoints.load_tokenizer("~")
 

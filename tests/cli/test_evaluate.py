@@ -18,13 +18,13 @@ def nopad(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
 
 
-def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(made, tmp_path):
+def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(checkpoint_dir, tmp_path):
     from lm_tasks import write_tasks
 
     names = write_tasks(tmp_path, 6)
     output = tmp_path / "results" / "all.json"
     done = nopad(
-        "--model", made, "--tasks", ", ".join(names), "--include-path", tmp_path,
+        "--model", checkpoint_dir, "--tasks", ", ".join(names), "--include-path", tmp_path,
         "--limit", 3, "--system-instruction", "Look around.", "--device", "cpu", "--output", output,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -35,7 +35,7 @@ def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(made, tmp_path):
     assert len(written["samples"]["tiny_write"]) == 3
     prompt = written["samples"]["tiny_write"][0]["arguments"][0][0]
     assert prompt.startswith("Look around.")
-    assert written["config"]["model"] == str(made) and written["config"]["limit"] == 3
+    assert written["config"]["model"] == str(checkpoint_dir) and written["config"]["limit"] == 3
     assert written["config"]["dtype"] == "torch.float32"
 
 
@@ -53,11 +53,11 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         (["--tasks", ","], "names no task"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(made, tmp_path, wrong, word):
+def test_a_setting_that_cannot_be_is_named(checkpoint_dir, tmp_path, wrong, word):
     from lm_tasks import write_tasks
     from nopad.cli.evaluate import main
 
-    given = ["--model", str(made), "--tasks", write_tasks(tmp_path, 4)[0]]
+    given = ["--model", str(checkpoint_dir), "--tasks", write_tasks(tmp_path, 4)[0]]
     with pytest.raises(ValueError, match=word):
         main([*given, "--include-path", str(tmp_path), *wrong])
 
@@ -79,7 +79,9 @@ def test_a_limit_is_a_number_of_documents_or_a_share(text, limit):
     assert limit_arg == limit and type(limit_arg) is type(limit)
 
 
-def test_chat_without_a_template_is_told_before_the_model_is_loaded(made, tmp_path, monkeypatch):
+def test_chat_without_a_template_is_told_before_the_model_is_loaded(
+    checkpoint_dir, tmp_path, monkeypatch
+):
     from nopad.cli import evaluate
     from nopad.inference import harness
     from small_checkpoint import small_tokenizer
@@ -89,7 +91,7 @@ def test_chat_without_a_template_is_told_before_the_model_is_loaded(made, tmp_pa
     tokenizer.save_pretrained(tmp_path / "plain")
     monkeypatch.setattr(evaluate, "load_model", None)
     monkeypatch.setattr(harness, "find_tasks", lambda *_: None)
-    given = ["--model", str(made), "--tasks", "x", "--tokenizer", str(tmp_path / "plain")]
+    given = ["--model", str(checkpoint_dir), "--tasks", "x", "--tokenizer", str(tmp_path / "plain")]
     with pytest.raises(ValueError, match="--chat: the tokenizer has no chat template"):
         evaluate.main([*given, "--chat"])
 

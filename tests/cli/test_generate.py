@@ -171,9 +171,9 @@ def test_alternatives_that_were_asked_for_are_written(checkpoint, capsys):
     assert best == pytest.approx(done["logprobs"]), "greedy takes the likeliest"
 
 
-def test_texts_become_chats(made, tmp_path, capsys):
+def test_texts_become_chats(checkpoint_dir, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "Lily"}]}\n')
-    given = [str(made), "--prompt", "Lily", "--file", str(tmp_path / "in.jsonl")]
+    given = [str(checkpoint_dir), "--prompt", "Lily", "--file", str(tmp_path / "in.jsonl")]
     assert main([*given, "--chat", "--max-tokens", "4"]) == 0
     first, second = lines(capsys.readouterr().out)
     assert first["token_ids"] == second["token_ids"], "the flag and the file say the same chat"

@@ -98,9 +98,9 @@ def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
     assert "or choose --overflow (split, truncate or drop)" in capsys.readouterr().err
 
 
-def test_an_end_that_is_no_token_is_told_of_the_option(made, tmp_path, capsys):
+def test_an_end_that_is_no_token_is_told_of_the_option(checkpoint_dir, tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
-    given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(made)]
+    given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(checkpoint_dir)]
     assert main(["inspect", *given, "--add-eos", "999999"]) == 2
     err = capsys.readouterr().err
     assert "--add-eos 999999: the vocabulary has the ids from 0 " in err and "--on-error" not in err

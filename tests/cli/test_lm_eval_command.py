@@ -11,7 +11,7 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
 
-def test_lm_eval_takes_the_engine_by_name_and_scores_as_its_own_model(made, tmp_path):
+def test_lm_eval_takes_the_engine_by_name_and_scores_as_its_own_model(checkpoint_dir, tmp_path):
     import nopad.cli.lm_eval_command  # noqa: F401
     from lm_eval.tasks import TaskManager
     from lm_tasks import write_tasks
@@ -21,7 +21,7 @@ def test_lm_eval_takes_the_engine_by_name_and_scores_as_its_own_model(made, tmp_
     def scores(model: str, **args):
         return lm_eval.simple_evaluate(
             model=model,
-            model_args={"pretrained": str(made), "dtype": "float32", **args},
+            model_args={"pretrained": str(checkpoint_dir), "dtype": "float32", **args},
             tasks=names,
             limit=4,
             device="cpu",
@@ -45,14 +45,14 @@ def test_where_several_processes_run_the_other_command_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_lm_evals_own_command_line_runs_it(made, tmp_path):
+def test_lm_evals_own_command_line_runs_it(checkpoint_dir, tmp_path):
     from lm_tasks import write_tasks
 
     names = write_tasks(tmp_path, 6)
     done = subprocess.run(
         [
             sys.executable, "-m", "nopad", "lm_eval", "--model", "nopad",
-            "--model_args", f"pretrained={made}", "--tasks", ",".join(names),
+            "--model_args", f"pretrained={checkpoint_dir}", "--tasks", ",".join(names),
             "--include_path", str(tmp_path), "--limit", "4",
         ],
         capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},

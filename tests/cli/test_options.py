@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 
 import pytest
 from nopad.cli import generate
@@ -51,3 +53,12 @@ def test_help_tells_of_every_command_and_of_the_version(capsys):
 def test_errors_speak_of_options_also_where_values_are_patterns_and_not_inside_paths():
     message = as_cli_message('data/dtype=1/x.bin: glob="*.jsonl" finds nothing, say dtype="uint16"')
     assert message == "data/dtype=1/x.bin: --glob *.jsonl finds nothing, say --dtype uint16"
+
+
+def test_the_list_of_commands_and_the_face_of_cli_need_no_torch():
+    program = (
+        "import sys, nopad.cli\nfrom nopad.__main__ import main\nmain(['--help'])\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'lm_eval')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and "doctor" in done.stdout, done.stderr
