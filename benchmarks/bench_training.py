@@ -4,8 +4,8 @@
 
 The model has the shape of Llama-3.2-1B, in bf16, with random weights. Every variant trains on the
 same packs of 16384 tokens with natural document lengths, in the same process, with gradient
-clipping and AdamW (torch's fused one; ClippedAdamW in our variants). Variants named sft compute the
-loss on the last 40 % of each document, the answer.
+clipping and torch's fused AdamW. Variants named sft compute the loss on the last 40 % of each
+document, the answer.
 
 Only useful tokens count, not padding. MFU counts the matrix products, the head's only where there
 is a label, and attention within each sample, relative to the matrix rate measured first. "data
@@ -33,7 +33,7 @@ from nopad.attention import register
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import IGNORE_INDEX, PackedDataset
 from nopad.trainer.data import PackedLoader
-from nopad.trainer.fused import ClippedAdamW, compile_layers, fuse_layers
+from nopad.trainer.fused import compile_layers, fuse_layers
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import ModelFlops
 from power_monitor import PowerMonitor
@@ -181,8 +181,6 @@ class Bench:
         print(table[:9000], flush=True)
 
     def optimizer(self, model) -> torch.optim.Optimizer:
-        if hasattr(model, "nopad_loss"):
-            return ClippedAdamW(model.parameters(), lr=1e-5, max_norm=1.0)
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not self.tiny)
 
     def step(self, model, optimizer, batch: dict) -> torch.Tensor:
@@ -192,8 +190,7 @@ class Bench:
         }
         loss = model(**batch).loss
         loss.backward()
-        if not isinstance(optimizer, ClippedAdamW):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -46,8 +46,10 @@ def add_data_options(add: Any) -> None:
     add("--glob", help="files to read in a folder, such as '*.jsonl'")
     add("--on-error", default="raise", choices=("raise", "skip"),
         help="stop at a row that cannot be used, or skip it")  # fmt: skip
-    add("--add-eos", type=_eos,
-        help="token id that ends every document, or none; default: the tokenizer's")  # fmt: skip
+    add(
+        "--add-eos", type=_eos,
+        help="token id that ends every document, or none; default: the tokenizer's"
+    )  # fmt: skip
     add("--dtype", choices=("uint16", "uint32"), help="dtype of the tokens in a flat .bin file")
 
 

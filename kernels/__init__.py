@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adamw import adamw_update
     from .attention_tile import padded_dim
     from .cross_entropy import losses_and_gradient, scale_tensor
     from .decode_attention import QKTransform, fused_decode_attention, fused_decode_tiles, write_qkv
@@ -41,7 +40,6 @@ __all__ = [
     "GemmTiles",
     "PrefillTiles",
     "QKTransform",
-    "adamw_update",
     "add_rms_norm",
     "add_rms_norm_split_k",
     "apply_rotary",
@@ -73,7 +71,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "adamw": ("adamw_update",),
     "attention_tile": ("padded_dim",),
     "cross_entropy": ("losses_and_gradient", "scale_tensor"),
     "decode_attention": (

@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=HelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint directory or hub name")
+    add("--model", required=True, help="checkpoint folder or hub name")
     add("--data", type=Path, required=True, help="jsonl file, one example per line")
     add("--prompt", default="{prompt}", help="template of the prompt, with column names in braces")
     add("--reference", default="{completion}", help="template of the reference")

@@ -53,10 +53,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parse_with_config(parser, argv, "pretrain")
 
 
-def build_optimizer(args: argparse.Namespace, model, optimizer_clips: bool):
+def build_optimizer(args: argparse.Namespace, model, fused: bool):
     """Build AdamW, with weight decay on matrices only, and a cosine schedule with warmup."""
     import torch
-    from nopad.trainer.fused import ClippedAdamW
     from transformers import get_cosine_schedule_with_warmup
 
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -65,11 +64,7 @@ def build_optimizer(args: argparse.Namespace, model, optimizer_clips: bool):
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    settings = {"lr": args.learning_rate, "betas": (0.9, 0.95)}
-    if optimizer_clips:
-        optimizer = ClippedAdamW(groups, max_norm=args.clip, **settings)
-    else:
-        optimizer = torch.optim.AdamW(groups, **settings)
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=fused)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
 
 
@@ -111,14 +106,6 @@ def create_accelerator(args: argparse.Namespace):
     return accelerator
 
 
-def can_optimizer_clip(accelerator) -> bool:
-    """Whether the optimizer can compute the gradient norm: not under FSDP1.
-
-    There each rank has a piece of the gradient, and only Accelerate can compute the full norm.
-    """
-    return accelerator.distributed_type != "FSDP" or accelerator.is_fsdp2
-
-
 class Pretraining:
     """One run: model, optimizer, loader and evaluation; the training loop; its checkpoints."""
 
@@ -136,8 +123,8 @@ class Pretraining:
         model = load_model(args, self.tokenizer)
         fuse_layers(model, accelerator.device)
         self.loss = attach_loss(model)
-        self.optimizer_clips = can_optimizer_clip(accelerator)
-        optimizer, scheduler = build_optimizer(args, model, self.optimizer_clips)
+        on_gpu = accelerator.device.type == "cuda"
+        optimizer, scheduler = build_optimizer(args, model, fused=on_gpu)
         self.loader = PackedAccelerateLoader(accelerator, dataset, num_workers=args.workers)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
@@ -208,7 +195,7 @@ class Pretraining:
                     self.after_step()
 
     def on_first_batch(self) -> None:
-        """Create the run directory: with the first batch, the loader has passed all its checks."""
+        """Create the run folder: with the first batch, the loader has passed all its checks."""
         is_main = self.accelerator.is_main_process
         if is_main:
             self.run_dir.create()  # trackers write into it
@@ -221,7 +208,7 @@ class Pretraining:
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
-            if not self.optimizer_clips and self.accelerator.sync_gradients:
+            if self.accelerator.sync_gradients:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
             self.optimizer.step()
             if self.accelerator.sync_gradients:

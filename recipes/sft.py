@@ -32,9 +32,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=HelpFormatter,
     )
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", help="checkpoint directory or hub name of a causal LM")
-    add("--data", help=".jsonl[.gz|.zst], .parquet, saved `datasets` directory or hub name")
-    add("--tokenizer", help="directory or hub name; default: the model's")
+    add("--model", help="checkpoint folder or hub name of a causal LM")
+    add("--data", help=".jsonl[.gz|.zst], .parquet, saved `datasets` folder or hub name")
+    add("--tokenizer", help="folder or hub name; default: the model's")
     add("--chat-template", help="Jinja file, for a tokenizer without a chat template")
     add("--lora", type=count, default=0, metavar="RANK",
         help="train LoRA adapters of this rank; 0 trains all weights")  # fmt: skip

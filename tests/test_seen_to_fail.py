@@ -19,7 +19,8 @@ FAULTS = {
     "a place in a shard is one pack behind": (
         "packing/sources/test_source_raises.py", "nopad.packing.readers.shard",
         "cursor = ShardReader._make_cursor\n"
-        "ShardReader._make_cursor = lambda self: {**cursor(self), 'packs_since': max(0, self._packs_since - 1)}",
+        "ShardReader._make_cursor = lambda self: "
+        "{**cursor(self), 'packs_since': max(0, self._packs_since - 1)}",
     ),
     "a pass that is over is continued": (
         "packing/test_pass_end.py", "nopad.packing.dataset", "is_finished = lambda *_: False",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .data.loader import EvaluationLoader, PackedLoader
     from .evaluation.generation_eval import GenerationEval
     from .evaluation.report import Example
-    from .fused import ClippedAdamW, compile_layers
+    from .fused import compile_layers
     from .fused.fuse_layers import fuse_layers
     from .graceful_stop import SIGNALS, StopRequest
     from .loss.attached_loss import AttachedLoss, attach_loss
@@ -34,7 +34,6 @@ __all__ = [
     "MANIFEST",
     "SIGNALS",
     "AttachedLoss",
-    "ClippedAdamW",
     "EvaluationLoader",
     "Example",
     "GenerationEval",
@@ -61,7 +60,7 @@ _MODULES = {
     ),
     "data": ("EvaluationLoader", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
-    "fused": ("ClippedAdamW", "compile_layers", "fuse_layers"),
+    "fused": ("compile_layers", "fuse_layers"),
     "graceful_stop": ("SIGNALS", "StopRequest"),
     "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy"),
     "monitoring": ("Meter",),

@@ -98,10 +98,10 @@ class FusedDecoder:
     def _varlen(self) -> Varlen | None:
         return current_varlen() if self._step is None else self._step
 
-    def _body(self, body: Any, longer: Any, *args: Any, **options: Any) -> Any:
-        self._step = options.get("varlen")
+    def _body(self, body: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step = kwargs.get("varlen")
         try:
-            return longer(*args, **options)
+            return original(*args, **kwargs)
         finally:
             self._step = None
 

@@ -31,7 +31,7 @@ def norms(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool)
             def forward(x: Tensor, m: Any = module, eps: float = eps) -> Tensor:
                 return rms_norm(x, m.weight, eps)
 
-            patches.put(module, "forward", forward)
+            patches.set(module, "forward", forward)
 
 
 def gated_mlps(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool) -> None:
@@ -46,7 +46,7 @@ def gated_mlps(modules: Sequence[nn.Module], patches: Patches, weights_changed: 
             gate, up = run_on_streams(x, m.gate_proj, m.up_proj)
             return m.down_proj(silu_mul(gate, up))
 
-        patches.put(module, "forward", forward)
+        patches.set(module, "forward", forward)
 
 
 def rotary(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool) -> None:
@@ -60,7 +60,7 @@ def rotary(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
         stock = global_of(forward, ROTARY_FUNCTION)
         if stock is not None:
             assert _is_neox_rotary(stock), "another rotary formula"
-            patches.put(module, "forward", partial(_with_fused_rotary(forward), module))
+            patches.set(module, "forward", partial(_with_fused_rotary(forward), module))
 
 
 @cache
@@ -108,9 +108,9 @@ def residual_adds(modules: Sequence[nn.Module], patches: Patches, weights_change
         assert names == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
         norm_modules = (layer.input_layernorm, layer.post_attention_layernorm)
         assert all(rms_norm_eps(norm) is not None for norm in norm_modules)
-        patches.put(layer, "forward", partial(_layer_forward, pending, layer))
-    patches.after(pending.clear)
-    patches.put(body.norm, "forward", lambda x: pending.add_and_norm(body.norm, x)[1])
+        patches.set(layer, "forward", partial(_layer_forward, pending, layer))
+    patches.on_restore(pending.clear)
+    patches.set(body.norm, "forward", lambda x: pending.add_and_norm(body.norm, x)[1])
 
 
 class _PendingResidual:

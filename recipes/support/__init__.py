@@ -1,1 +1,1 @@
-"""Code that the recipes share: arguments, data and model, evaluation, the run directory."""
+"""Code that the recipes share: arguments, data and model, evaluation, the run folder."""

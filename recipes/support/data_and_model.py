@@ -23,10 +23,10 @@ from nopad.cli import (
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
     """Add the options of a pretraining recipe that choose data and model."""
     add = parser.add_argument_group("data and model").add_argument
-    add("--data", help=".jsonl[.gz|.zst], .parquet or text file, directory of files, token file, "
-        "saved `datasets` directory or hub name; default: Python's standard library")  # fmt: skip
-    add("--model", help="checkpoint directory, config.json or hub name; default: a small Llama")
-    add("--tokenizer", help="directory or hub name; default: the model's, or a small built-in one")
+    add("--data", help=".jsonl[.gz|.zst], .parquet or text file, folder of files, token file, "
+        "saved `datasets` folder or hub name; default: Python's standard library")  # fmt: skip
+    add("--model", help="checkpoint folder, config.json or hub name; default: a small Llama")
+    add("--tokenizer", help="folder or hub name; default: the model's, or a small built-in one")
     add_packing_options(add, budget)
 
 

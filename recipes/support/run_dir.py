@@ -1,4 +1,4 @@
-"""The directory of a run; its checkpoints appear under their names only when complete.
+"""The folder of a run; its checkpoints appear under their names only when complete.
 
 runs/pretrain-1/run.json            the settings that the run was started with
 runs/pretrain-1/log.jsonl           the loss of every step; rates of the first and every tenth step
@@ -21,7 +21,7 @@ from typing import Any
 
 RUNS_DIR = Path("runs")
 RUN_FILES = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
-"""Files that a run of any recipe leaves in its directory."""
+"""Files that a run of any recipe leaves in its folder."""
 NOT_SAVED = {"resume", "output", "config"}
 CHANGEABLE = NOT_SAVED | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
@@ -36,21 +36,21 @@ None of them changes the order of the data; only `devices` changes how much of i
 def add_run_options(add: Any, recipe: str) -> None:
     """Add the options that place a run and resume it."""
     add("--output", type=Path,
-        help=f"directory of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
-    add("--resume", nargs="?", const="last", metavar="DIR",
+        help=f"folder of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
+    add("--resume", nargs="?", const="last", metavar="FOLDER",
         help="continue this run, or the last one, with the settings it was started "
         "with")  # fmt: skip
 
 
 def find_run(recipe: str, name: str, output: Path | None) -> Path:
-    """Return the directory of the run to resume.
+    """Return the folder of the run to resume.
 
-    name: a directory, or "last" for `output`, if given, or else the run with the highest number.
+    name: a folder, or "last" for `output`, if given, or else the run with the highest number.
     """
     path = Path(name) if name != "last" else output
     if path and output and path.resolve() != output.resolve():
         raise ValueError(
-            f"--resume {path} and --output {output} differ: a run continues in its own directory"
+            f"--resume {path} and --output {output} differ: a run continues in its own folder"
         )
     if path is None:
         numbers = _numbers(RUNS_DIR, recipe)
@@ -59,7 +59,7 @@ def find_run(recipe: str, name: str, output: Path | None) -> Path:
         path = RUNS_DIR / f"{recipe}-{max(numbers)}"
     if not (path / "run.json").is_file():
         raise ValueError(
-            f"{path} is not a run directory (it has no run.json): name one under {RUNS_DIR}/"
+            f"{path} is not a run folder (it has no run.json): name one under {RUNS_DIR}/"
         )
     return path
 
@@ -99,7 +99,7 @@ class RunProgress:
 
 
 class RunDir:
-    """Create the directory of one run, and write its log and checkpoints.
+    """Create the folder of one run, and write its log and checkpoints.
 
     settings: what run.json records.
     created: whether run.json has been written already.
@@ -120,7 +120,7 @@ class RunDir:
     def from_args(
         cls, recipe: str, args: argparse.Namespace, progress: RunProgress | None = None
     ) -> RunDir:
-        """Choose the directory, of a new run or of the resumed one, and set `args.output` to it.
+        """Choose the folder, of a new run or of the resumed one, and set `args.output` to it.
 
         A run that was killed before its first checkpoint starts over: `args.resume` becomes None.
         """
@@ -139,10 +139,10 @@ class RunDir:
         self.progress.training_started = True
 
     def create(self) -> None:
-        """Create the directory and write run.json, unless that is done.
+        """Create the folder and write run.json, unless that is done.
 
         Called on one rank, when all ranks have chosen their path: otherwise a rank could find the
-        directory taken by its own run.
+        folder taken by its own run.
         """
         if self.restarts_at_zero:
             from tqdm import tqdm
@@ -222,7 +222,7 @@ class RunDir:
 
 
 def new_path(recipe: str, output: Path | None) -> Path:
-    """Return `output`, or the next unused number; raise if the directory contains a run."""
+    """Return `output`, or the next unused number; raise if the folder contains a run."""
     path = output or RUNS_DIR / f"{recipe}-{max([0, *_numbers(RUNS_DIR, recipe)]) + 1}"
     if any(file for pattern in RUN_FILES for file in path.glob(pattern)):
         raise ValueError(
@@ -247,6 +247,6 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _numbers(folder: Path, prefix: str) -> list[int]:
-    """Return N of every `prefix-N` in a directory."""
+    """Return N of every `prefix-N` in a folder."""
     matches = (re.fullmatch(rf"{prefix}-(\d+)", path.name) for path in folder.glob(f"{prefix}-*"))
     return [int(match[1]) for match in matches if match]

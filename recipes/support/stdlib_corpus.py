@@ -1,7 +1,7 @@
 """A corpus on every machine: the source files of the Python standard library, one per document.
 
 The tokenizer is a byte-level BPE trained on this corpus. It and the encoded documents are cached in
-the user's cache directory under a hash of the corpus, so a second run starts at once.
+the user's cache folder under a hash of the corpus, so a second run starts at once.
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ def test_fused_decode_steps_give_the_logits_of_the_model(family):
             if parameter.ndim > 1:
                 parameter.normal_(std=1.3 * parameter.shape[-1] ** -0.5)
     shapes = layer_shapes(model)
-    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), max_num_seqs=256)
+    parts = verified_ops(
+        model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"), max_num_seqs=256
+    )
     assert len(parts) == 6
     for rows in (1, 16, 30, 64, 100, 200):
         cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")

@@ -7,7 +7,7 @@ import torch
 from nopad.packing import IGNORE_INDEX
 from nopad.trainer.loss import linear_cross_entropy
 from nopad.trainer.loss.cross_entropy import _losses_and_gradient
-from nopad.trainer.loss.label_count import ask
+from nopad.trainer.loss.label_count import count_labels
 from torch.testing import assert_close
 
 
@@ -45,10 +45,10 @@ def test_rows_that_count_are_picked_without_a_wait_and_all_taken_inside_a_cuda_g
     targets = torch.randint(0, 500, (300,)).where(torch.rand(300) < 0.4, -100)
 
     def gradients(hidden, weight, targets, told) -> tuple[torch.Tensor, ...]:
-        count = ask(targets) if told else None
+        count = count_labels(targets) if told else None
         inputs = hidden.requires_grad_(), weight.requires_grad_()
-        counted = None if count is None else count.read()
-        total, losses = linear_cross_entropy(*inputs, targets, counted=counted)
+        num_labels = None if count is None else count.read()
+        total, losses = linear_cross_entropy(*inputs, targets, num_labels=num_labels)
         return losses, *torch.autograd.grad(total, inputs)
 
     gold = gradients(hidden, weight, targets, True)

@@ -8,7 +8,10 @@ from nopad.packing import PackedDataset, Sample
 from nopad.packing.sources import TokenArray, TokenStore
 from nopad.packing.state import merge_states
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
+
+StatefulDataLoader = pytest.importorskip(
+    "torchdata.stateful_dataloader", reason="torchdata is not installed"
+).StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = (

@@ -8,7 +8,10 @@ import textwrap
 
 import pytest
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
+
+StatefulDataLoader = pytest.importorskip(
+    "torchdata.stateful_dataloader", reason="torchdata is not installed"
+).StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ("planned", "leveled", "sharded", "mixed")

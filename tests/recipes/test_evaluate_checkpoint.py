@@ -46,7 +46,10 @@ def test_a_missing_column_is_named_with_file_and_line(checkpoint, data, capsys):
 
 @pytest.mark.parametrize(
     ("wrong", "word"),
-    [(["--regex", "("], "no regular expression"), (["--model", "/no/such"], "no folder /no/such")],
+    [
+        (["--regex", "("], "is not a regular expression"),
+        (["--model", "/no/such"], "no folder /no/such"),
+    ],
 )
 def test_an_error_that_a_user_can_fix_is_one_line(checkpoint, data, capsys, wrong, word):
     argv = ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}"]
@@ -100,7 +103,7 @@ def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
     status = evaluate_checkpoint.run([*argv, "--prompt", long, "--max-tokens", "2"])
     output = capsys.readouterr().out
     assert status == 1 and json.loads(output.splitlines()[-1])["eval/failed"] == 5
-    assert "error: example 0: " in output and "max_length" in output
+    assert "error: example 0: " in output and "max_model_len" in output
 
 
 def test_a_deadline_that_lets_nothing_finish_is_status_one(checkpoint, data, capsys):

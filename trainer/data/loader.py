@@ -137,7 +137,7 @@ class PackedLoader:
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
         self.dataset.start_next_pass()
-        self.dataset.mark_trained()  # no step yet: from here on the state follows steps, not reads
+        self.dataset.mark_trained()  # no step yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
         for step, is_last in _mark_last(self._steps()):
             if is_last:  # trainers save before they ask for more, and resume with the next pass

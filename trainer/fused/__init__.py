@@ -1,11 +1,9 @@
 """Fused kernels inside a model's own layers, verified against the stock forward."""
 
-from .adamw import ClippedAdamW
 from .compile_layers import compile_layers
 from .fuse_layers import FusedLayers, fuse_layers
 
 __all__ = [
-    "ClippedAdamW",
     "FusedLayers",
     "compile_layers",
     "fuse_layers",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from nopad.attention import Varlen, layer_shapes
 from nopad.attention.hf import current_varlen, drops_kwargs, forward_context, step_context
-from nopad.cli.tiny_model import scramble, shrink
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.inference import Engine, SamplingParams
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,9 +18,9 @@ DROPPING = {"llama": False, "gpt2": False, "mistral": False, "nemotron": True, "
 
 def tiny(kind, attention="nopad"):
     model = AutoModelForCausalLM.from_config(
-        shrink(CONFIG_MAPPING[kind]()), attn_implementation=attention
+        tiny_config(CONFIG_MAPPING[kind]()), attn_implementation=attention
     )
-    scramble(model)
+    randomize_weights(model)
     return model.eval()
 
 

@@ -21,11 +21,11 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
     ("line", "complaint"),
     [
         ("precision: bf17", "invalid choice: 'bf17'"),
-        ("accumulation: 0", "--accumulation: '0': a whole number from 1"),
-        ("budget: many", "--budget: 'many': a whole number from 1"),
-        ("steps: 1.5", "--steps: '1.5': a whole number from 1"),
-        ("warmup: -3", "--warmup: '-3': a whole number from 0"),
-        ("workers: .nan", "--workers: 'nan': a whole number from 0"),
+        ("accumulation: 0", "--accumulation: '0': give an integer from 1"),
+        ("budget: many", "--budget: 'many': give an integer from 1"),
+        ("steps: 1.5", "--steps: '1.5': give an integer from 1"),
+        ("warmup: -3", "--warmup: '-3': give an integer from 0"),
+        ("workers: .nan", "--workers: 'nan': give an integer from 0"),
     ],
 )
 def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
@@ -60,19 +60,21 @@ def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
     [
         ("compile: false", r"started with --compile True \(now False\)"),
         ("steps: null", r"started with --steps 40 \(now None\)"),
-        ("eos: 0", r"started with --eos False \(now 0\)"),
+        ("add_eos: 0", r"started with --add-eos False \(now 0\)"),
     ],
 )
 def test_a_resume_does_not_ignore_what_the_yaml_resets(tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
-    args = train_hf.parse_args(["--compile", "--eos", "none", "--steps", "40"])
+    args = train_hf.parse_args(["--compile", "--add-eos", "none", "--steps", "40"])
     RunDir.from_args("train_hf", args).create()
     (tmp_path / "run.yaml").write_text(f"{line}\nresume: true\n")
     with pytest.raises(ValueError, match=message):
         train_hf.parse_args(["--config", "run.yaml"])
-    (tmp_path / "run.yaml").write_text("resume: true\ncompile: true\neos: none\nworkers: null\n")
+    (tmp_path / "run.yaml").write_text(
+        "resume: true\ncompile: true\nadd_eos: none\nworkers: null\n"
+    )
     args = train_hf.parse_args(["--config", "run.yaml"])
-    assert (args.compile, args.eos, args.steps, args.workers) == (True, False, 40, 0)
+    assert (args.compile, args.add_eos, args.steps, args.workers) == (True, False, 40, 0)
 
 
 def test_a_run_resumes_with_the_yaml_it_was_started_with(tmp_path, monkeypatch):
@@ -88,8 +90,8 @@ def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_pa
     args = pretrain.parse_args(config)
     assert (args.steps, args.resume, args.prompt) == (800, None, None)
     assert pretrain.parse_args([*config, "--steps", "3"]).steps == 3
-    (tmp_path / "run.yaml").write_text("eos: false\n")
-    with pytest.raises(ValueError, match=r"run\.yaml: eos cannot be false; see --help"):
+    (tmp_path / "run.yaml").write_text("add_eos: false\n")
+    with pytest.raises(ValueError, match=r"run\.yaml: add_eos cannot be false; see --help"):
         pretrain.parse_args(config)
 
 
@@ -120,7 +122,9 @@ def test_a_broken_yaml_file_is_named_with_its_line(tmp_path, text, message):
 def test_an_impossible_number_is_refused_before_any_work(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         pretrain_lightning.main(wrong.split())
-    assert f"{wrong.split()[0]}: '{wrong.split()[1]}': a whole number" in capsys.readouterr().err
+    assert (
+        f"{wrong.split()[0]}: '{wrong.split()[1]}': give an integer from" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("recipe", [pretrain, sft])
@@ -128,7 +132,7 @@ def test_an_unknown_attention_is_refused_before_any_work(recipe, capsys):
     with pytest.raises(SystemExit, match="2"):
         recipe.main(["--attention", "sdap"])
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "--attention: 'sdap': no such attention; there are " in message
+    assert "--attention: 'sdap' is not an attention implementation; choose from " in message
     assert " nopad," in message and " sdpa" in message
 
 

@@ -81,7 +81,7 @@ def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, caps
         _, packs, _ = sft.load_data(sft.parse_args(argv))
         assert [pack.index for pack in islice(packs, 3)] == [1, 3, 5]
     assert run_recipe.exit_status("sft", lambda *_: _count_steps(packs)) == 2
-    assert "say --steps, how many steps to train" in capsys.readouterr().err
+    assert "pass --steps, the number of steps to train" in capsys.readouterr().err
 
 
 def _count_steps(packs) -> None:

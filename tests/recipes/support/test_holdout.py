@@ -79,7 +79,7 @@ def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, name
             pass
 
         def generate(self, prompts, params, deadline=None):
-            return [SimpleNamespace(text=" up", tokens=[1], error=None, finish_reason="eos")]
+            return [SimpleNamespace(text=" up", token_ids=[1], error=None, finish_reason="eos")]
 
     monkeypatch.setattr("nopad.inference.DataParallelEngine", FakeEngine)
     monkeypatch.setattr("nopad.inference.Engine", lambda model, tokenizer: None)
@@ -88,7 +88,7 @@ def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, name
     )
     metrics = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]
     assert [name for name in metrics if name not in RESERVED_NAMES] == names
-    assert [evaluation.watch] == (names or [None])
+    assert [evaluation.monitor] == (names or [None])
 
 
 def test_fine_tuning_evaluates_by_default(tmp_path):
