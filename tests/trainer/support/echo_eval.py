@@ -14,7 +14,7 @@ class Done:
     text: str
     error: str | None = None
     finish_reason: str = "stop"
-    tokens: list[int] = field(default_factory=lambda: [1, 2])
+    token_ids: list[int] = field(default_factory=lambda: [1, 2])
 
 
 def echo(prompts, params=None, deadline=None):

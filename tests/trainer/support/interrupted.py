@@ -47,7 +47,7 @@ def train(trainer: str, forgets: bool) -> None:
 
     GenerationEval.run, ModelRunner.launch = noted, slow
     if forgets:
-        borrow._training_flags = forgetting
+        borrow._eval_mode = forgetting
     ended = "finished"
     try:
         untouched.TRAINERS[trainer](diary, 6, Path("out"))
