@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nopad.cli import (
     HelpFormatter,
@@ -75,6 +75,7 @@ def load_examples(args: argparse.Namespace) -> list:
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yield the line number and the object of every line of a jsonl file, except blank lines."""
+    number = 0
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> Report:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
     )
-    metrics = {"exact": exact_match}
+    metrics: dict[str, Any] = {"exact": exact_match}
     if args.regex:
         metrics["extracted"] = extracted(args.regex)
     evaluation = GenerationEval(

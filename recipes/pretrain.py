@@ -187,6 +187,7 @@ class Pretraining:
                 if index == 0:
                     self.on_first_batch()
                 losses.append(self.backward(batch))
+                assert self.loader.last_pack is not None
                 self.meter.add(self.loader.last_pack, batch["labels"], self.loss.token_losses)
                 if self.accelerator.sync_gradients:
                     self.step += 1

@@ -20,7 +20,7 @@ from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_re
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    parser = ArgumentParser(description="Pretrain with Lightning.", formatter_class=HelpFormatter)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
@@ -53,7 +53,7 @@ def lightning_module(args: Namespace, run_dir: RunDir, model):
             run_dir.start_training(self.trainer.is_global_zero)
             return self.model(**batch).loss
 
-        def configure_optimizers(self):
+        def configure_optimizers(self):  # pyright: ignore[reportIncompatibleMethodOverride]
             optimizer = torch.optim.AdamW(self.parameters(), args.learning_rate, (0.9, 0.95))
             schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     args = parse_args(argv)
     run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from nopad.trainer.with_lightning import (
         EvalCallback,
         PackedCallback,

@@ -28,7 +28,7 @@ from nopad.recipes.support.run_recipe import run_recipe
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description="Fine-tune a chat model on packed conversations.",
         formatter_class=HelpFormatter,
     )
     add = parser.add_argument_group("model and data").add_argument

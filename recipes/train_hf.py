@@ -20,7 +20,7 @@ from nopad.recipes.support.run_recipe import run_recipe
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description="Train a causal LM on packed documents with the HF Trainer.",
         formatter_class=HelpFormatter,
     )
     add_data_and_model_options(parser, budget=2048)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nopad.cli import (
     add_data_options,
@@ -18,6 +18,9 @@ from nopad.cli import (
     positive,
     resolve_path,
 )
+
+if TYPE_CHECKING:
+    from nopad.packing.planning import Overflow
 
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
@@ -81,7 +84,7 @@ def open_data(args: argparse.Namespace, tokenizer, column: str):
     return TokenStore(opened) if isinstance(opened, list) else opened
 
 
-def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: str = "split"):
+def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: Overflow = "split"):
     """Build an endless dataset of packs."""
     from nopad.packing import PackedDataset
 

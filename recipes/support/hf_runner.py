@@ -33,7 +33,7 @@ def training_arguments(args: argparse.Namespace):
     """Translate the options to `TrainingArguments`."""
     import torch
     from transformers import TrainingArguments
-    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
 
     installed = get_available_reporting_integrations()
     if args.log_with not in ("none", "all", *installed):
