@@ -301,7 +301,7 @@ def changed(recipe: RecipeRun, number: int) -> str:
 def _change_version(out: Path) -> None:
     if (out / "last.ckpt").exists():
         checkpoint = torch.load(out / "last.ckpt", weights_only=True)
-        checkpoint[with_lightning.KEY]["version"] = 99
+        checkpoint[with_lightning.DATA_KEY]["version"] = 99
         return torch.save(checkpoint, out / "last.ckpt")
     for folder in out.glob("checkpoint-*"):
         path = folder / data_state.STATE_FILE
