@@ -1,4 +1,4 @@
-"""How attention scores become weights: scale, sliding window, softcap and sinks."""
+"""`ScoreParams`: scale, sliding window, softcap and sinks of an attention call."""
 
 from __future__ import annotations
 

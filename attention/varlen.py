@@ -1,4 +1,4 @@
-"""The value an attention call works on: T flat tokens cut into N sequences.
+"""`Varlen` and `Pages`: the sequence boundaries and page tables of an attention call.
 
 A packed training row, a prefill, a decode step and any mix of them are the same value. They differ
 only in where the keys are: beside the queries, or in the pages of a cache.

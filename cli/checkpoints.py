@@ -1,4 +1,4 @@
-"""Load the models and tokenizers that a user names; an error is one line about that name."""
+"""Load models and tokenizers named on the command line, with one-line error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy packs into flat rows: tokens, labels, positions and boundaries, without Python per token."""
+"""Copy packs into flat arrays (tokens, labels, positions, cu_seq_lens) with a compiled loop."""
 
 from __future__ import annotations
 

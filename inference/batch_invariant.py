@@ -10,9 +10,9 @@ and `sdpa`, which cannot be captured in CUDA graphs, is the attention backend.
     with batch_invariant(max_length=512):
         compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
 
-It tells rounding from mistakes: about twice the time for a tiny model, far more for a large one. It
-holds for the calling thread and for engines made inside; for models whose layers are `nn.Linear`
-and whose attention has no softcap or sinks.
+Use it to tell rounding from bugs: it takes about twice the time for a tiny model, far more for a
+large one. It holds for the calling thread and for engines made inside; for models whose layers are
+`nn.Linear` and whose attention has no softcap or sinks.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class DataParallelEngine:
         )
 
     def _in_lockstep(self, work: Work) -> Work:
-        """If each forward gathers parameters, let no rank run one alone."""
+        """If forwards gather parameters (FSDP2), make all ranks run every forward together."""
         model = self.engine._model
         if world_size() == 1 or not gathers_parameters(model):
             return work

@@ -155,8 +155,8 @@ class Engine:
     ) -> Iterator[StreamEvent]:
         """Yield tokens and text as they are generated; `request_id` is the prompt's index.
 
-        The model is borrowed only while a step runs: between two events it is the trainer's. Other
-        calls, other streams among them, may run in between; each gets its own events.
+        The model is borrowed only while a step runs; between two events it is in the trainer's
+        state. Other calls and streams may run in between; each gets its own events.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
         events = EventQueue()

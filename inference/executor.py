@@ -1,4 +1,4 @@
-"""KV cache, scheduler, runner and loop, built for one model within `memory`."""
+"""Build the engine's internals for one model: KV cache, scheduler, runner and loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BuildKey:
     cast_dtype: torch.dtype | None
     """Compute dtype, where it is narrower than the weights."""
     modules: Sequence[nn.Module]
-    """The fused kernels were verified on these; adapters, for instance, come and go."""
+    """The fused kernels were verified on these; adding or removing adapters changes the list."""
 
     def __str__(self) -> str:
         return f"{self.kv_dtype} on {self.device}, {len(self.modules)} modules"

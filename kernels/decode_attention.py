@@ -1,4 +1,4 @@
-"""Attention of a decode step in one kernel: from the QKV projection's partials to the output.
+"""Fused decode attention: sum QKV partials, QK norm, rotary, KV write and attention in one kernel.
 
     partials [S, M, (H + 2 Hkv) D] ─▶ QK norm, rotary ─┬─▶ new key and value, into their KV slot
                                                        └─▶ queries ─▶ paged keys ─▶ out [M, H, D]

@@ -1,4 +1,4 @@
-"""What a launch needs to know about the device, and the block shape of kernels that take a row."""
+"""Launch helpers: SM count, PDL support, block size and warps of row-wise kernels."""
 
 from __future__ import annotations
 

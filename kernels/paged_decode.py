@@ -3,10 +3,10 @@
     lengths            ▇▇▇▇▇▇▇▇▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇      known on the device only
     splits             ▇▇▇▇|▇▇▇▇|▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇    one program each, for every kv head
 
-A program takes one split; the query heads of the group are the rows of its tile. Only sequences
-longer than twice an even split are split, so that a batch of similar lengths runs in one wave and
-one long sequence does not run on alone. A second kernel combines the splits. Sequences with more or
-fewer than one query are skipped: the prefill kernel takes them.
+Each program handles one split; the query heads of the group are the rows of its tile. Only
+sequences longer than twice an even split are split, so that a batch of similar lengths runs in one
+wave and one long sequence does not become the tail. A second kernel combines the splits. Sequences
+with more or fewer than one query are skipped: the prefill kernel handles them.
 
 With PDL (programmatic dependent launch) a kernel starts while the previous one ends: it finds its
 split from the lengths, which the host sent before the step, and then waits for queries and keys.

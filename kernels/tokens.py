@@ -1,4 +1,4 @@
-"""Kernels on token ids: embedding, last-token lookup, greedy sampling.
+"""Embedding lookup, last-token substitution and argmax kernels.
 
 Argmax takes two kernels: the first searches chunks of each row, the second their maxima. The first
 of equal maxima wins, and a row with a NaN yields -1.
@@ -71,7 +71,7 @@ def _fill_kernel(ids, last_tokens, out, num_tokens, BLOCK: tl.constexpr):
 
 
 def fill_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:
-    """Replace each id below zero, which stands for -1 - row, by the last token of that row.
+    """Replace each placeholder id (-1 - row) by the last token of that row.
 
     The host schedules a step before it knows the tokens that the previous one sampled.
     """

@@ -1,6 +1,6 @@
 """What the ranks of a run exchange: sums, Python objects, and errors.
 
-`all_ranks_or_none` is for work that every rank does alone before all meet again. Without it, a
+`all_ranks_or_none` is for work that each rank does alone before the next collective. Without it, a
 rank that raises would leave the others waiting in the next collective for ever.
 """
 

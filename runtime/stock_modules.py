@@ -1,4 +1,4 @@
-"""What fused kernels read from a stock module: its class, its forward, an RMSNorm's epsilon."""
+"""Inspect Transformers modules: class before fusion, RMSNorm epsilon, globals a forward reads."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ ROOMS = (
     "recipes",
 )  # fmt: skip
 CONTAINERS = {"dict", "list", "set", "deque", "Counter", "defaultdict", "WeakKeyDictionary",
-              "WeakValueDictionary", "WeakSet"}  # fmt: skip
+              "WeakValueDictionary", "WeakSet", "WeakIdKeyDictionary",
+              "WeakTensorKeyDictionary", "local"}  # fmt: skip
 CHANGES = {"append", "add", "update", "pop", "popitem", "clear", "setdefault", "remove", "extend"}
 CACHES = {"cache", "lru_cache", "functools.cache", "functools.lru_cache"}
 HOOKS = {
@@ -33,7 +34,7 @@ def process_state(source: str) -> set[str]:
     """Names of everything in a module that outlives a call."""
     tree = ast.parse(source)
     found = set()
-    modules = _imported_modules(tree)
+    imported = _imported(tree)
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     containers = {
         name
@@ -52,9 +53,13 @@ def process_state(source: str) -> set[str]:
             called = ast.unparse(node.func)
             if called in HOOKS:
                 found.add(called)
-            if called == "setattr" and node.args and ast.unparse(node.args[0]) in modules:
+            if (
+                called == "setattr"
+                and node.args
+                and ast.unparse(node.args[0]).split(".")[0] in imported
+            ):
                 found.add(f"setattr {ast.unparse(node.args[0])}")
-        found |= _assigned_into(node, modules | classes)
+        found |= _assigned_into(node, imported | classes)
     for node in tree.body:
         assigned = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         if isinstance(assigned, ast.Call) and ast.unparse(assigned.func).endswith("ContextVar"):
@@ -62,10 +67,10 @@ def process_state(source: str) -> set[str]:
     return found
 
 
-def _imported_modules(tree: ast.AST) -> set[str]:
-    names = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-             for alias in node.names}  # fmt: skip
-    return names | {"sys", "os", "torch"}
+def _imported(tree: ast.AST) -> set[str]:
+    """Names that import statements bind, at any level."""
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
 
 
 def _is_container(value: ast.expr | None) -> bool:
@@ -104,7 +109,7 @@ def _assigned_into(node: ast.AST, owners: set[str]) -> set[str]:
     for target in _targets(node):
         if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "os.environ":
             found.add("os.environ")
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value) in owners:
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value).split(".")[0] in owners:
             found.add(ast.unparse(target))
     return found
 

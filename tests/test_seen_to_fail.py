@@ -37,7 +37,8 @@ FAULTS = {
     ),
     "nobody watches the workers": (
         "trainer/data/test_worker_watch.py::test_whoever_dies_it_is_told_and_nothing_is_left",
-        "nopad.trainer.data.worker_watch", "WorkerWatch._raise_if_dead = lambda self, within=0: None",
+        "nopad.trainer.data.worker_watch",
+        "WorkerWatch._raise_if_dead = lambda self, within=0: None",
     ),
     "a round ends with its first pack": (
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",

@@ -1,4 +1,4 @@
-"""Stop on a signal: a signal on any rank stops all ranks after the same step.
+"""Graceful stop: a signal on any rank makes all ranks save and exit after the same step.
 
     SIGTERM, SIGINT, SIGUSR1 ─▶ flag ─▶ should_stop(), summed over ranks after a step ─▶ save, exit
                  └─ second signal ─▶ wake-up thread ─▶ exit at once

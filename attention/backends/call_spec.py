@@ -1,4 +1,4 @@
-"""What a call needs from a backend, and what a backend's module provides."""
+"""`CallSpec`, the key of backend selection, and `Backend`, the protocol of a backend module."""
 
 from __future__ import annotations
 

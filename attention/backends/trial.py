@@ -1,4 +1,4 @@
-"""A trial call: a tiny call of the same kind, compared with the reference.
+"""Verify a backend at run time: a tiny call of the same kind, compared with the reference.
 
 Builds of one library differ in what they leave out (head dims, dtypes, softcap), so the declared
 limits of a backend are not enough: a build is used only if its trial agrees with the reference.

@@ -1,4 +1,4 @@
-"""A log of attention calls, and the check that every layer was called once with its boundaries.
+"""Check that every attention layer was called exactly once, with its sequence boundaries.
 
 A layer without them would attend across documents, or ignore its cache, without any error.
 """

@@ -40,7 +40,7 @@ _SPARSE_MODULES = ("Indexer",)
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent")
 
 _drops_kwargs: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""By model; not an attribute of it, since an evaluation leaves no trace on the live model."""
+"""Keyed by model, not stored on it: an evaluation must not modify the live model."""
 
 
 def unsupported_reason(model: Any) -> str | None:

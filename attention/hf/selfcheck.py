@@ -35,7 +35,7 @@ class PackedDifferences:
     """Largest differences between a pack and its documents run one by one."""
 
     leak: float
-    """Of later logits when the first document is changed; 0 if documents are isolated."""
+    """Largest change of later logits when the first document changes; 0 if isolated."""
     logits: float
     loss: float
     gradients: float

@@ -16,7 +16,7 @@ _capturing: ContextVar[bool] = ContextVar("nopad_capturing", default=False)
 
 @contextmanager
 def capture_mode(enabled: bool = True) -> Iterator[None]:
-    """Run forwards as they are captured into graphs."""
+    """Run forwards in the same mode as during CUDA graph capture."""
     token = _capturing.set(enabled)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Python's garbage collection, kept away from steps and captures.
+"""Defer or disable Python garbage collection during steps and CUDA graph captures.
 
 A full collection visits every object: a third of a second with Transformers loaded, in which no
 step is launched. Any collection may free unused CUDA graphs, and that breaks a capture in progress.

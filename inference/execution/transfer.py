@@ -1,4 +1,4 @@
-"""Transfers of small arrays between host and device: many in one copy, without waiting."""
+"""Batched asynchronous host-device copies of small arrays through pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused replacements of a model's small operations: norms, gated MLPs, rotary, residual adds.
+"""Fused forwards for RMSNorm, gated MLP, rotary and residual add, installed as patches.
 
 Each function puts its replacement on a model's modules through `patches`; see `fused_ops.FusedOp`.
 It raises AssertionError for a model that is built otherwise.

@@ -1,4 +1,4 @@
-"""A task's generation settings, and the model's generation_config, as sampling parameters.
+"""Translate lm_eval's gen_kwargs and the model's generation_config to `SamplingParams`.
 
     task: {until, max_gen_toks, do_sample ...} ─┐
                                                 ├─▶ SamplingParams

@@ -1,4 +1,4 @@
-"""Low-precision copies of matmul weights, and the dtype that a wrapped forward casts to."""
+"""Low-precision weight copies instead of per-matmul autocast; detection of the autocast dtype."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _LIGHT_BLUE, _BROWN, _INK = "#3f77ad", "#abcbe6", "#a63603", "#333333"
-"""Of different lightness, so that they also differ in grayscale."""
+"""Different in lightness, so that they also differ in grayscale."""
 _EMPTY_LOG = np.array([[0.0, 0, 0, 0, 0, 1, 1]])
 _SHORTEST_STEP = 1e-3
 
@@ -103,7 +103,7 @@ def _with_idle_rows(log: np.ndarray, idle: np.ndarray) -> np.ndarray:
 
 
 def _usual_step(times: np.ndarray) -> float:
-    """Median duration of a step: the last one is drawn so long, since its end is not recorded."""
+    """Median duration of a step: used for the last step, whose end is not recorded."""
     return float(np.median(np.diff(times))) or _SHORTEST_STEP if len(times) > 1 else _SHORTEST_STEP
 
 

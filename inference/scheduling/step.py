@@ -1,4 +1,4 @@
-"""A plan as flat arrays: everything that one forward needs on the device.
+"""Model inputs of one step, built from a scheduler plan as flat arrays.
 
 plan       a: 5 tokens from 0    b: 1 from 12    c: 1 from 7
 token_ids  [ a a a a a b c ]         positions  [ 0 1 2 3 4 12 7 ]

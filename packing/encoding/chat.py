@@ -1,6 +1,6 @@
 """Chat messages to a sample: the tokenizer's chat template, and loss on assistant turns only.
 
-A template with generation markers tells itself which tokens the assistant wrote. Most have none;
+A template with generation markers marks the assistant's tokens itself. Most have none;
 then the spans are derived by rendering prefixes, and verified against the full text:
 
     render(messages[:i], prompt=True)   <user> hi <assistant>

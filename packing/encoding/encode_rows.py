@@ -1,4 +1,4 @@
-"""Encode rows with their locations: one batch, or a complete small source at once.
+"""Run the encoder over batches of rows or a whole source; raise or skip bad rows.
 
 A row that cannot be used becomes an error with its location, which is raised or, with
 on_error="skip", counted. If a source is encoded at once, its lengths are known and the run can be

@@ -1,4 +1,4 @@
-"""The report of a run: samples packed, split, truncated, dropped and skipped, and source shares."""
+"""Counts of packed, split, truncated, dropped and skipped samples, and each source's share."""
 
 from __future__ import annotations
 

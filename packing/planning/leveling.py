@@ -1,4 +1,4 @@
-"""Leveling: ranks that step together get packs of similar cost.
+"""Load balancing: reorder packs so that ranks get packs of similar cost in the same step.
 
     planned packs, a block at a time       3 9 1 4 8 2 7 5
     sorted by cost                         1 2 3 4 5 7 8 9

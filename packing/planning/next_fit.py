@@ -1,4 +1,4 @@
-"""Packs that keep the order of arrival.
+"""Order-preserving strategies: next fit (`sequential`) and concatenate-and-cut (`concat`).
 
 budget 6, lengths 4 3 5 2       sequential   [4 .. ] [3 ...] [5 .] [2 ....]   next-fit
                                 concat       [4 | 2→] [→1 | 5] [2 ....]       cut at the budget

@@ -1,4 +1,4 @@
-"""The rows of one shard of one source in shuffled order, resumable.
+"""Block-shuffled rows of one shard of one source, resumable across repeated reads.
 
     source ─▶ block of rows ─▶ permuted by shuffle_key(seed, source, shard, lap, block) ─▶ rows
 

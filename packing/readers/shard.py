@@ -1,4 +1,4 @@
-"""One logical shard of a stream: its own rows, mixture and packer, with a state to replay from.
+"""Reader of one logical shard: rows, mixture and packer, resumable from a cursor.
 
     rows of source 0 ─▶ encode ─┐
     rows of source 1 ─▶ encode ─┴▶ mixture ─▶ Packer ─▶ packs

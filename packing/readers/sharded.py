@@ -1,4 +1,4 @@
-"""Packs of streams with unknown lengths: logical shards, each read by one worker.
+"""Packs streamed from sources of unknown lengths, in logical shards with one reader each.
 
     pack k comes from shard k mod S          S = 8:   0 1 2 3 4 5 6 7 | 0 1 2 ...
     pack k goes to rank k mod world_size

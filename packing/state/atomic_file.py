@@ -1,4 +1,4 @@
-"""A state file: JSON with a checksum, written atomically, with the previous state kept beside it.
+"""State files: checksummed JSON, replaced atomically, the previous version kept as a backup.
 
     write   x.json.tmp ─▶ fsync ─▶ x.json kept as x.json.previous ─▶ rename ─▶ fsync of the folder
     read    x.json, or x.json.previous if x.json is corrupted; an error if neither is intact

@@ -1,6 +1,6 @@
 """Identify data and settings by a short text, so that a state resumes only what it was made with.
 
-Up to 64 MB are hashed completely; of larger data, the size and 256 evenly spaced pieces. A change
+Up to 64 MB are hashed completely; larger data by its size and 256 evenly spaced pieces. A change
 outside of these pieces that keeps all lengths is not detected. A function's rows are identified
 by the first one, a streaming dataset's by the first four: later rows may not exist yet, or raise.
 """

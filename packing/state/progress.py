@@ -1,4 +1,4 @@
-"""How far a process has come: the last pack it counts as done, and the cursors of its shards."""
+"""Reader progress of one process: the last completed pack and the cursor of each shard."""
 
 from __future__ import annotations
 

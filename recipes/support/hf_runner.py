@@ -1,4 +1,4 @@
-"""Train with the HF Trainer: the options, `TrainingArguments` and run of train_hf.py and sft.py."""
+"""HF Trainer setup shared by train_hf.py and sft.py: options, `TrainingArguments`, the run."""
 
 from __future__ import annotations
 

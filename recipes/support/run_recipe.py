@@ -1,4 +1,4 @@
-"""Run a recipe as a program: exit status, error messages for users, signals at the end.
+"""Entry point of recipes: exit status, one-line user errors, signals during shutdown.
 
 An error before the first training step is the user's to fix: it is printed as one line, and the
 exit status is 2. An error during training keeps its traceback.

@@ -1,4 +1,4 @@
-"""A corpus on every machine: the source files of the Python standard library, one per document.
+"""Default corpus: the source files of the Python standard library, one document each.
 
 The tokenizer is a byte-level BPE trained on this corpus. It and the encoded documents are cached in
 the user's cache folder under a hash of the corpus, so a second run starts at once.

@@ -11,6 +11,15 @@ from nopad.trainer.loss.label_count import count_labels
 from torch.testing import assert_close
 
 
+@pytest.fixture
+def full_precision():
+    """Products in fp32, whatever a trainer tested before has asked for."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("vocab_size", [5, 64, 8200])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.02)])
@@ -38,6 +47,7 @@ def test_a_tensor_is_scaled_by_a_number_on_the_device():
     assert_close(scale_tensor(x, factor, x.dtype), x / 3, rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("full_precision")
 @pytest.mark.gpu
 def test_rows_that_count_are_picked_without_a_wait_and_all_taken_inside_a_cuda_graph():
     torch.manual_seed(0)

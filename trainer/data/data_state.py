@@ -1,4 +1,4 @@
-"""The data position of a checkpoint: one small JSON file, written by all ranks together.
+"""Save and load the data position of a checkpoint: one JSON file merged from all ranks.
 
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
 The file holds its own checksum and is written atomically.

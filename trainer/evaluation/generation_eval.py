@@ -1,4 +1,4 @@
-"""Evaluation by generation during training, without a trace in the training.
+"""Evaluation by generation during training that leaves the training state unchanged.
 
     every N steps ─▶ time budget ─▶ generate (all ranks) ─▶ metrics (rank 0) ─▶ Report (all ranks)
 

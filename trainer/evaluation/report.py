@@ -1,4 +1,4 @@
-"""Examples and reports: the input of an evaluation by generation, and its result."""
+"""Data classes of an evaluation: `Example` (input), `Report` and `TableRow` (output)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show completions where people look: TensorBoard text, a W&B table, the console.
+"""Log the completions of an evaluation to TensorBoard, W&B or the console.
 
 Loggers are recognized by their methods, so that none of them has to be installed.
 """

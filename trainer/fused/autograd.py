@@ -1,4 +1,4 @@
-"""The decorator of every fused backward: no second derivatives, no autocast."""
+"""Decorator for fused backwards: raises on a double backward and disables autocast."""
 
 from __future__ import annotations
 

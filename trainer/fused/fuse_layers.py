@@ -37,7 +37,7 @@ class FusedLayers:
         """By id: each module, the class it had before and its fused class."""
 
     def undo(self) -> None:
-        """Give every module its class back; before anything else wraps or replaces it."""
+        """Give every module its class back; call it before any other wrapper changes the module."""
         for module, _, fused in self._swaps.values():
             if type(module) is not fused:
                 raise ValueError(

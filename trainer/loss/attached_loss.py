@@ -43,7 +43,7 @@ class AttachedLoss:
         self.mask_documents = False
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
-        """Of the current forward: shifted labels, items and token weights."""
+        """Shifted labels, item count and token weights of the current forward."""
         self._label_count: AsyncLabelCount | None = None
         self._forward = model.forward
         self._calls_loss = _calls_loss_function(model)

@@ -1,4 +1,4 @@
-"""The number of labels of a batch, counted on the GPU early and read late, without a stall.
+"""Asynchronous label count of a batch: started before the forward, read without a device sync.
 
     forward starts ─▶ count on the device ─▶ copy to the host ─ ─ ─ ─ ┐
          └─▶ layers ─▶ ... ─▶ layers ─▶ loss: the count has arrived ◀─┘

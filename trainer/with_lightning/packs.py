@@ -31,7 +31,7 @@ from ..monitoring.throughput import Meter
 from .hooks import causal_lm, pl
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
-"""Keys of ours in Lightning's checkpoints."""
+"""nopad's keys in Lightning checkpoints."""
 
 
 class LightningPackedLoader(PackedLoader):
