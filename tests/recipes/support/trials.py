@@ -96,7 +96,8 @@ class RecipeRun:
         if world_size not in self.reference_digests:
             folder = fresh(self.folder / f"whole-{world_size}")
             start = time.monotonic()
-            assert self.start(folder, world_size).wait(90) == [0] * world_size
+            run = self.start(folder, world_size)
+            assert run.wait(90) == [0] * world_size, f"{run.codes}\n{run.said()}"
             self.seconds = time.monotonic() - start
             self.reference_digests[world_size] = self.weights_digest(folder)
         return self.reference_digests[world_size]
@@ -135,7 +136,7 @@ class RecipeRun:
 
 
 SIGNAL_POINTS = {
-    "first step": (loader.PackedLoader, "_step", 0),
+    "first step": (loader.PackedLoader, "_issue", 0),
     "evaluation": (GenerationEval, "_evaluate", 0),
     "save": (data_state, "gather_data_state", 1),
     "end": (graceful_stop.StopRequest, "release", 0),
@@ -227,7 +228,6 @@ def crashes(recipe: RecipeRun, number: int) -> str:
     world_size = 1 + number // len(CRASH_POINTS) % 2
     point = list(CRASH_POINTS)[number % len(CRASH_POINTS)]
     owners, name, skip = CRASH_POINTS[point]
-    assert any(hasattr(owner, name) for owner in owners), f"nothing is called {name}"
     recipe.reference_digest(world_size)
     folder = fresh(recipe.folder / f"crashes-{number}")
 
@@ -301,13 +301,21 @@ def changed(recipe: RecipeRun, number: int) -> str:
 def _change_version(out: Path) -> None:
     if (out / "last.ckpt").exists():
         checkpoint = torch.load(out / "last.ckpt", weights_only=True)
-        checkpoint[with_lightning.KEY]["version"] = 99
+        checkpoint[with_lightning.DATA_KEY]["version"] = 99
         return torch.save(checkpoint, out / "last.ckpt")
     for folder in out.glob("checkpoint-*"):
         path = folder / data_state.STATE_FILE
         atomic_file.write_state(path, {**atomic_file.read_state(path), "version": 99})
         checkpoint_manifest.write_manifest(folder)
     return None
+
+
+def _check_points() -> None:
+    """Assert that every patched function exists: a renamed one would never be called."""
+    points = [((owner,), name) for owner, name, _ in SIGNAL_POINTS.values()]
+    points += [(owners, name) for owners, name, _ in CRASH_POINTS.values()]
+    for owners, name in points:
+        assert any(hasattr(owner, name) for owner in owners), f"no function is called {name}"
 
 
 TRIALS = {"signals": signals, "crashes": crashes, "killed": killed, "changed": changed}
@@ -333,6 +341,7 @@ def main() -> int:
     parser.add_argument("trials", nargs="+", metavar="KIND:RECIPE:COUNT[:FIRST]")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
+    _check_points()
     compile_once()
     results = {}
     for spec in args.trials:
