@@ -179,10 +179,11 @@ def compare_during_training(args: argparse.Namespace) -> None:
     class TimedEngine(Engine):
         """An engine that records the seconds of generation, without what surrounds it."""
 
-        def _finish_all(self, *args, **named) -> object:
-            seconds, done = timed(lambda: super(TimedEngine, self)._finish_all(*args, **named))
+        def _run_to_completion(self, *args, **kwargs):
+            run = super()._run_to_completion
+            seconds, completions = timed(lambda: run(*args, **kwargs))
             generation_times.append(seconds)
-            return done
+            return completions
 
     engine = TimedEngine(model)
 
