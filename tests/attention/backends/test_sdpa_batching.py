@@ -38,7 +38,7 @@ def test_pages_that_sequences_begin_with_are_read_once():
     assert not set(range(40)) & {p for b in batches for p in b.pages.tolist()}
 
 
-def test_prefixes_of_different_prefixes_stay_apart():
+def test_different_shared_prefixes_stay_apart():
     other = [[200 + p for p in table] for table in prefix_tables(3, 40)]
     tables = [t for pair in zip(prefix_tables(3, 40), other, strict=True) for t in pair]
     _, prefixes = planned([1] * 6, [650] * 6, tables)

@@ -65,7 +65,7 @@ def test_what_drops_out_in_training_is_not_fused_although_it_does_not_now():
     assert not module_matches(Dropping(0.5).eval(), fused, torch.device("cpu"))
 
 
-def test_results_of_another_structure_or_dtype_do_not_outputs_match():
+def test_results_of_another_structure_or_dtype_do_not_match():
     x = trial_input(torch.ones(1, dtype=torch.bfloat16), 9)
     assert outputs_match(torch.sin, torch.sin, [x], [])
     assert not outputs_match(lambda x: (x.sin(),), torch.sin, [x], []), (
