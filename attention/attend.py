@@ -12,8 +12,8 @@ from torch import Tensor
 from . import custom_ops
 from .backends.call_spec import CallSpec
 from .backends.kv_write import write
-from .backends.selection import MODULES, select
-from .scores import ScoreParams
+from .backends.selection import BACKEND_MODULES, select_backend
+from .score_params import ScoreParams
 from .varlen import Varlen
 
 _LARGE_TOKENS = 8192
@@ -47,16 +47,16 @@ def attend(
     score_params = ScoreParams(softmax_scale, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
-        name = select(call_spec(q, k, v, score_params, varlen), backend)
+        name = select_backend(call_spec(q, k, v, score_params, varlen), backend)
         if name == "sdpa" and torch.compiler.is_compiling():
             params = (softmax_scale, window, softcap, sinks)
             return custom_ops.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *params)
-        return MODULES[name].packed(q, k, v, varlen, score_params)
+        return BACKEND_MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("paged attention has no gradients: call the model inside torch.no_grad()")
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
-    name = select(call_spec(q, keys, values, score_params, varlen), backend)
+    name = select_backend(call_spec(q, keys, values, score_params, varlen), backend)
     if torch.compiler.is_compiling():
         custom_ops.write_pages(k, v, keys, values, pages.kv_slots)
         tensors = (varlen.cu_seqlens, pages.table, pages.lengths)
@@ -65,7 +65,7 @@ def attend(
         out = custom_ops.attend_pages(q, keys, values, *tensors, *bounds, *params, name)
     else:
         write(k, v, keys, values, pages.kv_slots)
-        out = MODULES[name].paged(q, keys, values, varlen, score_params)
+        out = BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)
     return out.to(v.dtype)
 
 
@@ -74,8 +74,8 @@ def attend_cached(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Ten
     assert varlen.pages is not None
     keys, values = varlen.pages.cache.layer(layer)
     score_params = ScoreParams(scale)
-    name = select(call_spec(q, keys, values, score_params, varlen))
-    return MODULES[name].paged(q, keys, values, varlen, score_params)
+    name = select_backend(call_spec(q, keys, values, score_params, varlen))
+    return BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)
 
 
 def call_spec(

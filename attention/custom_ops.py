@@ -13,8 +13,8 @@ from torch import Tensor
 from .backends import sdpa
 from .backends.kv_write import write
 from .backends.sdpa_backward import packed_backward
-from .backends.selection import MODULES
-from .scores import ScoreParams
+from .backends.selection import BACKEND_MODULES
+from .score_params import ScoreParams
 from .varlen import Pages, Varlen
 
 
@@ -42,7 +42,7 @@ def attend_pages(
     pages = Pages(None, table, lengths, lengths, max_keys)  # pyright: ignore[reportArgumentType]
     varlen = Varlen(cu_seqlens, max_queries, pages)
     score_params = ScoreParams(scale, window, softcap, sinks)
-    return MODULES[backend].paged(q, keys, values, varlen, score_params)
+    return BACKEND_MODULES[backend].paged(q, keys, values, varlen, score_params)
 
 
 @attend_pages.register_fake

@@ -183,14 +183,14 @@ def paged_times(
     queries: list[int], lengths: list[int], head_dim: int, cache_bytes: float = 2e9
 ) -> dict[str, float]:
     """Return the seconds of a paged call by backend and page size; compare the outputs."""
-    from nopad.attention.backends import MODULES, ScoreParams
+    from nopad.attention.backends import BACKEND_MODULES, ScoreParams
 
     size = sum(lengths) * KV_HEADS * head_dim * 4
     copies = max(1, min(8, int(cache_bytes // max(size, 1))))
     times, results = {}, {}
     for backend, page_size in (("triton", 16), ("triton", 256), ("flash2", 256)):
         q, varlen = paged_step(queries, lengths, head_dim, page_size, copies)
-        scores, module = ScoreParams(head_dim**-0.5), MODULES[backend]
+        scores, module = ScoreParams(head_dim**-0.5), BACKEND_MODULES[backend]
         _ = attend_once(q, varlen, backend)
 
         def call(layer, q=q, varlen=varlen, scores=scores, module=module):

@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from nopad.collators import PackedCollator
 from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
-from nopad.packing.ordering import Position, Share
+from nopad.packing.ordering import Position, RankShard
 from nopad.packing.planning import Cost, balance_plan
 from nopad.packing.readers import PlannedPacks
 from nopad.packing.sources import TokenArray, TokenStore
@@ -324,7 +324,7 @@ def bench_memory_of_reading(documents: int) -> dict:
     lengths[::7] = 11
     tokens = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
     reader = PlannedPacks(TokenStore([tokens]), {"budget": 8192})
-    packs = reader.read(Position(end_epoch=1), Share(), 0)
+    packs = reader.read(Position(end_epoch=1), RankShard(), 0)
     count = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()
     count += sum(len(pack.samples) for pack in packs)

@@ -3,7 +3,7 @@
 Nothing here loads torch or Transformers before it is called, so that `--help` is quick.
 """
 
-from .checkpoints import (
+from .load_pretrained import (
     check_chat_template,
     checkpoint_path,
     has_weights,

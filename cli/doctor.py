@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import has_weights, hide_progress_bars, resolve_path, short_error
+from .load_pretrained import has_weights, hide_progress_bars, resolve_path, short_error
 from .options import attention_name, parser
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
@@ -67,7 +67,7 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
 
 def _report_isolation(name: str, model: Any, implementations: list[str], config: Any) -> int:
     """Print which implementations isolate documents; return the exit status."""
-    from .isolation import check_isolation, report
+    from .doctor_isolation import check_isolation, report
 
     results = [check_isolation(model, each, config) for each in implementations]
     print(report(name, model, results))
@@ -83,7 +83,7 @@ def _report_parity(name: str, model: Any) -> int:
     2 for an unsupported model.
     """
     from ..attention import unsupported_reason
-    from .logprob_parity import measure, table
+    from .doctor_parity import measure, table
 
     reason = unsupported_reason(model)
     if reason is not None:
@@ -124,7 +124,7 @@ def _tiny_model(config: Any, options: dict[str, Any]) -> Any:
     size = sum(p.numel() for p in trial.parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(
-            f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: give the "
+            f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: pass the "
             "folder of a small checkpoint of that type"
         )
     model = AutoModelForCausalLM.from_config(tiny_config(config), **options)

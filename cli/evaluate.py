@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
+from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import add_model_options, count, count_or_fraction, parser, positive, writable_path
 
 

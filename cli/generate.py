@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints import check_chat_template, checkpoint_path, load_model, load_tokenizer
+from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import add_model_options, as_cli_message, count, parser, plot_path, writable_path
 from .prompt_file import PromptEntry, read_prompts
 
@@ -112,7 +112,7 @@ def _read_entries(args: argparse.Namespace) -> list[PromptEntry]:
     if args.file:
         entries += read_prompts(args.file, args.jsonl)
     if not entries:
-        raise ValueError("no prompts: give --prompt or --file")
+        raise ValueError("no prompts: pass --prompt or --file")
     if not args.chat:
         return entries
     return [([{"role": "user", "content": p}] if isinstance(p, str) else p, k) for p, k in entries]
@@ -153,7 +153,7 @@ def _memory(text: str) -> int | float:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give bytes, or a fraction of the free memory such as 0.5"
+            f"{text!r}: pass bytes, or a fraction of the free memory such as 0.5"
         ) from None
 
 

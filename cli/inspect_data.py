@@ -20,7 +20,7 @@ import numpy as np
 from ..packing import IGNORE_INDEX, Pack, pack_lengths
 from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
-from .checkpoints import load_tokenizer
+from .load_pretrained import load_tokenizer
 from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
 
 MAX_LENGTHS = 1 << 24

@@ -22,7 +22,7 @@ except ImportError:
     raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
 
 from ..inference.harness import EngineLM
-from .checkpoints import checkpoint_path, load_model, load_tokenizer
+from .load_pretrained import checkpoint_path, load_model, load_tokenizer
 
 
 @register_model("nopad")

@@ -80,7 +80,7 @@ def _eos(text: str) -> int | bool:
     if text == "none":
         return False
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: give a token id, or none")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a token id, or none")
     return int(text)
 
 
@@ -103,7 +103,7 @@ def writable_path(text: str) -> Path:
     """Return a path to write to; create its folder, or raise now instead of after an hour."""
     path = Path(os.path.expanduser(text))
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder: give a file in it")
+        raise argparse.ArgumentTypeError(f"{text} is a folder: pass a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -131,7 +131,7 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Parse an integer from 1."""
+    """Parse an integer >= 1."""
     return _integer(text, 1)
 
 
@@ -141,16 +141,16 @@ def _integer(text: str, minimum: int) -> int:
     except ValueError:
         number = -1
     if not minimum <= number < float("inf") or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r}: give an integer from {minimum}")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass an integer >= {minimum}")
     return int(number)
 
 
 def count_or_fraction(text: str) -> int | float:
-    """Parse a number from 1, or a fraction below 1."""
+    """Parse an integer >= 1, or a fraction below 1."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1, or a fraction below 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass an integer >= 1, or a fraction below 1")
     return int(number) if number >= 1 else number

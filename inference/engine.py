@@ -21,9 +21,9 @@ import torch
 from tqdm import tqdm
 
 from ..runtime import unwrap_model
+from .engine_core import Executor
 from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
-from .executor import Executor
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.output_processor import EventQueue, OutputProcessor
@@ -39,7 +39,7 @@ from .requests.request_builder import (
 from .requests.request_group import RequestGroup, longest_first
 from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
 from .requests.tokenization import Prompt, TokenizerAdapter, prompt_hash
-from .scheduling.loop import Loop
+from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 from .settings import check_dtype, check_positive, check_seed, resolve_settings
 
@@ -301,7 +301,7 @@ class Engine:
         return self._session.executor
 
     @property
-    def _loop(self) -> Loop:
+    def _loop(self) -> StepLoop:
         return self._session.loop
 
     @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .executor import BuildKey, Executor, build_executor, build_key
+from .engine_core import BuildKey, Executor, build_executor, build_key
 from .live_model.borrow import borrow_model
 from .live_model.cast_weights import detect_autocast_dtype
 from .live_model.lockstep import gathers_parameters
@@ -23,7 +23,7 @@ from .live_model.weights_version import WeightsVersion
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
-from .scheduling.loop import Loop
+from .scheduling.loop import StepLoop
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "sample", "full"]
@@ -61,7 +61,7 @@ class ModelSession:
         """Result of `detect_autocast_dtype`, once it was called."""
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> StepLoop:
         assert self.executor is not None
         return self.executor.loop
 

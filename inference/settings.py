@@ -60,10 +60,10 @@ def resolve_settings(
 
 
 def check_positive(name: str, value: int | None, default: int | None = None) -> int:
-    """Return a whole number from 1, or the default for None."""
+    """Return an integer >= 1, or the default for None."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number from 1")
+        raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
     return int(value)
 
 
@@ -77,7 +77,7 @@ def check_seed(seed: int) -> int:
 def check_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     """Return a dtype that models compute in, or None."""
     if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; give one such as torch.bfloat16, or None")
+        raise ValueError(f"dtype is {dtype!r}; pass one such as torch.bfloat16, or None")
     return dtype
 
 
@@ -93,7 +93,7 @@ def _max_model_len(model: Any, value: int | None) -> int:
     num_positions = min(_position_tables(model), default=length)
     if length > num_positions + 1:  # the last token of a sequence is never run
         raise ValueError(
-            f"max_model_len is {length}; the model has {num_positions} positions: give no more"
+            f"max_model_len is {length}; the model has {num_positions} positions: use no more"
         )
     return length
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention_tile import padded_dim
     from .cross_entropy import losses_and_gradient, scale_tensor
-    from .decode_attention import QKTransform, fused_decode_attention, fused_decode_tiles, write_qkv
+    from .fused_decode import QKTransform, fused_decode_attention, fused_decode_tiles, write_qkv
     from .kv_write import write_kv
     from .launch import sm_count, supports_pdl
     from .norm import (
@@ -73,7 +73,7 @@ __all__ = [
 _MODULES = {
     "attention_tile": ("padded_dim",),
     "cross_entropy": ("losses_and_gradient", "scale_tensor"),
-    "decode_attention": (
+    "fused_decode": (
         "QKTransform",
         "fused_decode_attention",
         "fused_decode_tiles",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .jit import jit
+from .numba_jit import jit
 from .pack import Pack
 from .planning.packer import Packer
 from .planning.plan import Plan

@@ -20,7 +20,12 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .build import (
+from .encoding.encoder import Encoder
+from .encoding.report import SkippedRows
+from .ordering.mixture import StoppingStrategy, parse_mixture
+from .ordering.rank_shard import Position, RankShard
+from .pack import Pack
+from .pipeline import (
     PipelineOptions,
     build_packs,
     check_counts,
@@ -30,15 +35,10 @@ from .build import (
     open_sources,
     state_settings,
 )
-from .encoding.encoder import Encoder
-from .encoding.report import SkippedRows
-from .ordering.mixture import StoppingStrategy, parse_mixture
-from .ordering.share import Position, Share
-from .pack import Pack
 from .planning.overflow import Overflow
 from .planning.planner import Strategy, check_ints
 from .readers.planned import PlannedPacks
-from .readers.shard import StreamSettings
+from .readers.shard_reader import StreamSettings
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, end_epoch_of, is_finished
 
@@ -59,7 +59,7 @@ class PackedDataset(IterableDataset):
     shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
     shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
     pretokenize: encode everything at once, so that lengths are known; default: small sources only.
-    balance: give ranks that step together packs of similar cost; see `planning.leveling`.
+    balance: give ranks that step together packs of similar cost; see `planning.balancing`.
     stopping_strategy: when the epoch of a mixture ends; see `ordering.mixture`.
     add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
     on_error: "raise" at a row that cannot be used, or "skip" and count it.
@@ -163,7 +163,7 @@ class PackedDataset(IterableDataset):
         self._finished = True
 
     def _read_packs(
-        self, position: Position, share: Share, base: int, cursors: dict
+        self, position: Position, share: RankShard, base: int, cursors: dict
     ) -> Iterator[Pack]:
         if isinstance(self.reader, PlannedPacks):
             return self.reader.read(position, share, base)
@@ -300,7 +300,7 @@ class PackedDataset(IterableDataset):
             if not isinstance(self.reader, PlannedPacks):
                 raise ValueError(
                     f"the state was made with epochs={state['epochs']}, this stream has "
-                    f"epochs={self.epochs}: give both the same"
+                    f"epochs={self.epochs}: use the same for both"
                 )
             position = replace(position, end_epoch=end_epoch_of(state, self.epochs))
         worker, info = state.get("worker"), get_worker_info()
@@ -355,10 +355,10 @@ class PackedDataset(IterableDataset):
             return self.reader.next_pass_epoch(self._read.next_position(self._share()))
         return self._start.position.epoch + 1
 
-    def _share(self) -> Share:
+    def _share(self) -> RankShard:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return Share(*self._ranks(), worker, num_workers)
+        return RankShard(*self._ranks(), worker, num_workers)
 
     def _ranks(self) -> tuple[int, int]:
         """Return rank and world size of this process, or of this worker's parent."""

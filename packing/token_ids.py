@@ -58,12 +58,12 @@ def check_masks(columns: Collection[str], attention_mask: Any = None) -> None:
 
     >>> check_masks({"input_ids", "completion_mask"})
     Traceback (most recent call last):
-    ValueError: completion_mask without labels: give labels, -100 where the loss ignores a token
+    ValueError: completion_mask without labels: pass labels, -100 where the loss ignores a token
     """
     for mask in ("completion_mask", "assistant_masks"):
         if mask in columns and "labels" not in columns:
             raise ValueError(
-                f"{mask} without labels: give labels, {IGNORE_INDEX} where the loss ignores a token"
+                f"{mask} without labels: pass labels, {IGNORE_INDEX} where the loss ignores a token"
             )
     if attention_mask is not None and not np.all(np.asarray(attention_mask)):
         raise ValueError("attention_mask contains 0, so rows are padded: tokenize without padding")

@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> Report:
     examples = load_examples(args)
     from nopad.inference import DataParallelEngine, Engine, SamplingParams
     from nopad.runtime import init_group
-    from nopad.trainer.evaluation import GenerationEval, exact_match, extracted, report_lines
+    from nopad.trainer.evaluation import GenerationEval, exact_match, regex_match, report_lines
 
     init_group()
     name = checkpoint_path(args.model)
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> Report:
     )
     metrics: dict[str, Any] = {"exact": exact_match}
     if args.regex:
-        metrics["extracted"] = extracted(args.regex)
+        metrics["regex_match"] = regex_match(args.regex)
     evaluation = GenerationEval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,

@@ -113,7 +113,7 @@ class Pretraining:
         from nopad.trainer import StopRequest
         from nopad.trainer.fused import fuse_layers
         from nopad.trainer.loss import attach_loss
-        from nopad.trainer.monitoring import Meter
+        from nopad.trainer.monitoring import ThroughputMeter
         from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
         self.args, self.run_dir, self.accelerator = args, run_dir, accelerator
@@ -129,7 +129,7 @@ class Pretraining:
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
-        self.meter = Meter.of(self.loader, model)
+        self.meter = ThroughputMeter.of(self.loader, model)
         self.evaluation = self._build_evaluation()
         self.stopping = False
         self.losses: list[float] = []

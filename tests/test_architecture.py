@@ -58,12 +58,12 @@ ONLY_IN = {
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "build"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
-        {"ordering"}, {"pack"}, {"sample", "token_ids", "jit"},
+        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
+        {"ordering"}, {"pack"}, {"sample", "token_ids", "numba_jit"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},
-        {"varlen", "scores", "reference"},
+        {"varlen", "score_params", "reference"},
     ],
     "trainer": [
         {"with_hf", "with_lightning", "with_accelerate"}, {"evaluation"}, {"monitoring"},
@@ -71,7 +71,7 @@ LAYERS = {
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
-        {"session"}, {"executor"}, {"settings"}, {"fused"}, {"execution"}, {"scheduling"},
+        {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"}, {"scheduling"},
         {"metrics"}, {"requests"}, {"live_model"},
     ],
     "recipes": [

@@ -17,7 +17,7 @@ import pytest
 TESTS = Path(__file__).parent
 FAULTS = {
     "a place in a shard is one pack behind": (
-        "packing/sources/test_source_raises.py", "nopad.packing.readers.shard",
+        "packing/sources/test_source_raises.py", "nopad.packing.readers.shard_reader",
         "cursor = ShardReader._make_cursor\n"
         "ShardReader._make_cursor = lambda self: "
         "{**cursor(self), 'packs_since': max(0, self._packs_since - 1)}",
@@ -42,7 +42,8 @@ FAULTS = {
     ),
     "a round ends with its first pack": (
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
-        "nopad.packing.ordering.share", "Share.round_end = lambda self, index, base: index + 1",
+        "nopad.packing.ordering.rank_shard",
+        "RankShard.round_end = lambda self, index, base: index + 1",
     ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",

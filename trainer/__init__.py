@@ -14,7 +14,7 @@ from ..attention import register  # noqa: F401  importing it registers the name 
 
 if TYPE_CHECKING:
     from .checkpoint_manifest import (
-        MANIFEST,
+        MANIFEST_NAME,
         check_archive,
         find_manifest,
         latest_intact_checkpoint,
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from .evaluation.report import Example
     from .fused import compile_layers
     from .fused.fuse_layers import fuse_layers
-    from .graceful_stop import SIGNALS, StopRequest
+    from .graceful_stop import STOP_SIGNALS, StopRequest
     from .loss.attached_loss import AttachedLoss, attach_loss
     from .loss.cross_entropy import linear_cross_entropy
-    from .monitoring.throughput import Meter
+    from .monitoring.throughput import ThroughputMeter
 
 __all__ = [
-    "MANIFEST",
-    "SIGNALS",
+    "MANIFEST_NAME",
+    "STOP_SIGNALS",
     "AttachedLoss",
     "EvaluationLoader",
     "Example",
     "GenerationEval",
-    "Meter",
     "PackedLoader",
     "StopRequest",
+    "ThroughputMeter",
     "attach_loss",
     "check_archive",
     "compile_layers",
@@ -52,7 +52,7 @@ __all__ = [
 
 _MODULES = {
     "checkpoint_manifest": (
-        "MANIFEST",
+        "MANIFEST_NAME",
         "check_archive",
         "find_manifest",
         "latest_intact_checkpoint",
@@ -61,9 +61,9 @@ _MODULES = {
     "data": ("EvaluationLoader", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
     "fused": ("compile_layers", "fuse_layers"),
-    "graceful_stop": ("SIGNALS", "StopRequest"),
+    "graceful_stop": ("STOP_SIGNALS", "StopRequest"),
     "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy"),
-    "monitoring": ("Meter",),
+    "monitoring": ("ThroughputMeter",),
 }
 """The public names of each module."""
 

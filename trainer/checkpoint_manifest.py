@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ..packing.state import fsync_path, read_state, write_state
 
-MANIFEST = "nopad_manifest.json"
-OLD_MANIFEST = "nopad_seal.json"
+MANIFEST_NAME = "nopad_manifest.json"
+OLD_MANIFEST_NAME = "nopad_seal.json"
 """The name in checkpoints written before 0.1.0; the content is the same."""
 HASHED_UP_TO = 1 << 26
 """Bytes. Hashing the weights of a large model would delay training: only their size is checked."""
@@ -28,28 +28,28 @@ def write_manifest(folder: Path) -> None:
     for path in files:
         fsync_path(path)
     entries = {str(path.relative_to(folder)): _entry(path) for path in files}
-    write_state(folder / MANIFEST, {"files": entries})
+    write_state(folder / MANIFEST_NAME, {"files": entries})
 
 
 def remove_manifest(folder: Path) -> None:
     """Mark a checkpoint as incomplete before it is written again; call it on one rank."""
-    for name in (MANIFEST, OLD_MANIFEST):
+    for name in (MANIFEST_NAME, OLD_MANIFEST_NAME):
         (folder / name).unlink(missing_ok=True)
 
 
 def find_manifest(folder: Path) -> Path | None:
     """Return the path of a checkpoint's manifest; None if it has none."""
-    paths = (folder / MANIFEST, folder / OLD_MANIFEST)
+    paths = (folder / MANIFEST_NAME, folder / OLD_MANIFEST_NAME)
     return next((path for path in paths if path.is_file()), None)
 
 
 def find_damage(folder: Path) -> str | None:
     """Describe the damage of a checkpoint; None if its files are those of the manifest."""
     try:
-        path = find_manifest(folder) or folder / MANIFEST
+        path = find_manifest(folder) or folder / MANIFEST_NAME
         entries = read_state(path, fall_back=False)["files"]
     except (ValueError, OSError):
-        return f"its {MANIFEST} is missing or corrupted, so its save was interrupted"
+        return f"its {MANIFEST_NAME} is missing or corrupted, so its save was interrupted"
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
@@ -87,7 +87,7 @@ def check_archive(path: Path) -> None:
 
 def _is_manifest(path: Path) -> bool:
     """Whether this is a manifest, or the previous version that `write_state` keeps beside it."""
-    return path.name.startswith((MANIFEST, OLD_MANIFEST))
+    return path.name.startswith((MANIFEST_NAME, OLD_MANIFEST_NAME))
 
 
 def _entry(path: Path) -> list:

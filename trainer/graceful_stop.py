@@ -22,7 +22,7 @@ import torch
 
 from ..runtime import sum_over_ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal exits at once\n"
 RELAY_SECONDS = 0.5
 """A launcher relays the terminal's signal to its ranks: within this time it is the same signal."""
@@ -44,7 +44,7 @@ class StopRequest:
     def listen(self) -> None:
         """Install the handlers, again if another library has replaced them since."""
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in STOP_SIGNALS:
                 self._previous_handlers.setdefault(number, signal.getsignal(number))
                 signal.signal(number, self._on_signal)
             self._second_signal.listen()
@@ -98,7 +98,7 @@ class _SecondSignal:
     def _read_signals(read_fd: int) -> None:
         first = None
         while number := os.read(read_fd, 1):
-            if number[0] in SIGNALS:
+            if number[0] in STOP_SIGNALS:
                 first = first or time.monotonic()
                 if time.monotonic() - first > RELAY_SECONDS:
                     os._exit(128 + number[0])

@@ -1,22 +1,22 @@
 """The implementations behind `attend`, and the selection of one for each call."""
 
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from .call_spec import CallSpec, NotCapturable
 from .sdpa import without_prefix_sharing
 from .selection import (
+    BACKEND_MODULES,
     BACKENDS,
-    MODULES,
     PAGED_BACKENDS,
     force_backend,
     force_paged_backend,
     forced_paged_backend,
-    select,
+    select_backend,
     without_trials,
 )
 
 __all__ = [
     "BACKENDS",
-    "MODULES",
+    "BACKEND_MODULES",
     "PAGED_BACKENDS",
     "CallSpec",
     "NotCapturable",
@@ -24,7 +24,7 @@ __all__ = [
     "force_backend",
     "force_paged_backend",
     "forced_paged_backend",
-    "select",
+    "select_backend",
     "without_prefix_sharing",
     "without_trials",
 ]

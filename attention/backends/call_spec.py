@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Varlen
 
 

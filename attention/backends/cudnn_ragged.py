@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Varlen, batch_cache, in_backward
 from . import cudnn_graph
 from .call_spec import CallSpec

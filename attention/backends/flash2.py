@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Varlen
 from . import flash_library
 from .call_spec import CallSpec

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Varlen
 from . import flash_library
 from .call_spec import CallSpec

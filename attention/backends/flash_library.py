@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from .call_spec import CallSpec
 
 _found: dict[str, tuple[Any, str | None]] = {}

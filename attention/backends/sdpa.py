@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import causal_mask
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Varlen
 from .call_spec import CallSpec, NotCapturable
 from .sdpa_batching import Batch, PlanKey, SharedPrefix, additive_mask, plan

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..reference import causal_mask
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Varlen
 
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from . import cudnn_ragged, flash2, flash3, sdpa, torch_varlen, triton_paged
+from .backend_check import trial_failure
 from .call_spec import CallSpec
-from .trial import trial_failure
 
 log = logging.getLogger("nopad.attention")
 
-MODULES: dict[str, Any] = {
+BACKEND_MODULES: dict[str, Any] = {
     "flash3": flash3,
     "cudnn": cudnn_ragged,
     "flash2": flash2,
@@ -40,7 +40,7 @@ MODULES: dict[str, Any] = {
     "sdpa": sdpa,
 }
 """The `Backend` of each name."""
-BACKENDS = tuple(MODULES)
+BACKENDS = tuple(BACKEND_MODULES)
 _CPU = ("sdpa",)
 _LARGE_PACKED = ("flash3", "cudnn", "flash2", "torch", "sdpa")
 _PACKED = ("flash3", "flash2", "cudnn", "torch", "sdpa")
@@ -96,7 +96,7 @@ def preference(spec: CallSpec) -> tuple[str, ...]:
     return _LARGE_PACKED if spec.large else _PACKED
 
 
-def select(spec: CallSpec, forced: str | None = None) -> str:
+def select_backend(spec: CallSpec, forced: str | None = None) -> str:
     """Return the name of the backend that serves a call."""
     if torch.compiler.is_compiling():
         return _select_while_tracing(forced, *spec)
@@ -122,7 +122,11 @@ def _forced_backend(paged: bool) -> str | None:
         return forced
     name = os.environ.get("NOPAD_ATTENTION") or None
     known = name in BACKENDS
-    return None if known and not hasattr(MODULES[name], "paged" if paged else "packed") else name
+    return (
+        None
+        if known and not hasattr(BACKEND_MODULES[name], "paged" if paged else "packed")
+        else name
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -153,13 +157,13 @@ def _select_without_trials(spec: CallSpec) -> str:
 
 def unsupported_reason(name: str, spec: CallSpec) -> str | None:
     """Return why a backend does not support a call, by its declared limits and by trial."""
-    return _declared_limit(name, spec) or trial_failure(MODULES[name], spec)
+    return _declared_limit(name, spec) or trial_failure(BACKEND_MODULES[name], spec)
 
 
 def _declared_limit(name: str, spec: CallSpec) -> str | None:
-    if not hasattr(MODULES[name], "paged" if spec.paged else "packed"):
+    if not hasattr(BACKEND_MODULES[name], "paged" if spec.paged else "packed"):
         return "it does not read pages" if spec.paged else "it only reads pages"
-    return MODULES[name].unsupported_reason(spec)
+    return BACKEND_MODULES[name].unsupported_reason(spec)
 
 
 def _log_choice(name: str, spec: CallSpec, skipped: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
-from .call_log import check_every_layer, record_call
 from .forward_context import current_varlen, forward_context
 from .interface import register
+from .layer_check import check_every_layer, record_call
 from .mask_patch import (
     ATTN_IMPLEMENTATION,
     document_mask,

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attend import attend
 from ..varlen import Varlen, batch_cache, start_batch
-from .call_log import record_call
 from .forward_context import current_varlen
+from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
 
 

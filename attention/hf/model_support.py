@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..varlen import Varlen
-from .call_log import CallLog, recording
 from .forward_context import forward_context
+from .layer_check import CallLog, recording
 from .mask_patch import ATTN_IMPLEMENTATION
 
 _STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"

@@ -34,7 +34,7 @@ def check_memory(memory: Any) -> Memory:
     is_number = isinstance(memory, Real) and not isinstance(memory, bool)
     if not is_number or not 0 < float(memory) < float("inf"):
         raise ValueError(
-            f"memory is {memory!r}; give bytes, a fraction of the free memory (0 < x <= 1), or "
+            f"memory is {memory!r}; pass bytes, a fraction of the free memory (0 < x <= 1), or "
             '"spare"'
         )
     return int(memory) if isinstance(memory, Integral) else float(memory)

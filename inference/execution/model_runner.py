@@ -21,8 +21,8 @@ from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
 from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
+from ..scheduling.batch_params import BatchParams
 from ..scheduling.loop import OutOfMemory
-from ..scheduling.row_params import RowParams
 from ..scheduling.step import Step, StepOutput
 from .cuda_graphs import DecodeGraphs, is_decode_only
 from .memory_budget import is_out_of_memory
@@ -44,7 +44,7 @@ class ModelRunner:
         self,
         model: Any,
         cache: PagedCache,
-        row_params: RowParams,
+        batch_params: BatchParams,
         stats: Stats,
         device: torch.device,
         graph_byte_budget: int,
@@ -53,11 +53,13 @@ class ModelRunner:
         self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
-        self._row_params = row_params
+        self._row_params = batch_params
         self._device = device
         self._transfer = HostDeviceCopy(device)
         # The extra entry receives the tokens of a graph's padding rows.
-        self._last_tokens = torch.zeros(len(row_params.seed) + 1, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(
+            len(batch_params.seed) + 1, dtype=torch.int64, device=device
+        )
         self._token_history = self._last_tokens.new_zeros(len(self._last_tokens), 0)
         self._layers_checked = False
         self._stats = stats

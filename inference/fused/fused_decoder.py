@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Pages, Varlen, attend_cached
-from ...attention.backends import CallSpec, select
+from ...attention.backends import CallSpec, select_backend
 from ...attention.hf import current_varlen, record_call
 from ...kernels import (
     QKTransform,
@@ -259,7 +259,7 @@ def _by_own_kernels(keys: Tensor, heads: int) -> bool:
         value_dim=dim, grad=False, window=False, softcap=False, sinks=False,
         page_size=page_size, decode=True,
     )  # fmt: skip
-    return select(spec) == "triton"
+    return select_backend(spec) == "triton"
 
 
 def _qk_norm_weights(attn: Any) -> tuple[Any, Any, float]:

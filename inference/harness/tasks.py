@@ -151,17 +151,17 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
 
 def _check_arguments(tasks: Any, limit: Any, num_fewshot: Any, gen_kwargs: Any) -> None:
     if isinstance(tasks, str) or len(tasks) == 0:
-        raise ValueError(f"tasks is {tasks!r}; give a list with at least one name: ['arc_easy']")
+        raise ValueError(f"tasks is {tasks!r}; pass a list with at least one name: ['arc_easy']")
     is_limit = _is_number(limit) and (0 < limit < 1 or (limit >= 1 and limit % 1 == 0))
     if limit is not None and not is_limit:
         raise ValueError(
-            f"limit is {limit!r}; give a number of documents from 1, or a fraction below 1"
+            f"limit is {limit!r}; pass a number of documents >= 1, or a fraction below 1"
         )
     is_count = isinstance(num_fewshot, Integral) and int(num_fewshot) >= 0
     if num_fewshot is not None and not is_count:
-        raise ValueError(f"num_fewshot is {num_fewshot!r}; give a number of examples from 0")
+        raise ValueError(f"num_fewshot is {num_fewshot!r}; pass a number of examples >= 0")
     if gen_kwargs is not None and not isinstance(gen_kwargs, Mapping):
-        raise ValueError(f"gen_kwargs is {gen_kwargs!r}; give a dict: {{'max_gen_toks': 64}}")
+        raise ValueError(f"gen_kwargs is {gen_kwargs!r}; pass a dict: {{'max_gen_toks': 64}}")
 
 
 def _is_number(value: Any) -> bool:

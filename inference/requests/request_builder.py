@@ -62,7 +62,7 @@ class RequestBuilder:
                     checked[id(params)] = self._tokenizer.check_params(params)
                 expires = now + deadline_seconds(deadline)
                 if not isinstance(priority, Integral):
-                    raise ValueError(f"priority is {priority!r}; give {_EXPECTED['priority']}")
+                    raise ValueError(f"priority is {priority!r}; pass {_EXPECTED['priority']}")
                 max_len = self._max_len(len(ids), checked[id(params)].max_tokens, cache_tokens)
                 group.requests = self._samples(
                     ids, max_len, checked[id(params)], priority, expires, repeats, streaming
@@ -165,7 +165,7 @@ def broadcast_params(
 ) -> list[PromptSpec]:
     """Give every prompt its own parameters, priority and deadline."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-        raise ValueError(f"prompts is one {type(prompts).__name__}; give a list of prompts")
+        raise ValueError(f"prompts is one {type(prompts).__name__}; pass a list of prompts")
     num_prompts = len(prompts)
     all_params = _broadcast("params", params, num_prompts, (SamplingParams, Mapping, type(None)))
     priorities = _broadcast("priority", priority, num_prompts, (Integral,))
@@ -179,7 +179,7 @@ def deadline_seconds(deadline: Any) -> float:
     if deadline is None:
         return float("inf")
     if not isinstance(deadline, Real) or deadline != deadline:
-        raise ValueError(f"deadline is {deadline!r}; give {_EXPECTED['deadline']}")
+        raise ValueError(f"deadline is {deadline!r}; pass {_EXPECTED['deadline']}")
     return float(deadline)
 
 
@@ -194,7 +194,7 @@ def _broadcast(name: str, value: Any, count: int, scalar_types: tuple[type, ...]
     if isinstance(value, scalar_types):
         return [value] * count
     if isinstance(value, str) or not hasattr(value, "__len__"):
-        raise ValueError(f"{name} is {value!r}; give {_EXPECTED[name]}, or one for each prompt")
+        raise ValueError(f"{name} is {value!r}; pass {_EXPECTED[name]}, or one for each prompt")
     if len(value) != count:
-        raise ValueError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
+        raise ValueError(f"{len(value)} {name} for {count} prompts; pass one, or one for each")
     return list(value)

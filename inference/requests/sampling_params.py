@@ -152,7 +152,7 @@ def _token_ids(name: str, values: Iterable[int] | None) -> tuple[int, ...]:
 
 def _logit_bias(values: Mapping[int, float] | None) -> dict[int, float]:
     if values is not None and not isinstance(values, Mapping):
-        raise ValueError(f"logit_bias is {values!r}; give a dict of token ids and what to add")
+        raise ValueError(f"logit_bias is {values!r}; pass a dict of token ids and what to add")
     biases = {} if values is None else {_to_python(t): _to_python(b) for t, b in values.items()}
     _token_ids("logit_bias", biases)
     for bias in biases.values():

@@ -143,7 +143,7 @@ def _encode_text_pair(tokenizer: TokenizerAdapter, context: str, continuation: s
     return ids, len(context_ids)
 
 
-_EMPTY = "the continuation is empty; give at least one token"
+_EMPTY = "the continuation is empty; pass at least one token"
 
 
 def _encode_continuation(tokenizer: TokenizerAdapter, continuation: Any) -> np.ndarray:
@@ -171,7 +171,7 @@ def _start_token(tokenizer: TokenizerAdapter) -> int:
 
 def _check_list(name: str, value: Any) -> None:
     if isinstance(value, str) or not hasattr(value, "__len__"):
-        raise ValueError(f"{name} is one {type(value).__name__}; give a list of {name}")
+        raise ValueError(f"{name} is one {type(value).__name__}; pass a list of {name}")
 
 
 def _is_list_of_continuations(value: Any) -> bool:

@@ -49,7 +49,7 @@ class TokenizerAdapter:
             ids = prompt
         array = self._check_ids(ids)
         if not array.size and not allow_empty:
-            raise ValueError("the prompt is empty; give at least one token")
+            raise ValueError("the prompt is empty; pass at least one token")
         return array
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -67,7 +67,7 @@ class TokenizerAdapter:
                 raise ValueError(f"sampling parameters: {error}") from None
         if not isinstance(params, SamplingParams):
             raise ValueError(
-                f"sampling parameters are a {type(params).__name__}; give SamplingParams"
+                f"sampling parameters are a {type(params).__name__}; pass SamplingParams"
             )
         if params.stop:
             params = self._special_stops_to_ids(params)
@@ -112,11 +112,11 @@ class TokenizerAdapter:
             array = np.asarray(ids)
         except Exception:
             raise ValueError(
-                f"a prompt is a {type(ids).__name__}; give text, ids, messages"
+                f"a prompt is a {type(ids).__name__}; pass text, ids, messages"
             ) from None
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ValueError(
-                f"a prompt is a {type(ids).__name__}; give text, a flat list of ids, or messages"
+                f"a prompt is a {type(ids).__name__}; pass text, a flat list of ids, or messages"
             )
         if array.size and (array.min() < 0 or array.max() >= self.vocab_size):
             bad = int(array.min()) if array.min() < 0 else int(array.max())

@@ -1,17 +1,17 @@
 """Continuous batching in pure integers and NumPy: plan steps, lay them out, loop over them."""
 
-from .loop import Loop, OutOfMemory
-from .row_params import RowParams
-from .scheduler import Plan, Scheduler
+from .batch_params import BatchParams
+from .loop import OutOfMemory, StepLoop
+from .scheduler import Scheduler, SchedulerOutput
 from .step import Step, StepOutput, build_step
 
 __all__ = [
-    "Loop",
+    "BatchParams",
     "OutOfMemory",
-    "Plan",
-    "RowParams",
     "Scheduler",
+    "SchedulerOutput",
     "Step",
+    "StepLoop",
     "StepOutput",
     "build_step",
 ]

@@ -21,9 +21,9 @@ import numpy as np
 from ...attention.paging import PageCopy
 from ..metrics.stats import Stats
 from ..requests.request import Request
+from .batch_params import BatchParams
 from .cache_checker import CacheChecker
-from .row_params import RowParams
-from .scheduler import Plan, Scheduler
+from .scheduler import Scheduler, SchedulerOutput
 from .step import Step, StepOutput, build_step
 
 
@@ -41,14 +41,14 @@ class Runner(Protocol):
     def launch(self, step: Step) -> Callable[[], StepOutput]: ...
 
 
-class Loop:
+class StepLoop:
     """Continuous batching of requests that are lists of token ids."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
-        row_params: RowParams,
+        batch_params: BatchParams,
         stats: Stats,
         clock: Callable[[], float] = perf_counter,
         cache_checker: CacheChecker | None = None,
@@ -57,11 +57,11 @@ class Loop:
         self.stats = stats
         self.clock = clock
         self._runner = runner
-        self._row_params = row_params
+        self._row_params = batch_params
         self._cache_checker = cache_checker
         # The checker follows token ids, so it needs every one on the host.
         self._lookahead = 0 if cache_checker is not None else runner.lookahead
-        self._in_flight: deque[tuple[Step, Callable[[], StepOutput], Plan]] = deque()
+        self._in_flight: deque[tuple[Step, Callable[[], StepOutput], SchedulerOutput]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -135,7 +135,9 @@ class Loop:
             self._finish(request, "deadline")
         return overdue
 
-    def _receive(self, step: Step, read: Callable[[], StepOutput], plan: Plan) -> list[Request]:
+    def _receive(
+        self, step: Step, read: Callable[[], StepOutput], plan: SchedulerOutput
+    ) -> list[Request]:
         """Read the results of a step; requests that ended meanwhile drop their token."""
         output, now = read(), self.clock()
         self.scheduler.on_prefilled(plan.prefilled)

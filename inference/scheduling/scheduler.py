@@ -30,7 +30,7 @@ _MIN_BATCHED_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Plan:
+class SchedulerOutput:
     """What the next step does."""
 
     requests: list[Request] = field(default_factory=list)
@@ -122,9 +122,9 @@ class Scheduler:
                 overdue.append(request)
         return overdue
 
-    def plan(self) -> Plan:
+    def plan(self) -> SchedulerOutput:
         """Choose what the next step runs."""
-        plan = Plan()
+        plan = SchedulerOutput()
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
         page_size = self.pages.page_size
         preemptions_before, index = self.num_preemptions, 0
@@ -149,7 +149,7 @@ class Scheduler:
             self._admit_waiting(plan, tokens_left, scored_left)
         return plan
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: SchedulerOutput) -> None:
         """Advance the counters of a plan whose step was launched."""
         for request in plan.requests:
             start = request.num_computed
@@ -239,7 +239,7 @@ class Scheduler:
             if victim is request:
                 return False
 
-    def _admit_waiting(self, plan: Plan, tokens_left: int, scored_left: int) -> None:
+    def _admit_waiting(self, plan: SchedulerOutput, tokens_left: int, scored_left: int) -> None:
         """Admit waiting requests while rows, pages and tokens last."""
         prefixes_in_progress = {
             self._next_prefix_key(r, r.num_computed) for r in plan.requests if r.num_scheduled > 1
@@ -287,7 +287,7 @@ class Scheduler:
         may_hit_more = hit.tokens + STRIDE <= request.max_prefix_hit
         return may_hit_more and self._next_prefix_key(request, hit.tokens) in prefixes_in_progress
 
-    def _try_admit(self, request: Request, hit: PrefixHit, plan: Plan) -> bool:
+    def _try_admit(self, request: Request, hit: PrefixHit, plan: SchedulerOutput) -> bool:
         """Give a waiting request pages and a row, if enough pages are free."""
         pages = self.pages.pages(request.id)
         num_tokens = min(request.num_tokens, request.max_len - 1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..requests.request import Request
 from ..requests.rng import uniform
-from .row_params import RowParams
+from .batch_params import BatchParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class StepOutput:
 
 
 def build_step(
-    requests: list[Request], page_table: np.ndarray, page_size: int, row_params: RowParams
+    requests: list[Request], page_table: np.ndarray, page_size: int, batch_params: BatchParams
 ) -> Step:
     """Lay out the scheduled tokens of the requests as one step."""
     count = len(requests)
@@ -111,7 +111,7 @@ def build_step(
     sampled_requests = [r for r, s in zip(requests, samples.tolist(), strict=True) if s]
     scored, score_indices, score_targets, num_logprobs = _scored(requests, cu_seqlens)
     sampled_rows = rows[samples]
-    num_logprobs = max(num_logprobs, int(row_params.num_logprobs[sampled_rows].max(initial=-1)))
+    num_logprobs = max(num_logprobs, int(batch_params.num_logprobs[sampled_rows].max(initial=-1)))
     return Step(
         requests=requests,
         token_ids=_token_ids(requests, total, cu_seqlens),
@@ -129,7 +129,7 @@ def build_step(
         scored=scored,
         score_targets=score_targets,
         num_logprobs=num_logprobs,
-        sampling=_sampling_arrays(sampled_requests, sampled_rows, ends[samples], row_params),
+        sampling=_sampling_arrays(sampled_requests, sampled_rows, ends[samples], batch_params),
     )
 
 
@@ -168,18 +168,18 @@ def _scored(
 
 
 def _sampling_arrays(
-    sampled: list[Request], rows: np.ndarray, positions: np.ndarray, row_params: RowParams
+    sampled: list[Request], rows: np.ndarray, positions: np.ndarray, batch_params: BatchParams
 ) -> SamplingArrays:
-    temperature = row_params.temperature[rows]
+    temperature = batch_params.temperature[rows]
     is_random = bool(temperature.any())
-    filter_indices = np.flatnonzero(row_params.has_filters[rows])
-    penalty_indices = np.flatnonzero(row_params.has_penalties[rows])
+    filter_indices = np.flatnonzero(batch_params.has_filters[rows])
+    penalty_indices = np.flatnonzero(batch_params.has_penalties[rows])
     return SamplingArrays(
         temperature=temperature if is_random else None,
-        uniform=uniform(row_params.seed[rows], positions) if is_random else None,
+        uniform=uniform(batch_params.seed[rows], positions) if is_random else None,
         filter_indices=filter_indices if len(filter_indices) else None,
         penalty_indices=penalty_indices if len(penalty_indices) else None,
-        edits=_logit_edits(sampled, np.flatnonzero(row_params.has_logit_edits[rows])),
+        edits=_logit_edits(sampled, np.flatnonzero(batch_params.has_logit_edits[rows])),
     )
 
 

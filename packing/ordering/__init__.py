@@ -2,12 +2,12 @@
 
 from .mixture import Mixture
 from .permutation import permute, shuffle_key
-from .share import Position, Share
+from .rank_shard import Position, RankShard
 
 __all__ = [
     "Mixture",
     "Position",
-    "Share",
+    "RankShard",
     "permute",
     "shuffle_key",
 ]

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
 Weight = float | Sequence[tuple[int, float]]
@@ -130,7 +130,7 @@ def parse_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
         if any(isinstance(first, int | np.integer) for first in ids):
             raise ValueError(
                 f"a list of pairs that end in a number is a mixture of (source, weight), and "
-                f"{str(part)[:40]} is not a source: give documents as lists or dicts of token ids"
+                f"{str(part)[:40]} is not a source: pass documents as lists or dicts of token ids"
             )
     return pairs
 
@@ -142,7 +142,7 @@ def _weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]
         tokens = [count for count, _ in line]
         if not line or tokens != sorted(set(tokens)) or any(w < 0 for _, w in line):
             raise ValueError(
-                f"the weight {line}: give (tokens, weight >= 0) pairs, tokens increasing"
+                f"the weight {line}: pass (tokens, weight >= 0) pairs, tokens increasing"
             )
     knots = np.array(sorted({count for line in lines for count, _ in line} | {0}), np.int64)
     table = np.array([np.interp(knots, *np.array(line, float).T) for line in lines]).T

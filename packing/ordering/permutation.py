@@ -15,7 +15,7 @@ from math import isqrt
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 
 
 def shuffle_key(*parts: int | str) -> np.uint64:

@@ -1,6 +1,6 @@
 """Lengths to plans in pure integers: which samples share a pack."""
 
-from .leveling import Cost, balance_plan
+from .balancing import Cost, balance_plan
 from .overflow import Counts, Overflow
 from .packer import Packer
 from .plan import Plan

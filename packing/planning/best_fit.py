@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 from .bitset import add, contains, discard, empty_bitset, largest_at_most, largest_within, unsigned
 
 MAX_DEFERRALS = 14

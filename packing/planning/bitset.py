@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..jit import jit
+from ..numba_jit import jit
 
 unsigned = np.uint64
 """An index that cannot be negative: numba omits its sign test, a tenth of the time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 
 
 @jit

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 from ..state.int_codec import ints_from_text, ints_to_text
 from .best_fit import MAX_DEFERRALS, MAX_POOLS_PER_SWEEP, best_fit
 from .next_fit import cut_stream, next_fit
@@ -189,7 +189,7 @@ class Planner:
             if state["settings"].get(name) != value:
                 raise ValueError(
                     f"planner state has {name}={state['settings'].get(name)!r}, "
-                    f"this planner {name}={value!r}: give both the same"
+                    f"this planner {name}={value!r}: use the same for both"
                 )
         items, starts, lengths, deferrals = (
             ints_from_text(state[name]) for name in ("items", "starts", "lengths", "deferrals")

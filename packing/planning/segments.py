@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 
 
 @dataclass(frozen=True, slots=True, eq=False)

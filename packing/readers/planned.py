@@ -21,9 +21,9 @@ import numpy as np
 from ..encoding.report import NO_PACKS, SkippedRows, build_report
 from ..ordering.epoch_order import MixedOrder, epoch_order
 from ..ordering.mixture import StoppingStrategy, Weight, has_schedule
-from ..ordering.share import Position, Share
+from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
-from ..planning.leveling import Leveler, NoLeveling
+from ..planning.balancing import Leveler, NoLeveling
 from ..planning.overflow import Counts, max_sample_length, too_long_error
 from ..planning.plan import Plan
 from ..planning.planner import Planner
@@ -139,7 +139,7 @@ class PlannedPacks:
             epoch += 1
         return epoch
 
-    def read(self, position: Position, share: Share, base: int) -> Iterator[Pack]:
+    def read(self, position: Position, share: RankShard, base: int) -> Iterator[Pack]:
         """Yield the share's packs from `position` on, through the epochs before its `end_epoch`.
 
         base: the pack at which rounds of one pack per rank start, the same everywhere.

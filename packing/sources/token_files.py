@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 from .token_store import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"

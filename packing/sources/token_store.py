@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..jit import jit
+from ..numba_jit import jit
 from ..planning.plan import Plan
 from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint

@@ -1,8 +1,8 @@
 """Saved state: what a run resumes from, checked, merged over ranks and written atomically."""
 
-from .atomic_file import fsync_path, read_state, write_state
 from .fingerprint import Fingerprint
 from .run_state import check_state, merge_states
+from .state_file import fsync_path, read_state, write_state
 
 __all__ = [
     "Fingerprint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..ordering.share import Position, Share
+from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 
 
@@ -28,7 +28,7 @@ class Progress:
         else:
             self.last = (index, cursor["epoch"], cursor["epoch_start"])
 
-    def check_next(self, index: int, cursor: dict, share: Share, shards: int) -> None:
+    def check_next(self, index: int, cursor: dict, share: RankShard, shards: int) -> None:
         """Raise if a streamed pack is not this rank's next one: its shard's cursor would be lost.
 
         Workers whose shards have all ended produce no packs: those may be missing.
@@ -45,7 +45,7 @@ class Progress:
                 "mark all packs of a stream as trained, in their order"
             )
 
-    def next_position(self, share: Share) -> Position:
+    def next_position(self, share: RankShard) -> Position:
         """Return the position after the round of the last pack: the same on every rank."""
         if self.last is None:
             return self.position

@@ -56,7 +56,7 @@ def _check_settings(state_settings: Any, settings: dict) -> None:
         if state_settings.get(name) != settings.get(name):
             raise ValueError(
                 f"the state was made with {name}={state_settings.get(name)!r}, "
-                f"this dataset has {name}={settings.get(name)!r}: give both the same"
+                f"this dataset has {name}={settings.get(name)!r}: use the same for both"
             )
 
 

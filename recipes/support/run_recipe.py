@@ -31,9 +31,11 @@ def run_recipe(recipe: str, main: Main, argv: list[str] | None = None) -> int:
     status = exit_status(recipe, main, argv)
     if status == 0:
         from nopad.runtime import destroy_group  # imported late: loads torch
-        from nopad.trainer import SIGNALS
+        from nopad.trainer import STOP_SIGNALS
 
-        for number in SIGNALS:  # all is saved: a late signal must not turn success into failure
+        for (
+            number
+        ) in STOP_SIGNALS:  # all is saved: a late signal must not turn success into failure
             signal.signal(number, signal.SIG_IGN)
         destroy_group()
     return status

@@ -5,9 +5,9 @@ import logging
 import warnings
 
 import pytest
-from nopad.cli import logprob_parity
-from nopad.cli.checkpoints import load_model
+from nopad.cli import doctor_parity
 from nopad.cli.doctor import main
+from nopad.cli.load_pretrained import load_model
 from nopad.cli.tiny_model import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -124,8 +124,8 @@ def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
 
 
 def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
-    monkeypatch.setattr(logprob_parity, "PROMPT_LENGTHS", (1, 5, 33))  # Triton may be interpreted
-    monkeypatch.setattr(logprob_parity, "MAX_TOKENS", 4)
+    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 5, 33))  # Triton may be interpreted
+    monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 4)
     assert main(["llama", "--parity"]) == 0
     text = capsys.readouterr().out
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
@@ -136,26 +136,22 @@ def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, 
 
 
 def test_a_mismatch_is_status_one(capsys, monkeypatch):
-    from nopad.cli import logprob_parity
-
     def mismatch(*args, **named):
-        return logprob_parity.LogprobParity(144, 0.5, 2.0, "float32", "cpu")
+        return doctor_parity.LogprobParity(144, 0.5, 2.0, "float32", "cpu")
 
-    monkeypatch.setattr(logprob_parity, "compare_logprobs", mismatch)
+    monkeypatch.setattr(doctor_parity, "compare_logprobs", mismatch)
     assert main(["llama", "--parity"]) == 1
     assert "TOO LARGE" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fails", [("sdpa",), ("sdpa", "flash2", "triton")])
 def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkeypatch, fails):
-    from nopad.cli import logprob_parity
-
     def sometimes(*args, backend, **named):
         if backend in fails:
             raise RuntimeError("no kernel image")
-        return logprob_parity.LogprobParity(144, 0.0, 0.0, "float32", "cpu")
+        return doctor_parity.LogprobParity(144, 0.0, 0.0, "float32", "cpu")
 
-    monkeypatch.setattr(logprob_parity, "compare_logprobs", sometimes)
+    monkeypatch.setattr(doctor_parity, "compare_logprobs", sometimes)
     assert main(["llama", "--parity"]) == 1
     assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
 

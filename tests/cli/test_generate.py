@@ -89,7 +89,7 @@ def test_empty_lines_of_a_file_are_no_prompts(tmp_path):
 
 
 def test_too_little_memory_is_told_in_words_of_the_command_line(checkpoint):
-    with pytest.raises(ValueError, match=r"^--memory 10 leaves 10 bytes.*: give more memory$"):
+    with pytest.raises(ValueError, match=r"^--memory 10 leaves 10 bytes.*: allow more memory$"):
         main([checkpoint, "--prompt", "Once", "--memory", "10"])
 
 
@@ -156,7 +156,7 @@ def test_ids_need_no_tokenizer_and_text_says_that_it_does(checkpoint, tmp_path, 
     assert main([str(tmp_path), "--file", str(tmp_path / "in.jsonl"), "--max-tokens", "4"]) == 0
     (done,) = lines(capsys.readouterr().out)
     assert done["text"] is None and len(done["token_ids"]) == 4
-    with pytest.raises(ValueError, match="no readable tokenizer; give one"):
+    with pytest.raises(ValueError, match="no readable tokenizer; pass one"):
         main([str(tmp_path), "--prompt", "Once"])
     named = ["--tokenizer", checkpoint, "--max-tokens", "4"]
     assert main([str(tmp_path), "--prompt", "Once upon", *named]) == 0

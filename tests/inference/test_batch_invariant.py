@@ -119,7 +119,7 @@ def test_the_mode_leaves_nothing_behind():
         assert before == (dict(vars(torch.Tensor)), dict(vars(torch.nn.functional)), os.environ)
         x = torch.randn(3, 5)
         assert x.mean(-1, keepdim=True).shape == (3, 1) and x.mean().ndim == 0
-        assert selection.select(SPEC) == "sdpa" and not _trials.get()
+        assert selection.select_backend(SPEC) == "sdpa" and not _trials.get()
     assert selection.forced_paged_backend() is None and _trials.get()
 
 

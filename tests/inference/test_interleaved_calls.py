@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nopad.inference import Engine
 from nopad.inference.requests.outputs import Completion
-from nopad.inference.scheduling.loop import Loop
+from nopad.inference.scheduling.loop import StepLoop
 
 PAGE = 16 * 2 * 2 * 2 * 8 * 4
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -184,7 +184,7 @@ ANY_ORDER = given(
 
 
 def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> None:
-    with patch("nopad.inference.executor.Loop", partial(deep, depth)):
+    with patch("nopad.inference.engine_core.Loop", partial(deep, depth)):
         engine = Engine(
             model, TOKENIZER, page_size=16, max_num_seqs=running, max_waiting=waiting,
             max_num_batched_tokens=40, memory=pages * PAGE, keep_memory=keep,
@@ -210,9 +210,9 @@ def test_a_thousand_orders_of_calls_are_as_good_as_a_few(tiny, alone, **how):
     in_this_order(tiny("llama"), alone, **how)
 
 
-def deep(depth: int, *parts, **named) -> Loop:
+def deep(depth: int, *parts, **named) -> StepLoop:
     """A loop with steps in flight, as on a GPU."""
-    loop = Loop(*parts, **named)
+    loop = StepLoop(*parts, **named)
     loop._lookahead = depth
     return loop
 

@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 from nopad.packing import Pack, PackedDataset
-from nopad.packing.ordering import Share
+from nopad.packing.ordering import RankShard
 from nopad.packing.state import merge_states
 
 
@@ -77,7 +77,7 @@ class Run:
         dataset = self.make(rank=rank, world_size=self.world_size)
         if self.state is not None:
             dataset.load_state_dict(self.state)
-        share = Share(rank, self.world_size, worker, self.workers)
+        share = RankShard(rank, self.world_size, worker, self.workers)
         dataset._share = lambda: share
         return dataset
 

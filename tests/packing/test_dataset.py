@@ -78,8 +78,8 @@ def test_a_shard_without_rows_is_refused_where_there_is_no_end():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"rank": 1}, "rank 1 and world_size None: give both"),
-        ({"world_size": 2}, "rank None and world_size 2: give both"),
+        ({"rank": 1}, "rank 1 and world_size None: pass both"),
+        ({"world_size": 2}, "rank None and world_size 2: pass both"),
         ({"shards": 0}, "shards 0: at least 1"),
         ({"shuffle": -1}, "shuffle=-1: True, False, or how many rows"),
         ({"shuffle": 2.5}, "shuffle=2.5: True"),

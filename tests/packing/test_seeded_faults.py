@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Sample, make_sample, validate_token_ids
 from nopad.packing.encoding import Encoder
-from nopad.packing.ordering import Mixture, Share, shuffle_key
+from nopad.packing.ordering import Mixture, RankShard, shuffle_key
 from nopad.packing.planning import packer
-from nopad.packing.readers import planned, row_reader, shard, sharded
+from nopad.packing.readers import planned, shard_reader, shuffled_rows, streamed
 from nopad.packing.sources import jsonl as jsonl_module
 from nopad.packing.sources import paths, token_store
 from nopad.packing.sources.source import IndexedSource
-from nopad.packing.state import atomic_file, progress, run_state
+from nopad.packing.state import progress, run_state, state_file
 
 BUDGET = 64
 
@@ -89,15 +89,15 @@ def check_states(make, tmp_path):
         with pytest.raises(ValueError):
             make().load_state_dict({**state, **change})
     path = tmp_path / "state.json"
-    atomic_file.write_state(path, {"old": 1})
-    atomic_file.write_state(path, state)
+    state_file.write_state(path, {"old": 1})
+    state_file.write_state(path, state)
     text = path.read_text()
     path.write_text(text.replace('"index":1', '"index":2'))
-    assert atomic_file.read_state(path) == {"old": 1}
+    assert state_file.read_state(path) == {"old": 1}
     path.write_text(text[:-5])
-    atomic_file.write_state(path, state)
+    state_file.write_state(path, state)
     path.write_text(text[:-5])
-    assert atomic_file.read_state(path) == {"old": 1}
+    assert state_file.read_state(path) == {"old": 1}
 
 
 def check_rows(tmp_path):
@@ -142,7 +142,7 @@ def check_packer():
 def check_laps(path):
     """Each lap of a stream has its own order."""
     source = jsonl_module.JsonlSource([path])
-    reader = row_reader.ShuffledRows(source, shuffle_block=8)
+    reader = shuffled_rows.ShuffledRows(source, shuffle_block=8)
     laps = []
     for _ in range(2):
         laps.append([])
@@ -197,21 +197,24 @@ copy_segments = token_store._copy
 
 FAULTS = {
     "a worker's share starts one pack late": (
-        Share, "first", lambda self, base: base + (self.rank - base) % self.world_size
+        RankShard, "first", lambda self, base: base + (self.rank - base) % self.world_size
         + self.worker * self.world_size + 1),
     "workers of a rank repeat each other": (
-        Share, "first", lambda self, base: base + (self.rank - base) % self.world_size),
-    "the stride forgets the workers": (Share, "stride", property(lambda self: self.world_size)),
-    "a round ends with its first pack": (Share, "round_end", lambda self, index, base: index + 1),
+        RankShard, "first", lambda self, base: base + (self.rank - base) % self.world_size),
+    "the stride forgets the workers": (RankShard, "stride", property(lambda self: self.world_size)),
+    "a round ends with its first pack": (
+        RankShard, "round_end", lambda self, index, base: index + 1),
     "a round is counted from 0, not from the base": (
-        Share, "round_start", lambda self, index, base: index - index % self.world_size + 1),
+        RankShard, "round_start", lambda self, index, base: index - index % self.world_size + 1),
     "ranks are dealt from the base": (
-        Share, "first", lambda self, base: base + self.rank + self.worker * self.world_size
+        RankShard, "first", lambda self, base: base + self.rank + self.worker * self.world_size
         + (0 if base % 3 else self.world_size)),
     "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
                                     epoch_order(n, seed, 0, shuffle)),
     "a block's key forgets the lap": (
-        row_reader.ShuffledRows, "_key", lambda self, *parts: shuffle_key(self.seed, self.shard)),
+        shuffled_rows.ShuffledRows,
+        "_key",
+        lambda self, *parts: shuffle_key(self.seed, self.shard)),
     "the last document of a block is lost": (
         planned, "epoch_order", lambda *a: (block[:-1] for block in epoch_order(*a))),
     "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
@@ -230,24 +233,24 @@ FAULTS = {
             "planner": self.planner.state_dict(),
             "pending_tokens": [[n, 1] for n in self.pending]}),
     "a shard's snapshot is taken after feeding": (
-        shard.ShardReader, "_make_cursor", lambda self: {
+        shard_reader.ShardReader, "_make_cursor", lambda self: {
             **make_cursor(self), "packs_since": 0, "state": self._take_snapshot()}),
     "a resume passes over one pack too many": (
-        shard.ShardReader, "_make_cursor", lambda self: {
+        shard_reader.ShardReader, "_make_cursor", lambda self: {
             **make_cursor(self), "packs_since": self._packs_since + 1}),
     "a resume repeats a pack": (
-        shard.ShardReader, "_make_cursor", lambda self: {
+        shard_reader.ShardReader, "_make_cursor", lambda self: {
             **make_cursor(self), "packs_since": max(0, self._packs_since - 1)}),
     "rows read ahead count as drawn": (
-        shard.ShardReader, "_next_row", lambda self, source: self.rows[source].next_row),
+        shard_reader.ShardReader, "_next_row", lambda self, source: self.rows[source].next_row),
     "a resumed reader starts its block again": (
-        row_reader.ShuffledRows, "restore", lambda self, marks, position, numbers:
+        shuffled_rows.ShuffledRows, "restore", lambda self, marks, position, numbers:
             restore(self, marks, marks[-1][0], numbers)),
     "the marks of pending rows are forgotten": (
-        row_reader.ShuffledRows, "drop_before", lambda self, needed:
+        shuffled_rows.ShuffledRows, "drop_before", lambda self, needed:
             self.block_marks.__delitem__(slice(0, len(self.block_marks) - 1))),
     "a shard of another rank is read": (
-        sharded.StreamedPacks, "_open", lambda self, position, share, index, cursors: open_shards(
+        streamed.StreamedPacks, "_open", lambda self, position, share, index, cursors: open_shards(
             self, position, share, index, {s: cursors.get((s + 2) % 4, c)
                                            for s, c in cursors.items()})),
     "progress counts the last pack as not done": (
@@ -258,11 +261,11 @@ FAULTS = {
     "positions are not checked": (run_state, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
     "the version is not compared": (run_state, "VERSION", 4),
-    "the checksum is not compared": (atomic_file, "_encode", lambda state: json.dumps(
+    "the checksum is not compared": (state_file, "_encode", lambda state: json.dumps(
         {"state": state}).encode()),
-    "the state before is not kept": (atomic_file, "_keep_previous", no_check),
+    "the state before is not kept": (state_file, "_keep_previous", no_check),
     "a torn state pushes out the good one": (
-        atomic_file, "_is_intact", lambda path: path.exists()),
+        state_file, "_is_intact", lambda path: path.exists()),
     "ids are rounded": (
         validate_token_ids.__globals__, "validate_token_ids", lambda ids, name="":
             np.asarray(ids, np.float64).astype(np.int64)),
@@ -290,9 +293,9 @@ def from_the_row(columns):
 
 
 hold = packer.Packer._hold
-make_cursor = shard.ShardReader._make_cursor
-restore = row_reader.ShuffledRows.restore
-open_shards = sharded.StreamedPacks._open
+make_cursor = shard_reader.ShardReader._make_cursor
+restore = shuffled_rows.ShuffledRows.restore
+open_shards = streamed.StreamedPacks._open
 add = progress.Progress.add
 draw = Mixture.draw
 

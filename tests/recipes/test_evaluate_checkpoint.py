@@ -35,7 +35,7 @@ def test_it_evaluates_and_prints_metrics(checkpoint, data, capsys):
     lines = capsys.readouterr().out.splitlines()
     metrics = json.loads(lines[-1])
     assert status == 0 and metrics["eval/examples"] == 4 and metrics["eval/exact"] == 0
-    assert "eval/extracted" in metrics and " -> " in lines[0]
+    assert "eval/regex_match" in metrics and " -> " in lines[0]
 
 
 def test_a_missing_column_is_named_with_file_and_line(checkpoint, data, capsys):

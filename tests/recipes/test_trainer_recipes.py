@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import small_inputs
 import torch
-from nopad.trainer.graceful_stop import SIGNALS
+from nopad.trainer.graceful_stop import STOP_SIGNALS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -77,15 +77,15 @@ def test_a_run_is_neither_written_over_nor_resumed_as_another(
 def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     importlib.import_module(f"nopad.recipes.{recipe}")
     monkeypatch.setattr(broken, lambda *_: 1 / 0)
     try:
         with pytest.raises(ZeroDivisionError):
             run_main(recipe, [*small_args(tmp_path), "--steps", "1"])
-        assert [signal.getsignal(number) for number in SIGNALS] == before
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        for number, handler in zip(STOP_SIGNALS, before, strict=True):
             signal.signal(number, handler)
 
 

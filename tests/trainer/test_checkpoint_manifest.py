@@ -8,8 +8,8 @@ import pytest
 import tiny_run
 import torch
 from nopad.trainer.checkpoint_manifest import (
-    MANIFEST,
-    OLD_MANIFEST,
+    MANIFEST_NAME,
+    OLD_MANIFEST_NAME,
     check_archive,
     find_damage,
     find_manifest,
@@ -41,7 +41,7 @@ def damages(intact: bytes, flips: int) -> list[bytes]:
     return bad
 
 
-@pytest.mark.parametrize("name", [STATE_FILE, MANIFEST, "model.safetensors"])
+@pytest.mark.parametrize("name", [STATE_FILE, MANIFEST_NAME, "model.safetensors"])
 def test_every_truncation_and_every_flipped_bit_is_noticed(folder, name):
     assert latest_intact_checkpoint(folder).name == "checkpoint-10"
     path = folder / "checkpoint-10" / name
@@ -53,7 +53,7 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(folder, name):
 
 
 def test_without_an_intact_checkpoint_every_reason_is_named(folder):
-    (folder / "checkpoint-2" / MANIFEST).unlink()
+    (folder / "checkpoint-2" / MANIFEST_NAME).unlink()
     (folder / "checkpoint-9" / STATE_FILE).write_text("{}")
     (folder / "checkpoint-10" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no intact checkpoint") as error:
@@ -106,8 +106,12 @@ def test_a_truncated_or_corrupted_archive_is_refused_by_name(tmp_path):
 
 def test_checkpoints_with_the_old_name_of_the_manifest_are_read_and_checked(folder):
     checkpoint = folder / "checkpoint-10"
-    (checkpoint / MANIFEST).rename(checkpoint / OLD_MANIFEST)
-    assert find_manifest(checkpoint) == checkpoint / OLD_MANIFEST == checkpoint / "nopad_seal.json"
+    (checkpoint / MANIFEST_NAME).rename(checkpoint / OLD_MANIFEST_NAME)
+    assert (
+        find_manifest(checkpoint)
+        == checkpoint / OLD_MANIFEST_NAME
+        == checkpoint / "nopad_seal.json"
+    )
     assert latest_intact_checkpoint(folder) == checkpoint
     (checkpoint / "model.safetensors").write_bytes(b"")
     assert find_damage(checkpoint) == "model.safetensors is truncated or corrupted"

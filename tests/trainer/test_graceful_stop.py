@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nopad.trainer import graceful_stop
-from nopad.trainer.graceful_stop import RELAY_SECONDS, SIGNALS, StopRequest
+from nopad.trainer.graceful_stop import RELAY_SECONDS, STOP_SIGNALS, StopRequest
 
 BEGINNING = """
 import ctypes, os, signal, time
@@ -62,7 +62,7 @@ def child():
         process.wait()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_heard_and_the_handlers_are_given_back(number):
     before, descriptor = signal.getsignal(number), signal.set_wakeup_fd(-1)
     request = StopRequest()

@@ -1,9 +1,9 @@
 """Evaluation by generation during training: examples, metrics, a time budget, reports."""
 
 from .generation_eval import GenerationEval
-from .metrics import contains, exact_match, extracted
+from .metrics import contains, exact_match, regex_match
 from .report import Example, Report
-from .tables import report_lines
+from .report_writer import report_lines
 
 __all__ = [
     "Example",
@@ -11,6 +11,6 @@ __all__ = [
     "Report",
     "contains",
     "exact_match",
-    "extracted",
+    "regex_match",
     "report_lines",
 ]

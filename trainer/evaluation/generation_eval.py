@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from ...runtime import RankError, all_ranks_or_none, gather_objects, preserve_rng, rank
 from ..fsdp_unshard import unsharded
-from ..monitoring.throughput import Meter
+from ..monitoring.throughput import ThroughputMeter
 from .metrics import Metric
 from .report import Example, Report, TableRow, full_name
 from .scoring import COUNTERS, score_completions, to_floats
@@ -88,7 +88,7 @@ class GenerationEval:
         """Return whether to evaluate after this step."""
         return last or (self.every is not None and step > 0 and step % self.every == 0)
 
-    def run(self, step: int, model: Any = None, meter: Meter | None = None) -> Report:
+    def run(self, step: int, model: Any = None, meter: ThroughputMeter | None = None) -> Report:
         """Evaluate now; call it on all ranks.
 
         model: the model in training, if it may be sharded by FSDP2.
@@ -203,7 +203,7 @@ def _check_settings(
 ) -> None:
     """Refuse invalid settings."""
     if every is not None and not (_is_int(every) and every >= 1):
-        raise ValueError(f"every is {every!r}; it must be a number of steps from 1, or None")
+        raise ValueError(f"every is {every!r}; it must be a number of steps >= 1, or None")
     if not (_is_int(num_samples) and num_samples >= 0):
         raise ValueError(f"num_samples is {num_samples!r}; it must be a number from 0")
     if not callable(generate):

@@ -27,7 +27,7 @@ def contains(text: str, reference: Any) -> float:
     return float(str(reference).strip() in text)
 
 
-def extracted(pattern: str, *, last: bool = True) -> Metric:
+def regex_match(pattern: str, *, last: bool = True) -> Metric:
     """Compare the match of a regular expression in the text with its match in the reference.
 
     The first group is compared if there is one; commas in numbers are ignored. A reference without
@@ -35,7 +35,7 @@ def extracted(pattern: str, *, last: bool = True) -> Metric:
 
     last: compare the last match in a text; otherwise the first.
 
-    >>> metric = extracted(r"#### (-?[0-9.,]+)")
+    >>> metric = regex_match(r"#### (-?[0-9.,]+)")
     >>> metric("so 6 * 200 = 1200\\n#### 1,200", "#### 1200"), metric("1200", "#### 1200")
     (1.0, 0.0)
     """
@@ -52,7 +52,7 @@ def extracted(pattern: str, *, last: bool = True) -> Metric:
         matches = [m.group(1 if regex.groups else 0) for m in regex.finditer(text)]
         return _normalize(matches[-1 if last else 0] or "") if matches else None
 
-    metric.__name__ = "extracted"
+    metric.__name__ = "regex_match"
     return metric
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ...runtime import STOCK_CLASS
 from .class_swap import add_forward, can_run, fused_forwards
-from .fused_rotary import FUNCTION
-from .parts import PARTS, RotaryPart
+from .fusion_patterns import PARTS, RotaryPart
+from .rotary_patch import FUNCTION
 
 log = logging.getLogger("nopad.trainer")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import TRAINING_BLOCK, silu_mul, silu_mul_backward
-from .autograd import no_double_backward
+from .once_differentiable import no_double_backward
 
 
 class _GatedMLP(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .autograd import no_double_backward
+from .once_differentiable import no_double_backward
 
 
 class _QKVLinear(torch.autograd.Function):

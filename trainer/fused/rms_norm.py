@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import rms_norm_backward, rms_norm_forward
-from .autograd import no_double_backward
+from .once_differentiable import no_double_backward
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import rotate_heads
-from .autograd import no_double_backward
+from .once_differentiable import no_double_backward
 
 
 class _Rotary(torch.autograd.Function):

@@ -2,10 +2,10 @@
 
 from .flops import ModelFlops
 from .preflight import check_run
-from .throughput import Meter
+from .throughput import ThroughputMeter
 
 __all__ = [
-    "Meter",
     "ModelFlops",
+    "ThroughputMeter",
     "check_run",
 ]

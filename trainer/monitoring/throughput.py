@@ -1,6 +1,6 @@
 """Training throughput: tokens/s, samples/s, fill, MFU, data wait, and the loss by source.
 
-meter = Meter.of(loader, model)
+meter = ThroughputMeter.of(loader, model)
 for batch in loader:
     ...
     meter.add(loader.last_pack)
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Meter:
+class ThroughputMeter:
     """Count trained packs; read the rates since the last reset.
 
-    >>> meter = Meter(ranks=2)
+    >>> meter = ThroughputMeter(ranks=2)
     >>> meter.seconds = lambda: 2.0
     >>> meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
     >>> rates = meter.read()
@@ -68,7 +68,7 @@ class Meter:
         self.reset()
 
     @classmethod
-    def of(cls, loader: PackedLoader, model: Any) -> Meter:
+    def of(cls, loader: PackedLoader, model: Any) -> ThroughputMeter:
         """Measure the training of a causal LM on a loader's batches."""
         return cls(
             world_size(),

@@ -25,8 +25,8 @@ from ..evaluation.generation_eval import (
     load_eval_states,
 )
 from ..evaluation.report import Report
-from ..evaluation.tables import ReportWriter, table_logger
-from ..monitoring.throughput import Meter
+from ..evaluation.report_writer import ReportWriter, table_logger
+from ..monitoring.throughput import ThroughputMeter
 
 
 class AccelerateEval:
@@ -37,7 +37,7 @@ class AccelerateEval:
         accelerator: Accelerator,
         model: Any,
         *evaluations: GenerationEval,
-        meter: Meter | None = None,
+        meter: ThroughputMeter | None = None,
         console: bool = False,
     ):
         """Evaluate a prepared model.

@@ -20,7 +20,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
 from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.report import Report
-from ..evaluation.tables import ReportWriter
+from ..evaluation.report_writer import ReportWriter
 
 
 class EvalCallback(TrainerCallback):

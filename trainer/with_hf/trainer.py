@@ -30,7 +30,7 @@ from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..loss.attached_loss import attach_loss
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
-from ..monitoring.throughput import Meter
+from ..monitoring.throughput import ThroughputMeter
 from .stopping import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
@@ -75,7 +75,7 @@ class PackedTrainerMixin(_Base):
             self.attached_loss.keep_logits()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
-        self.meter: Meter | None = None
+        self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
         self._eval_loaders: dict[PackedDataset, EvaluationLoader] = {}
@@ -120,7 +120,7 @@ class PackedTrainerMixin(_Base):
             with self.accelerator.autocast():
                 print_banner(check_run(model, self.train_dataset, self._loader.collator))
             check_first_batches(self._loader, model)
-        self.meter = Meter.of(self._loader, model)
+        self.meter = ThroughputMeter.of(self._loader, model)
         return self._loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

@@ -24,8 +24,8 @@ from ..evaluation.generation_eval import (
     load_eval_states,
 )
 from ..evaluation.report import Report
-from ..evaluation.tables import ReportWriter, table_logger
-from ..monitoring.throughput import Meter
+from ..evaluation.report_writer import ReportWriter, table_logger
+from ..monitoring.throughput import ThroughputMeter
 from .hooks import AfterStep, pl
 from .packs import PackedCallback
 
@@ -95,7 +95,7 @@ class EvalCallback(AfterStep):
             self._writer.write(report, loggers)
 
 
-def _meter(trainer: Any) -> Meter | None:
+def _meter(trainer: Any) -> ThroughputMeter | None:
     """Return the throughput meter of the training, if a PackedCallback measures it."""
     callbacks = (c for c in trainer.callbacks if isinstance(c, PackedCallback))
     callback = next(callbacks, None)

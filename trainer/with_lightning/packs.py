@@ -27,7 +27,7 @@ from ..data.data_state import gather_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..loss.attached_loss import attach_loss
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
-from ..monitoring.throughput import Meter
+from ..monitoring.throughput import ThroughputMeter
 from .hooks import causal_lm, pl
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
@@ -138,7 +138,7 @@ class PackedCallback(pl.Callback):
         """
         self.data, self.check = data, check
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        self.meter = Meter()
+        self.meter = ThroughputMeter()
         self._measured_loader: LightningPackedLoader | None = None
         self._loss: Any = None
         self._rng_states: list[list[Tensor]] | None = None
@@ -172,7 +172,7 @@ class PackedCallback(pl.Callback):
     def _start_meter(self, pl_module: pl.LightningModule) -> None:
         assert self.data.loader is not None
         self._measured_loader = self.data.loader
-        self.meter = Meter.of(self.data.loader, causal_lm(pl_module))
+        self.meter = ThroughputMeter.of(self.data.loader, causal_lm(pl_module))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -64,7 +64,7 @@ def test_without_package_and_kernels_the_package_is_named(name):
 def test_a_prebuilt_build_serves_where_the_package_is_missing(monkeypatch, name):
     offer_builds(monkeypatch, name)
     assert selection.unsupported_reason(name, HOPPER_CALL) is None
-    assert flash_library.find(*selection.MODULES[name].LIBRARY) == (LIBRARY, None)
+    assert flash_library.find(*selection.BACKEND_MODULES[name].LIBRARY) == (LIBRARY, None)
 
 
 def test_the_package_goes_before_the_build(monkeypatch):
@@ -80,7 +80,7 @@ def test_the_package_goes_before_the_build(monkeypatch):
 )
 def test_the_best_build_there_is_gets_chosen(monkeypatch, builds, first):
     offer_builds(monkeypatch, *builds)
-    assert selection.select(HOPPER_CALL) == first
+    assert selection.select_backend(HOPPER_CALL) == first
 
 
 @pytest.mark.parametrize("backend", [flash2, flash3], ids=["flash2", "flash3"])

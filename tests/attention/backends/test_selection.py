@@ -26,25 +26,31 @@ def qkv():
 
 
 def test_sdpa_serves_the_cpu():
-    assert selection.select(spec()) == selection.select(spec(page_size=16)) == "sdpa"
+    assert (
+        selection.select_backend(spec()) == selection.select_backend(spec(page_size=16)) == "sdpa"
+    )
 
 
 def test_the_choice_for_a_kind_of_call_seen_before_is_cached(monkeypatch):
     specs = [spec(), spec(page_size=16)]
-    names = list(map(selection.select, specs))
+    names = list(map(selection.select_backend, specs))
     monkeypatch.setattr(selection, "unsupported_reason", lambda *_: pytest.fail("asked again"))
-    assert list(map(selection.select, specs)) == names
+    assert list(map(selection.select_backend, specs)) == names
 
 
 def test_forcing_a_backend_for_all_calls_yields_to_one_for_pages(monkeypatch):
     monkeypatch.setenv("NOPAD_ATTENTION", "torch")
     with selection.force_backend("sdpa"):
-        assert selection.select(spec()) == selection.select(spec(page_size=16)) == "sdpa"
+        assert (
+            selection.select_backend(spec())
+            == selection.select_backend(spec(page_size=16))
+            == "sdpa"
+        )
         with selection.force_paged_backend("triton"):
-            assert selection.select(spec()) == "sdpa"
-            assert selection.select(spec(page_size=16)) == "triton"  # interpreted
+            assert selection.select_backend(spec()) == "sdpa"
+            assert selection.select_backend(spec(page_size=16)) == "triton"  # interpreted
     with pytest.raises(ValueError, match="'torch' does not support this call"):
-        selection.select(spec())
+        selection.select_backend(spec())
 
 
 def test_without_trials_declared_limits_decide_and_nothing_is_cached(monkeypatch):
@@ -52,8 +58,8 @@ def test_without_trials_declared_limits_decide_and_nothing_is_cached(monkeypatch
     paged = spec(device="cuda", dtype=torch.bfloat16, page_size=16)
     cached = selection._cached_choice.cache_info().currsize
     with selection.without_trials():
-        assert selection.select(paged) == "triton"
-        assert selection.select(paged, "flash2") == "flash2"
+        assert selection.select_backend(paged) == "triton"
+        assert selection.select_backend(paged, "flash2") == "flash2"
     assert selection._cached_choice.cache_info().currsize == cached
 
 
@@ -77,10 +83,10 @@ def test_the_environment_forces_a_backend(monkeypatch):
 
 def test_who_reads_pages_can_be_named_for_a_while():
     with selection.force_paged_backend("flash2"):
-        assert selection.select(spec()) == "sdpa"
+        assert selection.select_backend(spec()) == "sdpa"
         with pytest.raises(ValueError, match="'flash2' does not support"):
-            selection.select(spec(page_size=256))
-    assert selection.select(spec(page_size=256)) == "sdpa"
+            selection.select_backend(spec(page_size=256))
+    assert selection.select_backend(spec(page_size=256)) == "sdpa"
 
 
 def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
@@ -212,13 +218,16 @@ def test_the_environment_speaks_only_of_calls_that_the_backend_offers(monkeypatc
     """A run that trains and generates makes both kinds; no one name serves them all."""
     monkeypatch.setenv("NOPAD_ATTENTION", "cudnn")
     assert (
-        selection.select(spec(page_size=16)) == "sdpa" and selection.forced_paged_backend() is None
+        selection.select_backend(spec(page_size=16)) == "sdpa"
+        and selection.forced_paged_backend() is None
     )
     with pytest.raises(ValueError, match="'cudnn' does not support"):
-        selection.select(spec())
+        selection.select_backend(spec())
     monkeypatch.setenv("NOPAD_ATTENTION", "triton")
-    assert selection.select(spec()) == "sdpa" and selection.forced_paged_backend() == "triton"
-    assert selection.select(spec(page_size=16)) == "triton"  # interpreted
+    assert (
+        selection.select_backend(spec()) == "sdpa" and selection.forced_paged_backend() == "triton"
+    )
+    assert selection.select_backend(spec(page_size=16)) == "triton"  # interpreted
     monkeypatch.setenv("NOPAD_ATTENTION", "flsh")
     with pytest.raises(ValueError, match="no attention backend is called 'flsh'"):
-        selection.select(spec())
+        selection.select_backend(spec())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from nopad.attention.hf import PackedDifferences, check_packed, check_paged, interface
 from nopad.attention.hf.selfcheck import nan_max
-from nopad.cli import isolation
+from nopad.cli import doctor_isolation
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -51,14 +51,14 @@ def spoil(monkeypatch, fault):
 
 @pytest.mark.parametrize("fault", ["pages", "gradient", "first"])
 def test_nan_is_wrong(oracle, monkeypatch, fault):
-    model = isolation.with_attention(oracle, "nopad")
+    model = doctor_isolation.with_attention(oracle, "nopad")
     assert check_packed(model, oracle).within() and check_paged(model) < 1e-3
     spoil(monkeypatch, fault)
     packed = check_packed(model, oracle)
     assert packed.within() is (fault == "pages"), packed
     if fault == "pages":
         assert torch.tensor(check_paged(model)).isnan()
-    assert isolation.check_isolation(oracle, "nopad").verdict == "WRONG"
+    assert doctor_isolation.check_isolation(oracle, "nopad").verdict == "WRONG"
 
 
 def test_the_worst_of_numbers_is_the_one_that_is_none():

@@ -14,7 +14,7 @@ from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import DecodeGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.row_params import RowParams
+from nopad.inference.scheduling.batch_params import BatchParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:
@@ -60,7 +60,7 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = ModelRunner(nothing, nothing, RowParams(4), Stats(), cpu, graph_byte_budget=0)
+    runner = ModelRunner(nothing, nothing, BatchParams(4), Stats(), cpu, graph_byte_budget=0)
     runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):

@@ -80,7 +80,7 @@ def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monke
     from nopad.inference.fused import fused_decoder
 
     specs = []
-    monkeypatch.setattr(fused_decoder, "select", lambda spec: specs.append(spec))
+    monkeypatch.setattr(fused_decoder, "select_backend", lambda spec: specs.append(spec))
     keys: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(9, 256, 4, 64))
     assert not fused_decoder._by_own_kernels(keys, 12)
     (spec,) = specs

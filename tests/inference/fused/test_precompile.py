@@ -54,22 +54,22 @@ def test_no_backend_is_judged_by_what_a_rehearsal_computes(compiled, monkeypatch
     """Once one was: its trial's kernels were skipped, so it was found wrong, and not selected."""
     monkeypatch.setattr(selection, "trial_failure", lambda *_: pytest.fail("a trial was made"))
     with stage.precompile_kernels(torch.device("cpu")):
-        assert selection.select(DECODE) == "triton"
+        assert selection.select_backend(DECODE) == "triton"
         with selection.force_paged_backend("flash2"):
-            assert selection.select(DECODE) == "flash2"
+            assert selection.select_backend(DECODE) == "flash2"
 
 
 def test_other_threads_choose_as_ever_during_a_rehearsal(compiled, monkeypatch):
     monkeypatch.setattr(selection, "_cached_choice", lambda *_: "theirs")
     chosen = []
     with stage.precompile_kernels(torch.device("cpu")):
-        other = Thread(target=lambda: chosen.append(selection.select(DECODE)))
+        other = Thread(target=lambda: chosen.append(selection.select_backend(DECODE)))
         other.start()
         other.join()
-        assert selection.select(DECODE) == "triton"
+        assert selection.select_backend(DECODE) == "triton"
     assert chosen == ["theirs"]
 
 
 def test_a_call_without_pages_is_not_given_to_the_reader_of_pages(compiled):
     with stage.precompile_kernels(torch.device("cpu")), selection.force_paged_backend("triton"):
-        assert selection.select(PACKED) == "sdpa"
+        assert selection.select_backend(PACKED) == "sdpa"

@@ -65,7 +65,7 @@ def test_settings_of_a_task_that_cannot_be_followed_are_told_when_it_is_built(sm
 
 
 def test_settings_in_a_line_are_refused(small, write):
-    with pytest.raises(ValueError, match="gen_kwargs is 'max_gen_toks=2'; give a dict"):
+    with pytest.raises(ValueError, match="gen_kwargs is 'max_gen_toks=2'; pass a dict"):
         harness(small, [write], gen_kwargs="max_gen_toks=2")
 
 

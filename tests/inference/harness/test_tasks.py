@@ -322,7 +322,7 @@ def test_equal_requests_are_computed_once_and_answered_each(small):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ({"tasks": "tiny_choice"}, "tasks is 'tiny_choice'; give a list"),
+        ({"tasks": "tiny_choice"}, "tasks is 'tiny_choice'; pass a list"),
         ({"tasks": []}, "tasks is .*at least one"),
         ({"limit": "5"}, "limit is '5'"),
         ({"limit": 1.5}, "a fraction below 1"),

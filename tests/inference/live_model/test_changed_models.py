@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
+from nopad.inference.engine_core import build_key
 from nopad.inference.execution import model_runner
-from nopad.inference.executor import build_key
 from nopad.inference.live_model.cast_weights import CastWeights
 from torch import nn
 

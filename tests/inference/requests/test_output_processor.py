@@ -103,19 +103,19 @@ def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
         DataParallelEngine(engine).generate,
         lambda *a, **k: list(engine.stream(*a, **k)),
     ):
-        with pytest.raises(ValueError, match=r"^deadline is 'x'; give seconds or None"):
+        with pytest.raises(ValueError, match=r"^deadline is 'x'; pass seconds or None"):
             call([PROMPT], GREEDY, deadline="x")
         with pytest.raises(ValueError, match="2 deadline for 1 prompts"):
             call([PROMPT], GREEDY, deadline=[1.0, 2.0])
     for bad in ("x", float("nan")):
-        with pytest.raises(ValueError, match=r"^deadline is .*; give seconds or None"):
+        with pytest.raises(ValueError, match=r"^deadline is .*; pass seconds or None"):
             engine.score([PROMPT], [[8]], deadline=bad)
     bad = [engine.add_request(PROMPT, GREEDY, deadline=d) for d in ("x", float("nan"))]
     done = finished(engine)
     assert done.pop(number) == want
     assert [done[n].error for n in bad] == [
-        "deadline is 'x'; give seconds or None",
-        "deadline is nan; give seconds or None",
+        "deadline is 'x'; pass seconds or None",
+        "deadline is nan; pass seconds or None",
     ]
 
 

@@ -62,13 +62,13 @@ def test_all_ranks_refuse_what_one_engine_refuses(engine, prompt, params):
 
 def test_arguments_that_fit_no_prompt_are_named(engine):
     for generate in (engine.generate, DataParallelEngine(engine).generate):
-        with pytest.raises(ValueError, match=r"params is 3; give SamplingParams"):
+        with pytest.raises(ValueError, match=r"params is 3; pass SamplingParams"):
             generate(["abc"], 3)
-        with pytest.raises(ValueError, match=r"prompts is one int; give a list"):
+        with pytest.raises(ValueError, match=r"prompts is one int; pass a list"):
             generate(7)
         with pytest.raises(ValueError, match=r"2 params for 1 prompts"):
             generate(["abc"], [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match=r"priority is 2\.5; give a whole number"):
+    with pytest.raises(ValueError, match=r"priority is 2\.5; pass a whole number"):
         engine.generate(["abc"], GREEDY, priority=2.5)
     refused, fine = engine.generate(["abc", "abc"], GREEDY, priority=["x", 1])
     assert "priority is 'x'" in refused.error and fine.error is None

@@ -37,18 +37,18 @@ def test_an_empty_continuation_is_told_as_what_it_is(engine):
     for context, after in (("ab", ""), ("", ""), ([5, 6], [[]]), ("ab", [[]])):
         (found,) = engine.score([context], [after])
         (found,) = found if isinstance(found, list) else (found,)
-        assert found.error == "the continuation is empty; give at least one token"
+        assert found.error == "the continuation is empty; pass at least one token"
 
 
 def test_one_text_is_not_taken_for_a_list_of_letters(engine):
     for score in (engine.score, DataParallelEngine(engine).score):
-        with pytest.raises(ValueError, match="contexts is one str; give a list of contexts"):
+        with pytest.raises(ValueError, match="contexts is one str; pass a list of contexts"):
             score("once", "upon")
-        with pytest.raises(ValueError, match="continuations is one str; give a list"):
+        with pytest.raises(ValueError, match="continuations is one str; pass a list"):
             score(["o"], "u")
         with pytest.raises(ValueError, match="2 contexts, 1 continuations"):
             score(["a", "b"], ["c"])
-    with pytest.raises(ValueError, match="texts is one str; give a list of texts"):
+    with pytest.raises(ValueError, match="texts is one str; pass a list of texts"):
         engine.score_rolling("once")
 
 

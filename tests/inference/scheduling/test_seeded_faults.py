@@ -7,7 +7,7 @@ import pytest
 from nopad.attention import PageAllocator
 from nopad.inference.requests.request import Request
 from nopad.inference.scheduling import loop, step
-from nopad.inference.scheduling.row_params import RowParams
+from nopad.inference.scheduling.batch_params import BatchParams
 from nopad.inference.scheduling.scheduler import Scheduler
 from random_schedules import run_schedule
 
@@ -103,7 +103,7 @@ FAULTS = {
     "prefix offered too early": (Scheduler, "_register_prefix", offer_too_much),
     "a hit covers all": (Request, "max_prefix_hit", property(reuse_everything)),
     "pages not given back": (Scheduler, "_release", release_without_pages),
-    "parameters of the row's last request": (RowParams, "admit", admit_without_settings),
+    "parameters of the row's last request": (BatchParams, "admit", admit_without_settings),
     "one token too many counted": (Scheduler, "commit", commit_one_more),
     "an owner's pages in any order": (
         PageAllocator,

@@ -10,9 +10,9 @@ from nopad.attention import PageAllocator
 from nopad.inference.metrics.stats import Stats
 from nopad.inference.requests.request import Request
 from nopad.inference.requests.rng import splitmix64, uniform
+from nopad.inference.scheduling.batch_params import BatchParams
 from nopad.inference.scheduling.cache_checker import CacheChecker
-from nopad.inference.scheduling.loop import Loop
-from nopad.inference.scheduling.row_params import RowParams
+from nopad.inference.scheduling.loop import StepLoop
 from nopad.inference.scheduling.scheduler import Scheduler
 from nopad.inference.scheduling.step import Step, StepOutput
 
@@ -88,20 +88,20 @@ class World:
         check=True,
         **options,
     ):
-        self.row_params = RowParams(max_num_seqs)
+        self.batch_params = BatchParams(max_num_seqs)
         self.scheduler = Scheduler(
             PageAllocator(num_pages, page_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=1024,
-            on_admit=self.row_params.admit,
+            on_admit=self.batch_params.admit,
             **options,
         )
         self.runner = OracleRunner(num_pages, page_size, max_num_seqs, lookahead, check)
         self.time = 0.0
         self.stats = Stats()
-        self.loop = Loop(
-            self.scheduler, self.runner, self.row_params, self.stats, lambda: self.time
+        self.loop = StepLoop(
+            self.scheduler, self.runner, self.batch_params, self.stats, lambda: self.time
         )
 
     def step(self) -> list[Request]:

@@ -21,11 +21,11 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
     ("line", "complaint"),
     [
         ("precision: bf17", "invalid choice: 'bf17'"),
-        ("accumulation: 0", "--accumulation: '0': give an integer from 1"),
-        ("budget: many", "--budget: 'many': give an integer from 1"),
-        ("steps: 1.5", "--steps: '1.5': give an integer from 1"),
-        ("warmup: -3", "--warmup: '-3': give an integer from 0"),
-        ("workers: .nan", "--workers: 'nan': give an integer from 0"),
+        ("accumulation: 0", "--accumulation: '0': pass an integer >= 1"),
+        ("budget: many", "--budget: 'many': pass an integer >= 1"),
+        ("steps: 1.5", "--steps: '1.5': pass an integer >= 1"),
+        ("warmup: -3", "--warmup: '-3': pass an integer >= 0"),
+        ("workers: .nan", "--workers: 'nan': pass an integer >= 0"),
     ],
 )
 def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
@@ -123,7 +123,7 @@ def test_an_impossible_number_is_refused_before_any_work(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         pretrain_lightning.main(wrong.split())
     assert (
-        f"{wrong.split()[0]}: '{wrong.split()[1]}': give an integer from" in capsys.readouterr().err
+        f"{wrong.split()[0]}: '{wrong.split()[1]}': pass an integer from" in capsys.readouterr().err
     )
 
 

@@ -37,7 +37,7 @@ from nopad.inference import (  # noqa: E402
     DataParallelEngine,  # noqa: F401
     Engine,  # noqa: F401
 )
-from nopad.packing.state import atomic_file  # noqa: E402
+from nopad.packing.state import state_file  # noqa: E402
 from nopad.recipes import pretrain, pretrain_lightning, train_hf  # noqa: E402
 from nopad.recipes.support.run_recipe import run_recipe  # noqa: E402
 from nopad.trainer import checkpoint_manifest, graceful_stop  # noqa: E402
@@ -165,7 +165,7 @@ def signal_on_call(owner: object, name: str, skip: int, number: int) -> None:
 def signals(recipe: RecipeRun, number: int) -> str:
     """A signal on one rank stops all ranks with an intact checkpoint; a second exits at once."""
     rng = random.Random(number)
-    world_size, signal_number = rng.choice([1, 2]), rng.choice(graceful_stop.SIGNALS)
+    world_size, signal_number = rng.choice([1, 2]), rng.choice(graceful_stop.STOP_SIGNALS)
     point = rng.choice([*SIGNAL_POINTS, "random", "random", "random", "twice"])
     target_rank = rng.randrange(world_size)
     if point == ("end" if recipe.name == "pretrain" else "evaluation"):
@@ -305,7 +305,7 @@ def _change_version(out: Path) -> None:
         return torch.save(checkpoint, out / "last.ckpt")
     for folder in out.glob("checkpoint-*"):
         path = folder / data_state.STATE_FILE
-        atomic_file.write_state(path, {**atomic_file.read_state(path), "version": 99})
+        state_file.write_state(path, {**state_file.read_state(path), "version": 99})
         checkpoint_manifest.write_manifest(folder)
     return None
 

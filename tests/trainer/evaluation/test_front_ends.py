@@ -7,7 +7,7 @@ import tiny_run
 import torch
 from echo_eval import EXAMPLES, echo, equal, scores
 from nopad.trainer.evaluation import GenerationEval
-from nopad.trainer.monitoring import Meter
+from nopad.trainer.monitoring import ThroughputMeter
 
 
 def test_two_evaluations_of_one_name_would_overwrite_each_other_and_are_refused():
@@ -136,7 +136,7 @@ def test_the_throughput_meter_is_paused_during_an_evaluation(front_end, tmp_path
         from accelerate import Accelerator
         from nopad.trainer.with_accelerate import AccelerateEval
 
-        own = Meter()
+        own = ThroughputMeter()
         meter = lambda: own  # noqa: E731
         AccelerateEval(Accelerator(cpu=True), None, evaluation, meter=own).after_step(1)
     assert depths == [1]

@@ -18,7 +18,7 @@ from nopad.trainer.fused import compile_layers, fuse_layers
 from nopad.trainer.fused.class_swap import add_forward, can_run, fused_subclass, has_no_hooks
 from nopad.trainer.fused.equivalence import module_matches, outputs_match, trial_input
 from nopad.trainer.fused.fuse_layers import PARTS, _distinct
-from nopad.trainer.fused.fused_rotary import is_supported
+from nopad.trainer.fused.rotary_patch import is_supported
 from nopad.trainer.loss import attach_loss
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tiny_run
 import torch
-from nopad.trainer.fused import parts
+from nopad.trainer.fused import fusion_patterns
 from nopad.trainer.fused.class_swap import fused_subclass
-from nopad.trainer.fused.parts import AttentionPart
+from nopad.trainer.fused.fusion_patterns import AttentionPart
 from nopad.trainer.fused.qkv_linear import _merge_adjacent, qkv_linear
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_only_modules_that_ask_for_products_of_their_input_are_fused():
 
 
 def test_asked_for_something_else_a_layer_answers_as_ever(monkeypatch):
-    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    monkeypatch.setattr(fusion_patterns, "can_run", lambda x: True)
     module, x = Attention(of=torch.tanh), torch.randn(1, 3, 6)
     gold = module(x, angles=2.0)
     module.__class__ = fused_subclass(Attention, AttentionPart.forward)
@@ -105,7 +105,7 @@ def test_asked_for_something_else_a_layer_answers_as_ever(monkeypatch):
 
 
 def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
-    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    monkeypatch.setattr(fusion_patterns, "can_run", lambda x: True)
     module, x = Attention(of=lambda x: 1 / 0), torch.randn(1, 3, 6)
     module.__class__ = fused_subclass(Attention, AttentionPart.forward)
     with pytest.raises(ZeroDivisionError):
@@ -114,7 +114,7 @@ def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
 
 
 def test_two_threads_can_be_inside_one_attention_at_once(monkeypatch):
-    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    monkeypatch.setattr(fusion_patterns, "can_run", lambda x: True)
     inside = threading.Barrier(2, timeout=30)
 
     def wait(x):
@@ -140,7 +140,7 @@ def test_attributes_that_a_forward_sets_are_kept(monkeypatch):
             self.calls += 1
             return super().forward(hidden_states, angles)
 
-    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    monkeypatch.setattr(fusion_patterns, "can_run", lambda x: True)
     module, x = Counting(), torch.randn(1, 3, 6)
     module.__class__ = fused_subclass(Counting, AttentionPart.forward)
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_gradients_of_a_model_are_what_they_were(monkeypatch):
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     gold = weights()
-    monkeypatch.setattr(parts, "can_run", lambda x: True)
+    monkeypatch.setattr(fusion_patterns, "can_run", lambda x: True)
     for module in model.modules():
         if AttentionPart.matches(module):
             module.__class__ = fused_subclass(type(module), AttentionPart.forward)

@@ -10,7 +10,7 @@ from nopad.packing import Pack, PackedDataset, Sample
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.data.loader import PackInfo
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.monitoring import Meter, ModelFlops
+from nopad.trainer.monitoring import ModelFlops, ThroughputMeter
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -38,7 +38,7 @@ def test_loss_is_told_by_source():
     pack = Pack.of(samples, budget=32)
     batch = PackedCollator(pad_to_budget=True)(pack)
     model(**batch)
-    meter = Meter()
+    meter = ThroughputMeter()
     info = PackInfo.of(pack, batch)
     meter.add(info, batch["labels"], loss.token_losses)
     rates = meter.read()
@@ -48,7 +48,9 @@ def test_loss_is_told_by_source():
 
 
 def test_rates_are_of_what_was_added_since_the_last_reset():
-    meter = Meter(2, flops=ModelFlops(10.0, 0.0, (None,)), peak=100.0, wait_seconds=lambda: 0.0)
+    meter = ThroughputMeter(
+        2, flops=ModelFlops(10.0, 0.0, (None,)), peak=100.0, wait_seconds=lambda: 0.0
+    )
     for _ in range(2):
         meter.reset()
         meter.seconds = lambda: 2.0
@@ -61,7 +63,7 @@ def test_rates_are_of_what_was_added_since_the_last_reset():
 def test_the_time_of_an_evaluation_is_in_no_rate(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("nopad.trainer.monitoring.throughput.time.perf_counter", lambda: now[0])
-    meter = Meter()
+    meter = ThroughputMeter()
     now[0] += 2
     with meter.paused():
         now[0] += 100
@@ -80,7 +82,7 @@ def test_a_pack_of_one_source_counts_in_the_loss_of_a_mixture():
     data = PackedDataset([(rows[0], 1), (rows[1], 1)], budget=4)
     model = tiny_run.model()
     loss, loader = attach_loss(model), PackedLoader(data)
-    meter = Meter.of(loader, model)
+    meter = ThroughputMeter.of(loader, model)
     for batch in loader:
         model(**batch)
         meter.add(loader.last_pack, batch["labels"], loss.token_losses)

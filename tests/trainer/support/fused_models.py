@@ -8,13 +8,13 @@ import sys
 import torch
 from nopad.collators import PackedCollator
 from nopad.runtime import STOCK_CLASS
-from nopad.trainer.fused import fused_rotary, parts
+from nopad.trainer.fused import fusion_patterns, rotary_patch
 from nopad.trainer.fused.equivalence import outputs_match
 from nopad.trainer.fused.rms_norm import add_rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 fusing = sys.modules["nopad.trainer.fused.fuse_layers"]
-for module in (fusing, parts, fused_rotary):
+for module in (fusing, fusion_patterns, rotary_patch):
     module.can_run = lambda x: True  # the kernels, although this is not a GPU
 
 SMALL = {
@@ -96,13 +96,13 @@ def check_layers_that_are_not_fused() -> None:
 
 def check_rotary_calls_the_kernel() -> None:
     model, calls = build("llama"), []
-    stock = fused_rotary.is_supported
-    fused_rotary.is_supported = lambda *tensors: calls.append(1) or stock(*tensors)
+    stock = rotary_patch.is_supported
+    rotary_patch.is_supported = lambda *tensors: calls.append(1) or stock(*tensors)
     fused = fusing.fuse_layers(model)
     model(**BATCH)
     fused.undo()
     model(**BATCH)
-    fused_rotary.is_supported = stock
+    rotary_patch.is_supported = stock
     assert len(calls) == 1, "once per layer, and only while fused"
 
 

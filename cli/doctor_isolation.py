@@ -14,7 +14,7 @@ import torch
 
 from ..attention import unsupported_reason
 from ..attention.hf import PackedDifferences, check_default_cache, check_packed, check_paged
-from .checkpoints import short_error
+from .load_pretrained import short_error
 from .tiny_model import ATTENTION_DROPOUTS
 
 

@@ -27,7 +27,7 @@ def checkpoint_path(name: str) -> str:
     """Return a checkpoint folder, or a name on the Hugging Face hub."""
     path = Path(resolve_path(name))
     if path.is_file():
-        raise ValueError(f"{name} is a file: give the checkpoint's folder")
+        raise ValueError(f"{name} is a file: pass the checkpoint's folder")
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"{name} is not a checkpoint: it has no config.json")
     return str(path)
@@ -74,7 +74,7 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:
         if Path(path).is_dir():
-            reason = "has no readable tokenizer; give one with --tokenizer"
+            reason = "has no readable tokenizer; pass one with --tokenizer"
         else:
             reason = f"{short_error(error).rstrip('.')}; --tokenizer also takes a folder"
         raise ValueError(f"{name}: {reason}") from None
@@ -108,7 +108,7 @@ def _device(name: str | None) -> Any:
     try:
         device = torch.device(name or ("cuda" if num_gpus else "cpu"))
     except RuntimeError:
-        raise ValueError(f"--device {name}: give cpu, cuda, cuda:1 ...") from None
+        raise ValueError(f"--device {name}: pass cpu, cuda, cuda:1 ...") from None
     if device.type != "cuda":
         return device
     index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..paging.cache import PagedCache
 from ..reference import reference
-from ..scores import ScoreParams
+from ..score_params import ScoreParams
 from ..varlen import Pages, Varlen
 from .call_spec import Backend, CallSpec
 

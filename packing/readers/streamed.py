@@ -20,10 +20,10 @@ import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
 from ..ordering.mixture import has_schedule
-from ..ordering.share import Position, Share
+from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..sample import Sample
-from .shard import ShardReader, StreamSettings
+from .shard_reader import ShardReader, StreamSettings
 
 ESTIMATE_ROWS = 256
 """Rows of each source that `estimate` reads."""
@@ -37,7 +37,7 @@ class StreamedPacks:
         self._shards: dict[int, ShardReader] = {}
 
     def read(
-        self, position: Position, share: Share, base: int, cursors: Mapping[int, dict]
+        self, position: Position, share: RankShard, base: int, cursors: Mapping[int, dict]
     ) -> Iterator[Pack]:
         """Yield the share's packs from `position` on; cursors are those of its shards."""
         self._check_share(position, share)
@@ -56,7 +56,7 @@ class StreamedPacks:
             yield pack
             index += share.stride
 
-    def _open(self, position: Position, share: Share, index: int, cursors: Mapping[int, dict]):
+    def _open(self, position: Position, share: RankShard, index: int, cursors: Mapping[int, dict]):
         """Open the shards of a share, each after the last of its packs that was trained on."""
         num_shards, shards = self.settings.shards, {}
         for pack in range(index, index + num_shards, share.stride):
@@ -90,7 +90,7 @@ class StreamedPacks:
         )
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
 
-    def _all_ended(self, share: Share) -> bool:
+    def _all_ended(self, share: RankShard) -> bool:
         """Return whether all shards have ended; raise if the data never gave a pack."""
         shards = self._shards.values()
         ended = all(shard.ended for shard in shards)
@@ -127,7 +127,7 @@ class StreamedPacks:
         counts = add_counts(shard.packer.counts for shard in shards)
         return build_report(counts, tokens.tolist(), skipped, self.settings.packer["budget"])
 
-    def _check_share(self, position: Position, share: Share) -> None:
+    def _check_share(self, position: Position, share: RankShard) -> None:
         shards = self.settings.shards
         if shards % share.stride:
             divisors = [n for n in range(1, shards + 1) if shards % n == 0]
@@ -139,7 +139,7 @@ class StreamedPacks:
             )
         if share.world_size > 1 and position.end_epoch is not None and self.max_packs is None:
             raise ValueError(
-                "ranks that stream their own shards cannot know when the others end: give the "
+                "ranks that stream their own shards cannot know when the others end: pass the "
                 "length of the run with max_packs= (over all ranks), or use epochs=None and stop "
                 "by steps"
             )

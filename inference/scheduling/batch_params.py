@@ -14,7 +14,7 @@ _UNLIMITED = 2**31 - 1
 """Larger than any vocabulary, and small enough for every integer type used here."""
 
 
-class RowParams:
+class BatchParams:
     """Sampling parameters by batch row."""
 
     def __init__(self, num_rows: int):

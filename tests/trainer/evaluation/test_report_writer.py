@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from nopad.trainer.evaluation import Report
 from nopad.trainer.evaluation.report import TableRow
-from nopad.trainer.evaluation.tables import ReportWriter, table_logger
+from nopad.trainer.evaluation.report_writer import ReportWriter, table_logger
 
 
 def test_tables_go_to_whatever_takes_text_or_tables(capsys):

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ...runtime import STOCK_CLASS, rms_norm_eps, stock_class
 from .class_swap import can_run, has_no_hooks, is_plain_linear
 from .equivalence import module_matches, outputs_match, trial_copies, trial_input
-from .fused_rotary import rotary_function, rotary_matches, with_fused_rotary
 from .projection_view import calls_projections_on_input, run_with_projections
 from .qkv_linear import qkv_linear
+from .rotary_patch import rotary_function, rotary_matches, with_fused_rotary
 
 
 class Part(Protocol):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nopad.cli import checkpoints
+from nopad.cli import load_pretrained
 
 
 def test_a_tokenizer_may_lie_at_home(checkpoint_dir, monkeypatch):
     monkeypatch.setenv("HOME", str(checkpoint_dir.parent))
-    assert len(checkpoints.load_tokenizer(f"~/{checkpoint_dir.name}"))
+    assert len(load_pretrained.load_tokenizer(f"~/{checkpoint_dir.name}"))
     with pytest.raises(ValueError, match="~: has no readable tokenizer"):
-        checkpoints.load_tokenizer("~")
+        load_pretrained.load_tokenizer("~")
 
 
 def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monkeypatch):
@@ -21,7 +21,7 @@ def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monke
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
     message = r"^owner/name: couldn't find it in the cached files; --tokenizer also takes a folder$"
     with pytest.raises(ValueError, match=message):
-        checkpoints.load_tokenizer("owner/name")
+        load_pretrained.load_tokenizer("owner/name")
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monke
 def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"^there is no {kind} {name}$"):
-        checkpoints.resolve_path(name)
-    assert checkpoints.resolve_path("owner/name") == "owner/name"
+        load_pretrained.resolve_path(name)
+    assert load_pretrained.resolve_path("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_path_that_is_nowhere_is_not_asked_of_the_hub(name, kind, tmp_path, mo
     ],
 )
 def test_an_error_is_told_in_one_line_that_says_something(error, line):
-    assert checkpoints.short_error(error) == line
+    assert load_pretrained.short_error(error) == line
 
 
 @pytest.mark.parametrize(("name", "rank", "index"), [("cuda:1", "0", 1), (None, "2", 2)])
@@ -56,5 +56,5 @@ def test_the_device_of_a_model_is_the_current_one(monkeypatch, name, rank, index
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    assert checkpoints._device(name) == torch.device("cuda", index)
+    assert load_pretrained._device(name) == torch.device("cuda", index)
     assert current == [torch.device("cuda", index)]

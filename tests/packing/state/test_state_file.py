@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from nopad.packing.state import atomic_file, read_state, write_state
-from nopad.packing.state.atomic_file import SIZE_LIMIT
+from nopad.packing.state import read_state, state_file, write_state
+from nopad.packing.state.state_file import SIZE_LIMIT
 
 STATE = {
     "version": 1,
@@ -74,7 +74,7 @@ def test_a_torn_state_does_not_push_out_the_last_good_one(path):
 
 CRASH = """
 import os, sys
-from nopad.packing.state import atomic_file
+from nopad.packing.state import state_file
 point, path = int(sys.argv[1]), sys.argv[2]
 calls = 0
 def crashing(function):
@@ -85,11 +85,11 @@ def crashing(function):
             os._exit(9)
         return function(*args, **kwargs)
     return call
-atomic_file.os.fsync = crashing(os.fsync)
-atomic_file.os.link = crashing(os.link)
-atomic_file.Path.replace = crashing(atomic_file.Path.replace)
-atomic_file.fsync_path = crashing(atomic_file.fsync_path)
-atomic_file.write_state(path, {"version": 1, "position": {"index": 99}})
+state_file.os.fsync = crashing(os.fsync)
+state_file.os.link = crashing(os.link)
+state_file.Path.replace = crashing(state_file.Path.replace)
+state_file.fsync_path = crashing(state_file.fsync_path)
+state_file.write_state(path, {"version": 1, "position": {"index": 99}})
 print("finished")
 """
 
@@ -124,4 +124,4 @@ def test_nothing_of_the_file_lies_outside_the_checksum(path):
     head, _, rest = path.read_text().partition('"state"')
     path.write_text(head + ' "state"' + rest)
     with pytest.raises(ValueError, match="checksum"):
-        atomic_file.read_state(path, fall_back=False)
+        state_file.read_state(path, fall_back=False)

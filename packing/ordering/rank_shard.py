@@ -22,10 +22,11 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShard:
     """The packs that one worker of one rank produces.
 
-    >>> Share(rank=1, world_size=2, worker=0, num_workers=2).first(0), Share(1, 2, 0, 2).stride
+    >>> shard = RankShard(rank=1, world_size=2, worker=0, num_workers=2)
+    >>> shard.first(0), shard.stride
     (1, 4)
     """
 
@@ -37,7 +38,7 @@ class Share:
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank {self.rank} is not one of {self.world_size} ranks, counted from 0: give "
+                f"rank {self.rank} is not one of {self.world_size} ranks, counted from 0: pass "
                 "rank and world_size as torch.distributed has them, or neither"
             )
         if not 0 <= self.worker < self.num_workers:

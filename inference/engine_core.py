@@ -23,9 +23,9 @@ from .live_model.lockstep import gathers_parameters
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
+from .scheduling.batch_params import BatchParams
 from .scheduling.cache_checker import CacheChecker
-from .scheduling.loop import Loop
-from .scheduling.row_params import RowParams
+from .scheduling.loop import StepLoop
 from .scheduling.scheduler import Scheduler
 from .settings import Settings
 
@@ -49,7 +49,7 @@ class BuildKey:
 class Executor:
     """Everything that was built around one model."""
 
-    loop: Loop
+    loop: StepLoop
     runner: ModelRunner
     cast_weights: CastWeights | None
     fused_ops: FusedOps
@@ -93,11 +93,11 @@ def build_executor(
             graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
         budget -= graph_budget
     cache = _build_cache(model, settings, key.kv_dtype, device, budget)
-    row_params = RowParams(settings.max_num_seqs)
-    scheduler = _build_scheduler(settings, cache.num_pages, row_params, stats, trace, device)
-    runner = ModelRunner(model, cache, row_params, stats, device, graph_budget)
+    batch_params = BatchParams(settings.max_num_seqs)
+    scheduler = _build_scheduler(settings, cache.num_pages, batch_params, stats, trace, device)
+    runner = ModelRunner(model, cache, batch_params, stats, device, graph_budget)
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
-    loop = Loop(scheduler, runner, row_params, stats, cache_checker=checker)
+    loop = StepLoop(scheduler, runner, batch_params, stats, cache_checker=checker)
     max_graph_rows = settings.max_num_seqs if graph_budget else 0
     ops = verified_ops(model, cache, max_graph_rows) if device.type == "cuda" else []
     return Executor(loop, runner, cast_weights, FusedOps(ops), key)
@@ -113,7 +113,7 @@ def _build_cache(
     if num_pages < 1:
         raise ValueError(
             f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "
-            f"tokens takes {page_bytes}: give more memory"
+            f"tokens takes {page_bytes}: allow more memory"
         )
     cache = PagedCache(num_pages, page_size, shapes, dtype, device)
     record_engine_bytes(num_pages * page_bytes, device)
@@ -123,13 +123,13 @@ def _build_cache(
 def _build_scheduler(
     settings: Settings,
     num_pages: int,
-    row_params: RowParams,
+    batch_params: BatchParams,
     stats: Stats,
     trace: RequestTrace,
     device: torch.device,
 ) -> Scheduler:
     def on_admit(request: Request) -> None:
-        row_params.admit(request)
+        batch_params.admit(request)
         stats.record_admitted(request, perf_counter())
 
     return Scheduler(

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, pack_lengths
 from nopad.packing.planning import Cost, balance_plan
-from nopad.packing.planning.leveling import Leveler
+from nopad.packing.planning.balancing import Leveler
 
 
 def lognormal_plan(n=100_000, budget=8192, seed=0):

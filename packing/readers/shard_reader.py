@@ -27,13 +27,13 @@ from ..planning.packer import Packer
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
 from ..state.int_codec import ints_from_text, ints_to_text
-from .row_reader import ShuffledRows
 from .shard_state import (
     compress_state,
     decompress_state,
     increasing_from_text,
     increasing_to_text,
 )
+from .shuffled_rows import ShuffledRows
 
 FEED_ROWS = 128
 """Rows that are encoded and packed together."""

@@ -14,8 +14,8 @@ from .ordering.mixture import StoppingStrategy, Weight
 from .planning.overflow import max_sample_length
 from .planning.planner import check_ints
 from .readers.planned import PlannedPacks
-from .readers.shard import StreamSettings
-from .readers.sharded import StreamedPacks
+from .readers.shard_reader import StreamSettings
+from .readers.streamed import StreamedPacks
 from .sources.in_memory import ListSource, TokenRowSource
 from .sources.open_source import Opened, open_source
 from .sources.source import RowSource
@@ -173,7 +173,7 @@ def check_counts(**settings: int | None) -> list[int | None]:
 def check_rank(rank: int | None, world_size: int | None) -> None:
     """Raise if only one of the two is given."""
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank {rank} and world_size {world_size}: give both, or neither")
+        raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
 
 
 def check_values(
