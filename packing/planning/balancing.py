@@ -14,7 +14,7 @@ Packs of equal tokens differ in the second sum, and the ranks of a step wait for
 Pack k goes to rank k mod world_size for any world size, so groups of 64 neighbours are leveled, and
 inside them groups of 8: a pure function of the plan, without communication, the same for any number
 of ranks. Groups start at multiples of their size in the run's sequence of packs; the first or last
-group of a block may be incomplete and then takes its packs from anywhere in the sorted block.
+group of a block may be incomplete.
 """
 
 from __future__ import annotations
@@ -62,16 +62,22 @@ class Leveler:
     >>> lengths = np.array([3, 9, 1, 4, 8, 2, 7, 5])
     >>> plan = Plan(np.arange(8), np.zeros(8, int), lengths, np.arange(9))
     >>> balance_plan(plan, block=64).lengths.tolist()
-    [1, 2, 3, 4, 5, 7, 8, 9]
+    [4, 7, 2, 5, 3, 1, 8, 9]
     """
 
     def __init__(
-        self, cost: Cost | None = None, *, block: int = 1024, seed: int = 0, first: int = 0
+        self,
+        cost: Cost | None = None,
+        *,
+        block: int = 1024,
+        seed: int = 0,
+        epoch: int = 0,
+        first: int = 0,
     ):
         if block < 1 or block % GROUPS[0]:
             raise ValueError(f"block {block} must be a multiple of {GROUPS[0]} packs")
         self.cost = cost or Cost()
-        self.block, self.seed = block, seed
+        self.block, self.seed, self.epoch = block, seed, epoch
         self._next = first
         self._pending = Plan.join([])
 
@@ -94,7 +100,9 @@ class Leveler:
         block, offset = divmod(self._next, self.block)
         order = np.argsort(self.cost.of_packs(plan), kind="stable")
         self._next += count
-        return plan.take(_shuffle_groups(order, offset, shuffle_key("level", self.seed, block)))
+        return plan.take(
+            _shuffle_groups(order, offset, shuffle_key("level", self.seed, self.epoch, block))
+        )
 
 
 class NoLeveling:
@@ -116,18 +124,17 @@ def balance_plan(plan: Plan, cost: Cost | None = None, *, block: int = 1024, see
 
 
 def _shuffle_groups(order: np.ndarray, offset: int, key: np.uint64) -> np.ndarray:
-    """Cut packs, sorted by cost, into groups of 64 of 8; shuffle the groups and inside them.
+    """Give each group of 64, and in it each group of 8, the next packs by cost, in random order.
 
-    offset: index of the first pack in its block.
+    order: the packs by cost; offset: index of the first one's position in the block. At any
+    position every cost is equally likely, also in the incomplete groups at both ends.
     """
-    large, small = GROUPS
-    head = min(-offset % large, len(order))
-    tail = (len(order) - head) % large
-    cut = int(key) % (len(order) - head - tail + 1)
-    before, incomplete, after = np.split(order, [cut, cut + head + tail])
-    groups = np.concatenate([before, after]).reshape(-1, large // small, small)
-    noise = permute(np.arange(groups.size), groups.size, key).reshape(groups.shape)
-    groups = np.take_along_axis(groups, np.argsort(noise, axis=2), axis=2)
-    middle = np.argsort(noise[:, :, :1], axis=1)
-    groups = np.take_along_axis(groups, middle, axis=1)[np.argsort(noise[:, 0, 0])]
-    return np.concatenate([incomplete[:head], groups.ravel(), incomplete[head:]])
+    positions = np.arange(offset, offset + len(order))
+    noise = permute(np.arange(len(order)), len(order), key)
+    firsts = [
+        np.unique(positions // size, return_index=True, return_inverse=True)[1:] for size in GROUPS
+    ]
+    by_large, by_small = (noise[first][group] for first, group in firsts)
+    shuffled = np.empty_like(order)
+    shuffled[np.lexsort((noise, by_small, by_large))] = order
+    return shuffled

@@ -32,6 +32,7 @@ import numpy as np
 
 from ..numba_jit import jit
 from .bitset import add, contains, discard, empty_bitset, largest_at_most, largest_within, unsigned
+from .random_fit import golden_stride
 
 MAX_DEFERRALS = 14
 """How often a segment may be deferred."""
@@ -98,12 +99,10 @@ class TrialPacks(NamedTuple):
 
 
 @jit
-def best_fit(sizes, deferrals, since, budget, pool, final):
+def best_fit(sizes, budget, pool):
     """Pack segments of these sizes (rounded lengths), given in order of arrival.
 
-    `deferrals` are the deferral counts of the first segments, those that an earlier call pooled;
-    `since` is the number of slots used since the last sweep. Returns the segments of the emitted
-    packs, the offsets of these packs, the pending segments, their deferral counts and `since`.
+    Returns the segments of the packs, and the offsets of the packs.
     """
     n, num_slots = len(sizes), MAX_POOLS_PER_SWEEP * pool
     out = Output(np.empty(n, np.int64), np.zeros(n + 1, np.int64))
@@ -118,17 +117,14 @@ def best_fit(sizes, deferrals, since, budget, pool, final):
     heads = np.full(budget + 1, -1, np.int32)
     buckets = Buckets(heads, np.empty(num_slots, np.int32), low, high)
     probes = PAIR_PROBES if pool <= LARGE_POOL else LARGE_POOL_PAIR_PROBES
-    pooled = len(deferrals)
-    deferral_counts[:pooled], deferral_counts[pooled:since] = deferrals, -1
-    long = _insert_all(sizes, segment_of[:pooled], budget, buckets)
-    state = PoolState(pooled, since, pooled, long, 0)
+    state = PoolState(0, 0, 0, 0, 0)
     while True:
         state = _take_arrivals(
             sizes, state, budget, pool, segment_of, deferral_counts, buckets, out
         )
-        last = final and state.arrived == n
-        if state.pooled == 0 or (state.pooled < pool and state.used < num_slots and not last):
+        if state.pooled == 0:
             break
+        last = state.arrived == n
         count, num_long = _build_trial_packs(buckets, deferral_counts, budget, probes, trial)
         if last or 5 * state.long <= 2 * state.pooled:
             num_long = count
@@ -138,14 +134,7 @@ def best_fit(sizes, deferrals, since, budget, pool, final):
         )
         long = _insert_all(sizes, segment_of[:pooled], budget, buckets)
         state = PoolState(state.arrived, pooled, pooled, long, state.packs + emitted)
-    pending = np.flatnonzero(deferral_counts[: state.used] >= 0)
-    return (
-        out.order[: out.offsets[state.packs]],
-        out.offsets[: state.packs + 1],
-        segment_of[pending],
-        deferral_counts[pending],
-        state.used,
-    )
+    return out.order[: out.offsets[state.packs]], out.offsets[: state.packs + 1]
 
 
 @jit
@@ -298,7 +287,7 @@ def _emit_full_packs(segment_of, deferral_counts, trial, count, num_long, limit,
     order, offsets = out
     deferred = np.empty(ends[count], np.int64)
     deferred_counts = np.empty_like(deferred)
-    stride = _golden_stride(count)
+    stride = golden_stride(count)
     p = emitted = num_deferred = 0
     end = offsets[packs]
     for _ in range(count):
@@ -320,12 +309,3 @@ def _emit_full_packs(segment_of, deferral_counts, trial, count, num_long, limit,
     segment_of[:num_deferred] = deferred[:num_deferred]
     deferral_counts[:num_deferred] = deferred_counts[:num_deferred]
     return emitted, num_deferred
-
-
-@jit
-def _golden_stride(packs):
-    """Choose a stride near the golden section that visits all packs, so that neighbours differ."""
-    stride = max(1, int(packs * 0.618))
-    while np.gcd(stride, packs) > 1:
-        stride += 1
-    return stride

@@ -1,6 +1,6 @@
 """The planner: lengths to packs, as a stream and in pure integers.
 
-    feed(lengths) ─▶ too long? split, truncate, drop ─▶ segments ─▶ best_fit: a pool ─▶ Plan
+    feed(lengths) ─▶ too long? split, truncate, drop ─▶ segments ─▶ best_fit: windows ─▶ Plan
                                                                     sequential: next-fit
                                                                     concat: cut at the budget
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from ..numba_jit import jit
 from ..state.int_codec import ints_from_text, ints_to_text
-from .best_fit import MAX_DEFERRALS, MAX_POOLS_PER_SWEEP, best_fit
 from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
 from .plan import Plan
 from .segments import Segments
+from .window_fit import MAX_DEFERRALS, SMALL_SET, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 3
+VERSION = 4
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 
@@ -44,7 +44,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[0, 2], [1, 3], [4], [4]], [5, 3, 6, 2, 8, 3], [0, 0, 0, 0, 0, 8])
+    ([[4], [4], [1, 3], [0, 2]], [8, 3, 6, 2, 5, 3], [0, 8, 0, 0, 0, 0])
     """
     lengths = np.asarray(lengths)
     if pool is None:
@@ -63,8 +63,7 @@ def pack_lengths(
 class Planner:
     """Decides which items share a pack; fewer than `pool` segments are pending.
 
-    An item is packed at the latest when 61 · `pool` more segments have arrived (see `best_fit`: 15
-    sweeps of at most 4 · `pool` arrivals, and fewer than `pool` that were not examined yet).
+    An item is packed at the latest when 15 · `pool` more segments have arrived (see `window_fit`).
 
     strategy            best_fit: fullest packs; sequential: keeps the order, a pack ends where the
                         next item does not fit; concat: keeps the order, items are cut wherever a
@@ -72,10 +71,12 @@ class Planner:
     overflow            what to do with an item longer than a pack; counted in `counts`.
     pad_to_multiple_of  every segment occupies a multiple of this many tokens in its pack; the
                         plan's lengths are the true ones.
+    defer               whether best_fit may defer a segment, for a fuller pack later. Without it
+                        the place of a segment depends on nothing but its window.
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
-    [[0, 2], [1, 3]]
+    [[1, 3], [0, 2]]
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Planner:
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
         pad_to_multiple_of: int = 1,
+        defer: bool = True,
     ):
         if strategy not in ("best_fit", "sequential", "concat"):
             raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")
@@ -108,13 +110,14 @@ class Planner:
             "strategy": strategy,
             "overflow": overflow,
             "pad_to_multiple_of": multiple,
+            "defer": defer,
         }
         self.counts = Counts()
         self.capacity = budget // multiple * multiple
         """Tokens that a pack can hold, rounded down to `pad_to_multiple_of`."""
         self.pending = Segments.empty()
         """Segments that have no pack yet."""
-        self._deferrals, self._slots_used = np.zeros(0, np.int64), 0
+        self._deferrals = np.zeros(0, np.int64)
 
     def feed(self, lengths: np.ndarray) -> Plan:
         """Take the lengths of the next items; return the packs that are decided now.
@@ -148,9 +151,14 @@ class Planner:
         lengths = pending.lengths
         sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
-            pool = self.settings["pool"]
-            order, offsets, rest, self._deferrals, self._slots_used = best_fit(
-                sizes, self._deferrals, self._slots_used, self.capacity, pool, final
+            order, offsets, rest, self._deferrals = fit_windows(
+                sizes,
+                self._deferrals,
+                self.capacity,
+                self.settings["pool"],
+                defer=self.settings["defer"],
+                final=final,
+                small=self.counts.items < SMALL_SET,
             )
         else:
             offsets = next_fit(sizes, self.capacity, final)
@@ -178,7 +186,6 @@ class Planner:
             "starts": ints_to_text(pending.starts),
             "lengths": ints_to_text(pending.lengths),
             "deferrals": ints_to_text(self._deferrals),
-            "slots_used": self._slots_used,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -195,21 +202,18 @@ class Planner:
             ints_from_text(state[name]) for name in ("items", "starts", "lengths", "deferrals")
         )
         pending = Segments(items + state["first"], starts, lengths)
-        counts, slots_used = Counts(**state["counts"]), int(state["slots_used"])
-        if not self._is_valid(pending, deferrals, slots_used, counts):
+        counts = Counts(**state["counts"])
+        if not self._is_valid(pending, deferrals, counts):
             raise ValueError("the planner state contradicts itself: it was damaged or edited")
-        self.pending, self._deferrals = pending, deferrals
-        self._slots_used, self.counts = slots_used, counts
+        self.pending, self._deferrals, self.counts = pending, deferrals, counts
 
-    def _is_valid(
-        self, pending: Segments, deferrals: np.ndarray, slots_used: int, counts: Counts
-    ) -> bool:
+    def _is_valid(self, pending: Segments, deferrals: np.ndarray, counts: Counts) -> bool:
         """Return whether a planner can be in this state; the compiled loops rely on it."""
         starts, lengths = pending.starts, pending.lengths
         if not len(pending.items) == len(starts) == len(lengths) >= len(deferrals):
             return False
         if len(pending) == 0:
-            return counts.pending_tokens == slots_used == 0
+            return counts.pending_tokens == 0
         pool, best_fits = self.settings["pool"], self.settings["strategy"] == "best_fit"
         return bool(
             len(pending) < (pool if best_fits else self.capacity)
@@ -217,7 +221,6 @@ class Planner:
             and 1 <= lengths.min() <= lengths.max() <= self.capacity
             and lengths.sum() == counts.pending_tokens
             and 0 <= deferrals.min(initial=0) <= deferrals.max(initial=0) <= MAX_DEFERRALS
-            and len(deferrals) <= slots_used < MAX_POOLS_PER_SWEEP * pool
         )
 
 

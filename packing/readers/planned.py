@@ -32,6 +32,9 @@ from ..sources.token_store import TokenStore
 GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
 
+PLANNED_POOL = 1 << 16
+"""Documents planned together; of so many, the last pack that is not full costs nothing."""
+
 
 class PlannedPacks:
     """The sequence of packs of a token store, readable from any position by any share."""
@@ -69,8 +72,10 @@ class PlannedPacks:
 
     def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
         """Plan an epoch block by block; the items are the documents of the store."""
-        planner = Planner(**self.planner)
-        leveler = Leveler(seed=self.seed, first=first_pack) if self.balance else NoLeveling()
+        planner = Planner(**self._planner_settings())
+        leveler = NoLeveling()
+        if self.balance:
+            leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
         pending, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
             pending = np.concatenate([pending, documents])
@@ -83,6 +88,16 @@ class PlannedPacks:
         yield leveler.feed(_to_documents(planner.finish(), pending, first))
         yield leveler.finish()
         self.counts = planner.counts
+
+    def _planner_settings(self) -> dict[str, Any]:
+        """Return the planner's settings; where the order is random, each pool is planned alone.
+
+        A mixture whose weights change keeps the user's pool: packs may not move far in it.
+        """
+        if not self.shuffle or has_schedule(self.weights):
+            return self.planner
+        pool = max(PLANNED_POOL, self.planner.get("pool", 1))
+        return {**self.planner, "pool": pool, "defer": False}
 
     def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
         """Raise on a document that is too long: the planner would know only its position."""

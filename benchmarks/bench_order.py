@@ -1,0 +1,157 @@
+"""Does the place of a document depend on its length, or on the place it had before?
+
+    python benchmarks/bench_order.py [--record FILE] [--seeds 20] [--largest 200000]
+
+For sets of 50 to 200,000 documents and budgets of 2 to 30 mean lengths, over seeds: the rank
+correlation of a document's place (the index of its pack) with its length, with its place in the
+next epoch, and with its place under the next seed; how often documents that shared a pack share
+one in the next epoch, relative to chance; and the fill. "forced" is the same ratio for
+packs of documents in random order, cut where the next one does not fit: what the lengths alone
+enforce. Streams are measured as one shard without a shuffle block, in the order of a new shuffle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from nopad.packing import Plan, Planner, pack_lengths
+from nopad.packing.ordering import permute, shuffle_key
+from nopad.packing.planning import balance_plan
+from nopad.packing.readers.planned import PLANNED_POOL
+from record import header, shared_dir, write_record
+
+BUDGETS = (2, 3, 4, 10, 30)
+SIZES = (50, 600, 2000, 7473, 200_000)
+
+
+def gsm8k_lengths(count: int) -> np.ndarray:
+    """Return half the bytes of question and answer, about the tokens of a small vocabulary."""
+    path = shared_dir() / "data/gsm8k/train.jsonl"
+    with path.open(encoding="utf8") as file:
+        rows = [json.loads(line) for line in file]
+    lengths = np.array([len(row["question"] + row["answer"]) // 2 for row in rows])
+    return np.resize(lengths, count)
+
+
+def lognormal_lengths(count: int) -> np.ndarray:
+    samples = np.random.default_rng(5).lognormal(np.log(350), 1.1, count)
+    return np.maximum(samples, 1).astype(np.int64)
+
+
+def plan_epoch(lengths, budget: int, seed: int, epoch: int, way: str) -> list[np.ndarray]:
+    """Return the documents of each pack of an epoch."""
+    order = permute(np.arange(len(lengths)), len(lengths), shuffle_key("epoch", seed, epoch, ""))
+    if way == "random":
+        plan = pack_lengths(lengths[order], budget, strategy="sequential")
+    elif way == "stream":
+        plan = pack_lengths(lengths[order], budget)
+    else:
+        planner = Planner(budget, pool=PLANNED_POOL, defer=False)
+        plan = Plan.join([planner.feed(lengths[order]), planner.finish()])
+    if way == "balanced":
+        plan = balance_plan(plan, seed=2 * seed + epoch)
+    return [order[pack] for pack in plan]
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the rank correlation; equal values share their mean rank."""
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def places(packs: list[np.ndarray], count: int) -> np.ndarray:
+    """Return the index of each document's pack."""
+    found = np.empty(count, np.int64)
+    found[np.concatenate(packs)] = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
+    return found
+
+
+def shared_pairs(packs: list[np.ndarray], place: np.ndarray) -> tuple[int, float]:
+    """Count the pairs that share a pack now and in `place`, and how many chance would give."""
+    keys = np.concatenate([pack * 0 + i for i, pack in enumerate(packs)]) * (place.max() + 1)
+    again = np.unique(keys + place[np.concatenate(packs)], return_counts=True)[1]
+    count = len(place)
+    pairs, next_pairs = (
+        float((sizes * (sizes - 1) // 2).sum())
+        for sizes in (np.array([len(pack) for pack in packs]), np.bincount(place))
+    )
+    return int((again * (again - 1) // 2).sum()), pairs * next_pairs / (count * (count - 1) / 2)
+
+
+def measure(lengths: np.ndarray, budget: int, way: str, seeds: int) -> dict:
+    """Measure one set with one budget, over seeds."""
+    count = len(lengths)
+    length, epoch, seed_pairs, fills, previous = [], [], [], [], None
+    again = expected = 0.0
+    for seed in range(seeds):
+        packs, later = (plan_epoch(lengths, budget, seed, number, way) for number in (0, 1))
+        place, next_place = places(packs, count), places(later, count)
+        length.append(correlation(lengths, place))
+        epoch.append(correlation(place, next_place))
+        if previous is not None:
+            seed_pairs.append(correlation(previous, place))
+        previous = place
+        both, chance = shared_pairs(packs, next_place)
+        again, expected = again + both, expected + chance
+        fills.append(100 * int(lengths.sum()) / budget / len(packs))
+    return {
+        "packs": len(packs),
+        **_mean_and_error("length", length),
+        **_mean_and_error("epochs", epoch),
+        **_mean_and_error("seeds", seed_pairs),
+        "again_over_chance": round(again / expected, 2) if expected else None,
+        "fill": round(float(np.mean(fills)), 3),
+    }
+
+
+def _mean_and_error(name: str, values: list[float]) -> dict[str, float]:
+    error = float(np.std(values) / len(values) ** 0.5)
+    return {name: round(float(np.mean(values)), 4), f"{name}_error": round(error, 4)}
+
+
+def passes(row: dict) -> bool:
+    """Return whether no mean correlation exceeds 0.02 or three standard errors."""
+    return all(
+        abs(row[name]) <= max(0.02, 3 * row[f"{name}_error"])
+        for name in ("length", "epochs", "seeds")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--largest", type=int, default=200_000, help="documents of the largest set")
+    args = parser.parse_args()
+    rows = []
+    for name, draw in (("gsm8k", gsm8k_lengths), ("lognormal", lognormal_lengths)):
+        for count in (size for size in SIZES if size <= args.largest):
+            lengths = draw(count)
+            for multiple in BUDGETS:
+                budget = int(lengths.mean() * multiple)
+                capped = np.minimum(lengths, budget)
+                if capped.sum() < 10 * budget:
+                    continue
+                row = {"lengths": name, "documents": count, "budget_over_mean": multiple}
+                for way in ("planned", "balanced", "stream"):
+                    row |= {"way": way, **measure(capped, budget, way, args.seeds)}
+                    rows.append(row | {"passes": passes(row)})
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                forced = measure(capped, budget, "random", args.seeds)
+                for row in rows[-3:]:
+                    row["forced_over_chance"] = forced["again_over_chance"]
+    record = {**header("order"), "seeds": args.seeds, "rows": rows}
+    write_record(record, args.record)
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
