@@ -24,7 +24,7 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from ...packing import Pack, PackedDataset
-from ...runtime import unwrap_peft
+from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
@@ -67,6 +67,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         accelerator.register_load_state_pre_hook(self._load)
 
     def __iter__(self) -> Iterator[Batch]:
+        for prepared in self.accelerator._models:
+            refuse_model_parallel(type(self).__name__, prepared)
         if self._needs_check:
             self._needs_check = False
             self._check()

@@ -17,14 +17,16 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ...packing import PackedDataset
-from ...runtime import barrier, rank, sum_over_ranks, unwrap_peft
+from ...runtime import barrier, rank, refuse_model_parallel, sum_over_ranks, unwrap_peft
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
@@ -64,9 +66,13 @@ class PackedTrainerMixin(_Base):
                 f"train_dataset is a {type(train_dataset).__name__}: wrap your data in "
                 "nopad.packing.PackedDataset, or use the trainer without PackedTrainerMixin"
             )
+        name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
+        known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
+        refuse_model_parallel(name, known, parallelism)
         smoothing = _adapt_arguments(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
+        refuse_model_parallel(name, self.model, SimpleNamespace(tp_size=self.get_tp_size()))
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
         model = self.accelerator.unwrap_model(self.model)
