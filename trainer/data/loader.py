@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
 from ...runtime import sum_over_ranks, world_size
+from .model_limits import ModelLimits
 from .worker_watch import WorkerWatch
 
 Batch = dict[str, Any]
@@ -114,8 +115,8 @@ class PackedLoader:
         """The packs that were issued, each with the data state after it if it ends a step."""
         self.first_step_check: Callable[[list[Batch]], None] | None = None
         """Called once, with the batches of the first step, before any of them is issued."""
-        self.max_positions: int | None = None
-        """The model's limit; batches with positions beyond it are refused."""
+        self.limits: ModelLimits | None = None
+        """What the model can take; batches beyond it are refused."""
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self._state: dict | None = None
@@ -200,7 +201,9 @@ class PackedLoader:
         if self.first_step_check is not None:
             self.first_step_check([batch for batch, _ in step.batches])
             self.first_step_check = None
-        self._check_positions(step)
+        if self.limits is not None:
+            for batch, info in step.batches:
+                self.limits.check(batch, f"pack {info.index}")
         extra = {}
         if self.count_items:
             extra["num_items_in_batch"] = self._items([info for _, info in step.batches])
@@ -211,17 +214,6 @@ class PackedLoader:
                 self._state = step.state
                 self.on_step_end(is_last)
             yield self.to_device({**batch, **extra})
-
-    def _check_positions(self, step: StepBatches) -> None:
-        if self.max_positions is None:
-            return
-        for batch, info in step.batches:
-            length = int(batch["position_ids"].max()) + 1
-            if length > self.max_positions:
-                raise ValueError(
-                    f"pack {info.index} holds a sequence of {length} tokens, beyond the model's "
-                    f"{self.max_positions} positions: lower the budget to {self.max_positions}"
-                )
 
     def _items(self, infos: list[PackInfo]) -> Any:
         """Sum the loss weights of a step over all ranks; return them per micro-batch and rank."""

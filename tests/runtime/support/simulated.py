@@ -25,7 +25,6 @@ def ranks(world: int, rank: int = 0) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
-            _forget_meshes()
 
 
 def _forget_meshes() -> None:
