@@ -91,12 +91,15 @@ class PackedLoader:
         accumulation_steps: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: Any = None,
         drop_last: bool = False,
         count_items: bool = True,
     ):
         """Configure how packs are grouped into optimizer steps.
 
         accumulation_steps: packs per optimizer step and rank.
+        prefetch_factor, multiprocessing_context: of the workers, as in torch's DataLoader.
         drop_last: drop an incomplete last step instead of filling it up with empty packs.
         count_items: add `num_items_in_batch`; off for trainers that count label tokens themselves.
         """
@@ -129,6 +132,8 @@ class PackedLoader:
             collate_fn=partial(_collate, self.collator),  # pyright: ignore[reportArgumentType]
             num_workers=num_workers,
             pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
             # Otherwise each iteration would draw the workers' seed from the global generator,
             # which dropout uses.
             generator=torch.Generator().manual_seed(torch.initial_seed()),

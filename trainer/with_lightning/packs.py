@@ -113,7 +113,8 @@ class PackedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         assert self.val_dataset is not None
-        _refuse_shared_model(self.trainer)
+        if self.trainer is not None:
+            _refuse_shared_model(self.trainer)
         # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
         return EvaluationLoader(
