@@ -50,6 +50,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         check: before the first step, refuse runs that would train the prepared model wrongly.
         options: num_workers, drop_last; see `PackedLoader`.
         """
+        _check_accelerator(accelerator)
         super().__init__(
             dataset,
             collator,
@@ -108,6 +109,18 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 "with a new Accelerator"
             )
         load_data_state(self, Path(folder), self._state_file)
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse settings of Accelerate's own loader, which would have no effect."""
+    agreed = {"split_batches": (False,), "dispatch_batches": (None, False), "even_batches": (True,)}
+    for name, values in agreed.items():
+        value = getattr(accelerator, name)
+        if value not in values:
+            raise ValueError(
+                f"{name}={value} does not apply to packs: each rank reads its own; omit it in "
+                "DataLoaderConfiguration"
+            )
 
 
 def _num_loaders(accelerator: Accelerator) -> int:

@@ -88,10 +88,8 @@ class PackedTrainerMixin(_Base):
         refuse_model_parallel(name, self.model, SimpleNamespace(tp_size=self.get_tp_size()))
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
-        model = self.accelerator.unwrap_model(self.model)
-        self.attached_loss = attach_loss(model, label_smoothing=smoothing, z_loss=z_loss)
-        if self.compute_metrics is not None:
-            self.attached_loss.keep_logits()
+        self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
+        self._attach_loss()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
         self.meter: ThroughputMeter | None = None
@@ -100,6 +98,12 @@ class PackedTrainerMixin(_Base):
         self._eval_loaders: dict[int, tuple[Any, EvaluationLoader]] = {}
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
+
+    def _attach_loss(self) -> None:
+        model = self.accelerator.unwrap_model(self.model)
+        self.attached_loss = attach_loss(model, **self._loss_options)
+        if self.compute_metrics is not None:
+            self.attached_loss.keep_logits()
 
     def _accepted_dataset(self, data: PackedDataset, args: Any) -> Any:
         """Return a data set that the trainer's __init__ accepts: TRL's takes its own type only."""
@@ -133,6 +137,8 @@ class PackedTrainerMixin(_Base):
         if self._resume_from is not None:
             load_data_state(self._loader, self._resume_from)
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
+        if self.attached_loss.model is not model:  # `model_init` has made another one
+            self._attach_loss()
         if self.packed_check:
             with self.accelerator.autocast():
                 print_banner(check_run(model, self.train_dataset, self._loader.collator))
@@ -162,7 +168,9 @@ class PackedTrainerMixin(_Base):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        if self._resume_from is None and self._loader is not None:
+        if kwargs.get("trial", args[0] if args else None) is not None:
+            self.train_dataset.rewind()  # trials of a hyperparameter search train on the same data
+        elif self._resume_from is None and self._loader is not None:
             self._continue_data(self._loader.state())
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -25,6 +25,7 @@ from ...packing import Pack, PackedDataset
 from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel
 from ..data.data_state import gather_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
+from ..data.model_limits import ModelLimits
 from ..loss.attached_loss import attach_loss
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
@@ -117,9 +118,12 @@ class PackedDataModule(pl.LightningDataModule):
             _refuse_shared_model(self.trainer)
         # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
-        return EvaluationLoader(
+        loader = EvaluationLoader(
             self.val_dataset, self.collator, limit if isinstance(limit, int) else None
         )
+        if self.checked_model is not None:
+            loader.limits = ModelLimits.of(self.checked_model)
+        return loader
 
 
 class PackedCallback(pl.Callback):

@@ -84,3 +84,25 @@ def test_a_second_training_by_epochs_takes_the_next_epochs(tmp_path):
     whole = PackedDataset(tiny_run.samples(19), budget=tiny_run.BUDGET, seed=3, epochs=2)
     assert first + second == [pack.tokens.tolist() for pack in whole]
     assert len(second) == run.state.global_step == data.count(1)
+
+
+def test_a_model_made_by_model_init_gets_the_loss_at_every_training(tmp_path):
+    smooth = {"label_smoothing_factor": 0.3, "learning_rate": 0.0, "max_steps": 1}
+    plain, seen = trainer(tmp_path, tiny_run.dataset(epochs=None), 2, **smooth)
+    plain.train()
+    run, watch = trainer(tmp_path, tiny_run.dataset(epochs=None), 2, **smooth)
+    run.model, run.model_init = None, lambda trial=None: tiny_run.model()
+    run.train()
+    assert watch.losses == seen.losses
+    assert run.model.nopad_loss is run.attached_loss
+
+
+def test_trials_of_a_search_train_on_the_same_data(tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    run, _ = trainer(tmp_path, tiny_run.dataset(epochs=None), 2, max_steps=2)
+    run.train()
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: None)  # a real trial needs a library
+    for trial, index in ((None, 4), ({"learning_rate": 1.0}, 0)):
+        run.train(trial=trial)
+        assert run.train_dataset.state_dict()["position"]["index"] == index
