@@ -85,7 +85,8 @@ class PackedTrainerMixin(_Base):
             train_dataset.rewind()
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
-        refuse_model_parallel(name, self.model, SimpleNamespace(tp_size=self.get_tp_size()))
+        made: Any = self.model  # by now, from a path or model_init as well
+        refuse_model_parallel(name, made, SimpleNamespace(tp_size=self.get_tp_size()))
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
         self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
