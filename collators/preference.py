@@ -22,6 +22,17 @@ from .packed import PackedCollator
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
+class PreferenceBatch(dict):
+    """A batch of packed pairs; trainers that expect padded pairs are told so."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(
+            f"PreferenceCollator packs pairs and gives no {name!r}, which padded pairs have: omit "
+            "data_collator= in TRL's DPOTrainer, or compute the loss of packed pairs with "
+            "nopad.collators.preference.sequence_log_probs"
+        )
+
+
 class PreferenceCollator:
     """Collate preference pairs into one packed row.
 
@@ -49,7 +60,7 @@ class PreferenceCollator:
 
     def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         samples = [sample for pair in pairs for sample in self._samples(pair)]
-        batch = self._collator(samples)
+        batch = PreferenceBatch(self._collator(samples))
         batch["is_chosen"] = torch.arange(len(samples)) % 2 == 0
         return batch
 

@@ -40,11 +40,13 @@ def _loss_kernel(
         logit_sum += tl.sum(tl.where(mask, x, 0.0))
         m_i = m_new
     lse = m_i + tl.log(l_i)
-    target_logit = tl.load(row_ptr + target).to(tl.float32)
+    # A label outside the vocabulary would read another row: its loss and gradient are NaN.
+    in_vocab = (target >= 0) & (target < vocab_size)
+    target_logit = tl.load(row_ptr + target, mask=in_vocab, other=float("nan")).to(tl.float32)
     loss = lse - (1 - smoothing) * target_logit - smoothing * logit_sum / vocab_size
     tl.store(losses + row, loss + z_loss * lse * lse)
     tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
-    weight = tl.load(weights + row)
+    weight = tl.where(in_vocab, tl.load(weights + row), float("nan"))
     softmax_weight = weight * (1 + 2 * z_loss * lse)
     uniform, on_target = weight * smoothing / vocab_size, weight * (1 - smoothing)
     for start in range(0, vocab_size, BLOCK):
@@ -66,7 +68,7 @@ def losses_and_gradient(
     """Return the losses [R] of logits [R, V], and overwrite the logits by their gradient.
 
     The gradient is that of the sum of losses weighted by `weights` [R]; rows whose target is
-    `ignore_index` have neither.
+    `ignore_index` have neither, and those whose target is outside the vocabulary have NaN.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     vocab_size = logits.shape[1]

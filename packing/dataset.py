@@ -20,6 +20,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..runtime import describe_layout, model_parallel_sizes
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .ordering.mixture import StoppingStrategy, parse_mixture
@@ -55,7 +56,8 @@ class PackedDataset(IterableDataset):
     source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a function
         that returns an iterator, a datasets.Dataset, or a list of (source, weight).
     epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
-    rank, world_size: of this process; default: detected when iteration starts.
+    rank, world_size: of this process among those that train on packs of their own; default:
+        detected when iteration starts, and refused with tensor or other model parallelism.
     shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
     shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
     pretokenize: encode everything at once, so that lengths are known; default: small sources only.
@@ -143,6 +145,7 @@ class PackedDataset(IterableDataset):
         return None if isinstance(self.reader, PlannedPacks) else self.reader.settings
 
     def __iter__(self) -> Iterator[Pack]:
+        self._check_layout()
         self.start_next_pass()
         share, start = self._share(), self._start
         progress = Progress(start.position, dict(start.cursors))
@@ -343,6 +346,7 @@ class PackedDataset(IterableDataset):
         # Any other copy may end up in a process of another rank.
         if get_spawning_popen() is None:
             return self.__dict__.copy()
+        self._check_layout()
         return {**self.__dict__, "_sender": (os.getpid(), *self._ranks())}
 
     def _next_pass_epoch(self) -> int:
@@ -359,6 +363,15 @@ class PackedDataset(IterableDataset):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         return RankShard(*self._ranks(), worker, num_workers)
+
+    def _check_layout(self) -> None:
+        """Refuse to detect the rank where several ranks need the same packs."""
+        if self.rank is None and (sizes := model_parallel_sizes()):
+            raise ValueError(
+                f"{describe_layout(sizes)}: these ranks need the same packs, and a rank of the "
+                "whole run would get its own; pass PackedDataset(rank=, world_size=) of the "
+                "data-parallel group"
+            )
 
     def _ranks(self) -> tuple[int, int]:
         """Return rank and world size of this process, or of this worker's parent."""

@@ -10,6 +10,7 @@ Rows are {"messages": [...]}, {"prompt": ..., "completion": ...} or {"input_ids"
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
@@ -41,9 +42,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--overflow", default="error", choices=["error", "truncate", "split", "drop"],
         help="how to treat a conversation longer than the budget")  # fmt: skip
     add_packing_options(add, budget=2048)
-    add("--eval-every", type=positive, default=100, help="steps between evaluations")
+    add("--eval-every", type=positive, help="steps between evaluations; default: 100")
     add("--eval-examples", type=count, default=32, help="conversations to hold out for evaluation, "
-        "at most one in 50: generate their last answer and compare; 0: none")  # fmt: skip
+        "about one in 50, at least one: generate their last answer and compare; "
+        "0: none")  # fmt: skip
     add_hf_options(parser, "sft", learning_rate=2e-5)
     args = parse_with_config(parser, argv, "sft")
     for name in ("model", "data"):
@@ -62,7 +64,20 @@ def load_data(args: argparse.Namespace):
             tokenizer.chat_template = file.read()
     source = open_data(args, tokenizer, args.text_column)
     source, examples = hold_out(source, args.eval_examples, args.text_column)
+    check_evaluation(args, examples)
     return tokenizer, packed_dataset(args, source, tokenizer, args.overflow), examples
+
+
+def check_evaluation(args: argparse.Namespace, examples: list) -> None:
+    """Refuse evaluations that are asked for and would be of nothing; fill in the default."""
+    if args.eval_every is not None and not examples:
+        raise ValueError(
+            f"--eval-every {args.eval_every}: no row of {args.data} can be held out, since fewer "
+            "than two have an answer in text to compare with, or --eval-examples is 0; omit it"
+        )
+    if args.eval_examples and not examples and os.environ.get("RANK", "0") == "0":
+        print(f"no evaluation: fewer than two rows of {args.data} have an answer in text")
+    args.eval_every = args.eval_every or 100
 
 
 def load_model(args: argparse.Namespace, tokenizer):

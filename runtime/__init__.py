@@ -1,6 +1,7 @@
 """What training and generation share about the process and the model; nothing but torch."""
 
 from .collectives import RankError, all_ranks_or_none, barrier, gather_objects, sum_over_ranks
+from .layout import describe_layout, model_parallel_sizes, refuse_model_parallel
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
@@ -11,15 +12,18 @@ __all__ = [
     "RankError",
     "all_ranks_or_none",
     "barrier",
+    "describe_layout",
     "destroy_group",
     "gather_objects",
     "gather_rng_states",
     "global_of",
     "init_group",
     "load_rng_states",
+    "model_parallel_sizes",
     "preserve_rng",
     "rank",
     "rebind_global",
+    "refuse_model_parallel",
     "rms_norm_eps",
     "rng_states",
     "stock_class",

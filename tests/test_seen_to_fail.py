@@ -94,6 +94,34 @@ FAULTS = {
         "nopad.packing.sources.jsonl",
         "_bounded_line = lambda file: ((line := file.readline(1 << 40)), len(line))",
     ),
+    "ranks that share a model go unnoticed": (
+        "runtime/test_layout.py::"
+        "test_a_data_set_detects_its_rank_among_data_parallel_ranks_only",
+        "nopad.packing.dataset", "model_parallel_sizes = lambda *_: {}",
+    ),
+    "ids are checked in the first step only": (
+        "trainer/test_bad_input.py::"
+        "test_an_id_outside_the_vocabulary_is_refused_in_every_batch",
+        "nopad.trainer.data.model_limits", "ModelLimits.check = lambda *_: None",
+    ),
+    "options without effect are taken": (
+        "trainer/with_hf/test_options.py", "nopad.trainer.with_hf.arguments",
+        "_check_arguments = lambda *_: None",
+    ),
+    "a second training begins the data again": (
+        "trainer/with_hf/test_eval_sets.py::"
+        "test_a_second_training_continues_with_the_next_packs",
+        "nopad.trainer.with_hf.trainer",
+        "PackedTrainerMixin._continue_data = lambda self, state: None",
+    ),
+    "a small set holds nothing out": (
+        "recipes/support/test_holdout.py::"
+        "test_a_small_set_has_one_row_held_out_whatever_its_content",
+        "nopad.recipes.support.holdout",
+        "pick = pick_examples\n"
+        "pick_examples = lambda rows, *a: "
+        "{k: v for k, v in pick(rows, *a).items() if int(k, 16) % ONE_IN == 0}",
+    ),
     "prompts are logged": (
         "inference/test_engine.py::test_logs_hold_no_prompt_and_no_text",
         "nopad.inference.engine",

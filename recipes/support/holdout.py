@@ -3,8 +3,8 @@
     rows ─▶ hash of the row % 50 == 0 ─▶ the first `count` ─┬─▶ held out: prompts and references
                                                             └─▶ all other rows: packs
 
-The choice depends on a row's content only, so it is the same for any number of ranks, shards and
-restarts.
+If no row of a small set has such a hash, the row with the smallest hash is held out. The choice
+depends on the rows' content only, so it is the same for any number of ranks, shards and restarts.
 """
 
 from __future__ import annotations
@@ -61,15 +61,25 @@ def hold_out(data: Any, count: int, column: str = "text") -> tuple[Any, list[Exa
 
 
 def pick_examples(rows: Iterable[Any], count: int, column: str = "text") -> dict[str, Example]:
-    """Pick about one in fifty rows, the first `count` that have a reference, by digest."""
+    """Pick about one in fifty rows, the first `count` that have a reference, by digest.
+
+    At least one is picked, unless no other row with a reference would be left.
+    """
     examples: dict[str, Example] = {}
+    smallest: tuple[str, Example] | None = None
+    seen = set()
     for row in islice(rows, 4 * ONE_IN * count):  # do not read all of data without references
         if len(examples) == count:
             break
         example, digest = row_example(row, column), row_digest(row)
-        if example is not None and int(digest, 16) % ONE_IN == 0:
+        if example is None:
+            continue
+        seen.add(digest)
+        if int(digest, 16) % ONE_IN == 0:
             examples[digest] = example
-    return examples
+        if smallest is None or digest < smallest[0]:
+            smallest = digest, example
+    return examples or ({} if smallest is None or len(seen) < 2 else dict([smallest]))
 
 
 def row_example(row: Any, column: str = "text") -> Example | None:

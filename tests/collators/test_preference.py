@@ -17,6 +17,15 @@ def test_answers_count_and_prompts_do_not():
     assert batch["is_chosen"].tolist() == [True, False, True, False]
 
 
+def test_a_trainer_of_padded_pairs_is_told_what_it_got():
+    from accelerate.utils import send_to_device
+
+    batch = send_to_device(PreferenceCollator()([PAIR]), "cpu")
+    assert "completion_mask" not in batch and batch.get("completion_mask") is None
+    with pytest.raises(ValueError, match=r"packs pairs and gives no 'completion_mask'.*DPOTrainer"):
+        batch["completion_mask"]
+
+
 def test_too_long_a_pair_loses_its_prompt_s_head_once_for_both():
     batch = PreferenceCollator(max_length=4)([PAIR])
     assert batch["input_ids"].tolist() == [[3, 4, 5, 3, 6, 7, 8]]

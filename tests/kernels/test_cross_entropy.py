@@ -39,6 +39,27 @@ def test_losses_and_gradient_are_those_of_pytorch(vocab_size, smoothing, z_loss)
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_label_outside_the_vocabulary_gives_nan_instead_of_another_row_s_logit(smoothing):
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    from nopad.kernels import losses_and_gradient
+
+    torch.manual_seed(0)
+    logits, weights = torch.randn(6, 7), torch.ones(6)
+    targets = torch.tensor([3, 7, 1 << 40, -1, -101, IGNORE_INDEX])
+    for function in (losses_and_gradient, _losses_and_gradient):
+        rows = logits.clone()
+        options = (IGNORE_INDEX,) if function is losses_and_gradient else ()
+        losses = function(rows, targets, weights, smoothing, 0.0, *options)
+        assert losses.isnan().tolist() == [False, True, True, True, True, False]
+        assert rows.isnan().all(1).tolist() == losses.isnan().tolist()
+        alone = logits[:1].clone()
+        assert_close(
+            losses[:1], function(alone, targets[:1], weights[:1], smoothing, 0.0, *options)
+        )
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_a_tensor_is_scaled_by_a_number_on_the_device():
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     from nopad.kernels import scale_tensor

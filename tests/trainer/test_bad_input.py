@@ -62,3 +62,24 @@ def test_a_sequence_over_the_positions_is_refused_later_in_a_stream_too():
         for batch in loader:
             handed_out.append(batch)
     assert len(handed_out) == 2
+
+
+@pytest.mark.parametrize(("token", "label"), [(61, -100), (9, 99), (9, -3)])
+def test_an_id_outside_the_vocabulary_is_refused_in_every_batch(token, label):
+    from nopad.trainer.data import PackedLoader
+    from nopad.trainer.monitoring.preflight import check_first_batches
+
+    def collate(pack):
+        batch = tiny_run.collate(pack)
+        if pack.index == 2:
+            batch["input_ids"][0, 5], batch["labels"][0, 5] = token, label
+        return batch
+
+    loader = PackedLoader(stream(*[[1] * 60] * 8), collate)
+    check_first_batches(loader, tiny_run.model())
+    culprit = f"token {token}" if token > 60 else f"label {label}"
+    handed_out = []
+    with pytest.raises(ValueError, match=f"^pack 2: {culprit} is outside the model's vocabulary"):
+        for batch in loader:
+            handed_out.append(batch)
+    assert len(handed_out) == 2

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
 from ...runtime import sum_over_ranks, world_size
+from .model_limits import ModelLimits
 from .worker_watch import WorkerWatch
 
 Batch = dict[str, Any]
@@ -90,12 +91,15 @@ class PackedLoader:
         accumulation_steps: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: Any = None,
         drop_last: bool = False,
         count_items: bool = True,
     ):
         """Configure how packs are grouped into optimizer steps.
 
         accumulation_steps: packs per optimizer step and rank.
+        prefetch_factor, multiprocessing_context: of the workers, as in torch's DataLoader.
         drop_last: drop an incomplete last step instead of filling it up with empty packs.
         count_items: add `num_items_in_batch`; off for trainers that count label tokens themselves.
         """
@@ -114,8 +118,8 @@ class PackedLoader:
         """The packs that were issued, each with the data state after it if it ends a step."""
         self.first_step_check: Callable[[list[Batch]], None] | None = None
         """Called once, with the batches of the first step, before any of them is issued."""
-        self.max_positions: int | None = None
-        """The model's limit; batches with positions beyond it are refused."""
+        self.limits: ModelLimits | None = None
+        """What the model can take; batches beyond it are refused."""
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self._state: dict | None = None
@@ -128,6 +132,8 @@ class PackedLoader:
             collate_fn=partial(_collate, self.collator),  # pyright: ignore[reportArgumentType]
             num_workers=num_workers,
             pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
             # Otherwise each iteration would draw the workers' seed from the global generator,
             # which dropout uses.
             generator=torch.Generator().manual_seed(torch.initial_seed()),
@@ -200,7 +206,9 @@ class PackedLoader:
         if self.first_step_check is not None:
             self.first_step_check([batch for batch, _ in step.batches])
             self.first_step_check = None
-        self._check_positions(step)
+        if self.limits is not None:
+            for batch, info in step.batches:
+                self.limits.check(batch, f"pack {info.index}")
         extra = {}
         if self.count_items:
             extra["num_items_in_batch"] = self._items([info for _, info in step.batches])
@@ -211,17 +219,6 @@ class PackedLoader:
                 self._state = step.state
                 self.on_step_end(is_last)
             yield self.to_device({**batch, **extra})
-
-    def _check_positions(self, step: StepBatches) -> None:
-        if self.max_positions is None:
-            return
-        for batch, info in step.batches:
-            length = int(batch["position_ids"].max()) + 1
-            if length > self.max_positions:
-                raise ValueError(
-                    f"pack {info.index} holds a sequence of {length} tokens, beyond the model's "
-                    f"{self.max_positions} positions: lower the budget to {self.max_positions}"
-                )
 
     def _items(self, infos: list[PackInfo]) -> Any:
         """Sum the loss weights of a step over all ranks; return them per micro-batch and rank."""

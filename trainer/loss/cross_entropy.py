@@ -42,7 +42,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of token losses over `divisor`, and each loss (detached, fp32).
 
-    hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX for tokens without a label.
+    hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX for tokens without a label. A target
+    outside the vocabulary gives NaN: reading it back to raise would stall the device.
 
     z_loss: weight of the squared log-normalizer, added for every label.
     num_labels: the number of labels in `targets`; without it they are counted, with a host sync.
@@ -246,9 +247,12 @@ def _losses_and_gradient(
 ) -> Tensor:
     """Return the losses of a chunk, and overwrite its logits with the gradient of their sum."""
     has_label = targets != IGNORE_INDEX
+    in_vocab = (targets >= 0) & (targets < logits.shape[1])
+    weights = torch.where(in_vocab | ~has_label, weights, torch.nan)
     x = logits.float()
     lse = torch.logsumexp(x, dim=-1)
-    target_logits = x.gather(1, torch.where(has_label, targets, 0)[:, None])[:, 0]
+    target_logits = x.gather(1, torch.where(in_vocab, targets, 0)[:, None])[:, 0]
+    target_logits = torch.where(in_vocab, target_logits, torch.nan)
     losses = lse - (1 - smoothing) * target_logits - smoothing * x.mean(-1)
     losses = losses + z_loss * lse.square()
     probabilities = torch.exp(x - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]

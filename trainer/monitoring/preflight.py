@@ -19,6 +19,7 @@ from ...collators import PackedCollator
 from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
 from ...runtime import rank, sum_over_ranks
 from ..data.loader import PackedLoader
+from ..data.model_limits import ModelLimits
 
 MAX_PLANNED = 1 << 20
 """Samples that are planned for the banner; the figures of larger data are extrapolated."""
@@ -163,24 +164,16 @@ def _describe_plan(data: PackedDataset) -> list[str]:
 
 def check_first_batches(loader: PackedLoader, model: Any) -> None:
     """Have a loader refuse batches that do not fit the model before they are trained on."""
-    config: Any = model.config.get_text_config()
-    loader.max_positions = getattr(config, "max_position_embeddings", None)
-    loader.first_step_check = partial(check_batches, vocab_size=config.vocab_size)
+    loader.limits = ModelLimits.of(model)
+    loader.first_step_check = partial(check_batches, vocab_size=loader.limits.vocab_size)
 
 
 def check_batches(batches: list[dict], vocab_size: int) -> None:
     """Refuse the batches of the first step if token ids or labels cannot belong to the model."""
     label_tokens = 0
     for batch in batches:
-        labels = batch["labels"][batch["labels"] != IGNORE_INDEX]
-        label_tokens += len(labels)
-        for name, ids in (("token", batch["input_ids"].flatten()), ("label", labels)):
-            outside = ids[(ids < 0) | (ids >= vocab_size)]
-            if len(outside):
-                raise ValueError(
-                    f"{name} {int(outside[0])} is outside the model's vocabulary of {vocab_size}: "
-                    "the data was tokenized for another model"
-                )
+        label_tokens += int((batch["labels"] != IGNORE_INDEX).sum())
+        ModelLimits(vocab_size).check_ids(batch)
     if not sum_over_ranks(label_tokens):
         raise ValueError(
             "no label of the first step counts for the loss: check the loss mask "

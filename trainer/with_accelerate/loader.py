@@ -24,7 +24,7 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from ...packing import Pack, PackedDataset
-from ...runtime import unwrap_peft
+from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
@@ -50,6 +50,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         check: before the first step, refuse runs that would train the prepared model wrongly.
         options: num_workers, drop_last; see `PackedLoader`.
         """
+        _check_accelerator(accelerator)
         super().__init__(
             dataset,
             collator,
@@ -67,6 +68,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         accelerator.register_load_state_pre_hook(self._load)
 
     def __iter__(self) -> Iterator[Batch]:
+        for prepared in self.accelerator._models:
+            refuse_model_parallel(type(self).__name__, prepared)
         if self._needs_check:
             self._needs_check = False
             self._check()
@@ -106,6 +109,18 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 "with a new Accelerator"
             )
         load_data_state(self, Path(folder), self._state_file)
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse settings of Accelerate's own loader, which would have no effect."""
+    agreed = {"split_batches": (False,), "dispatch_batches": (None, False), "even_batches": (True,)}
+    for name, values in agreed.items():
+        value = getattr(accelerator, name)
+        if value not in values:
+            raise ValueError(
+                f"{name}={value} does not apply to packs: each rank reads its own; omit it in "
+                "DataLoaderConfiguration"
+            )
 
 
 def _num_loaders(accelerator: Accelerator) -> int:

@@ -17,20 +17,25 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from ...packing import PackedDataset
-from ...runtime import barrier, rank, sum_over_ranks, unwrap_peft
+from ...runtime import barrier, rank, refuse_model_parallel, sum_over_ranks, unwrap_peft
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
+from ..data.model_limits import ModelLimits
 from ..loss.attached_loss import attach_loss
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
+from .arguments import adapt_arguments, count_steps
+from .eval_set import pack_like
 from .stopping import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
@@ -53,7 +58,12 @@ class PackedTrainerMixin(_Base):
         """Take the trainer's arguments; `self.args` is a copy, yours are not changed.
 
         With `max_steps` the data continues at its current position. With `num_train_epochs` it
-        starts at the beginning, and its `epochs` are set to that number.
+        starts at the beginning, and its `epochs` are set to that number. A second `train()` starts
+        at step 0, as the stock one does, and with new data: with `max_steps` it continues after
+        the last trained pack, with `num_train_epochs` it trains the next epochs.
+
+        An evaluation set that is not a `PackedDataset` is packed with the settings of the training
+        data; its text is tokenized with `processing_class`.
 
         z_loss: weight of the squared log-normalizer in the loss.
         check: before the first step, refuse runs that would train wrongly.
@@ -64,22 +74,37 @@ class PackedTrainerMixin(_Base):
                 f"train_dataset is a {type(train_dataset).__name__}: wrap your data in "
                 "nopad.packing.PackedDataset, or use the trainer without PackedTrainerMixin"
             )
-        smoothing = _adapt_arguments(args, train_dataset)
+        name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
+        known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
+        refuse_model_parallel(name, known, parallelism)
+        smoothing = adapt_arguments(args, train_dataset, kwargs)
+        self._counts_epochs = args.max_steps <= 0
+        if self._counts_epochs:
+            args.max_steps = count_steps(args, train_dataset)
+            train_dataset.epochs = math.ceil(args.num_train_epochs)
+            train_dataset.rewind()
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
+        made: Any = self.model  # by now, from a path or model_init as well
+        refuse_model_parallel(name, made, SimpleNamespace(tp_size=self.get_tp_size()))
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
-        model = self.accelerator.unwrap_model(self.model)
-        self.attached_loss = attach_loss(model, label_smoothing=smoothing, z_loss=z_loss)
-        if self.compute_metrics is not None:
-            self.attached_loss.keep_logits()
+        self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
+        self._attach_loss()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
-        self._eval_loaders: dict[PackedDataset, EvaluationLoader] = {}
+        self._eval_loaders: dict[int, tuple[Any, EvaluationLoader]] = {}
+        """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
+
+    def _attach_loss(self) -> None:
+        model = self.accelerator.unwrap_model(self.model)
+        self.attached_loss = attach_loss(model, **self._loss_options)
+        if self.compute_metrics is not None:
+            self.attached_loss.keep_logits()
 
     def _accepted_dataset(self, data: PackedDataset, args: Any) -> Any:
         """Return a data set that the trainer's __init__ accepts: TRL's takes its own type only."""
@@ -91,18 +116,13 @@ class PackedTrainerMixin(_Base):
             raise ValueError(
                 f"args is a {type(args).__name__}, but the trainer is TRL's: pass an SFTConfig"
             )
-        if getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"):
-            raise ValueError(
-                f"loss_type={args.loss_type!r}: packed training computes the exact mean of 'nll'; "
-                "omit it, or use the trainer without PackedTrainerMixin"
-            )
+        args.packing = args.padding_free = False  # TRL checks what only its own packing needs
         args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
         return trl.Dataset.from_dict({"input_ids": [[0, 1]]})
 
-    def _reject_skip_prepare_without_labels(self, datasets: dict[str, Any], *args: Any) -> None:
-        # TRL checks the columns of evaluation data sets; packed ones have no columns.
-        stock = {n: data for n, data in datasets.items() if not isinstance(data, PackedDataset)}
-        super()._reject_skip_prepare_without_labels(stock, *args)  # pyright: ignore[reportAttributeAccessIssue]
+    def _reject_skip_prepare_without_labels(self, *_: Any) -> None:
+        # TRL looks for columns of masks in evaluation sets; PackedDataset refuses them itself.
+        return
 
     def get_train_dataloader(self) -> Any:
         self._loader = PackedLoader(
@@ -111,11 +131,15 @@ class PackedTrainerMixin(_Base):
             accumulation_steps=self.args.gradient_accumulation_steps,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(self.args, "dataloader_multiprocessing_context", None),
             count_items=False,
         )
         if self._resume_from is not None:
             load_data_state(self._loader, self._resume_from)
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
+        if self.attached_loss.model is not model:  # `model_init` has made another one
+            self._attach_loss()
         if self.packed_check:
             with self.accelerator.autocast():
                 print_banner(check_run(model, self.train_dataset, self._loader.collator))
@@ -128,27 +152,43 @@ class PackedTrainerMixin(_Base):
         data = datasets if eval_dataset is None else eval_dataset
         if isinstance(data, str):  # the name of one of several
             data = datasets[data]
-        if not isinstance(data, PackedDataset):
-            return super().get_eval_dataloader(eval_dataset)
-        if data not in self._eval_loaders:  # kept: each reads its data once to count labels
-            self._eval_loaders[data] = EvaluationLoader(data, self.packed_collator)
-        return self._eval_loaders[data]
+        if data is None:
+            return super().get_eval_dataloader()  # raises
+        if id(data) not in self._eval_loaders:  # kept: each reads its data once to count labels
+            packed = pack_like(self.train_dataset, data, self.processing_class)
+            loader = EvaluationLoader(packed, self.packed_collator)
+            if self.packed_check:
+                loader.limits = ModelLimits.of(self.accelerator.unwrap_model(self.model))
+            self._eval_loaders[id(data)] = data, loader
+        return self._eval_loaders[id(data)][1]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        if isinstance(test_dataset, PackedDataset):
-            return self.get_eval_dataloader(test_dataset)
-        return super().get_test_dataloader(test_dataset)
+        return self.get_eval_dataloader(test_dataset)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        if kwargs.get("trial", args[0] if args else None) is not None:
+            self.train_dataset.rewind()  # trials of a hyperparameter search train on the same data
+        elif self._resume_from is None and self._loader is not None:
+            self._continue_data(self._loader.state())
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # the trainer does not inform callbacks of exceptions
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, StopCallback):
                     callback.request.release()
+
+    def _continue_data(self, state: dict) -> None:
+        """Begin another training with the data after that of the last one."""
+        data = self.train_dataset
+        if not self._counts_epochs:
+            return data.load_state_dict(state)
+        data.end_pass()
+        data.start_next_pass()
+        first_epoch = data.state_dict()["position"]["epoch"]
+        self.args.max_steps = count_steps(self.args, data, first_epoch)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # The stock loop checks max_steps after a step, so a finished run that is resumed would
@@ -224,45 +264,3 @@ class PackedTrainerMixin(_Base):
 
 class PackedTrainer(PackedTrainerMixin, Trainer):
     """The HF Trainer with packs."""
-
-
-def _adapt_arguments(args: TrainingArguments, data: PackedDataset) -> float:
-    """Set the arguments that packs require; return the label smoothing for the attached loss."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"one process with {args.n_gpu} GPUs would split packs (DataParallel): start one "
-            "process per GPU with accelerate launch or torchrun, or make one GPU visible only"
-        )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True cannot be used with packs: a batch is always one pack; "
-            "omit it, and lower the data's budget if memory runs out"
-        )
-    args.remove_unused_columns = False
-    args.per_device_train_batch_size = 1  # a batch is one pack, and the trainer counts it as one
-    args.ignore_data_skip = True  # the data state restores the position without replaying
-    args.average_tokens_across_devices = True  # the mean of the ranks' means is not exact
-    smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
-    if args.max_steps <= 0:
-        args.max_steps = _count_steps(args, data)
-    return smoothing
-
-
-def _count_steps(args: TrainingArguments, data: PackedDataset) -> int:
-    """Count the steps of `num_train_epochs`, and rewind the data to its beginning."""
-    if not 0 < args.num_train_epochs < math.inf:
-        raise ValueError(
-            f"num_train_epochs={args.num_train_epochs}: it must be finite and above 0; or pass "
-            "max_steps="
-        )
-    if data.lengths is None:
-        raise ValueError(
-            "the packs of a stream cannot be counted before it is read: pass max_steps=, the "
-            "number of steps to train, in the arguments"
-        )
-    data.epochs = math.ceil(args.num_train_epochs)
-    data.rewind()
-    *full_epochs, last_epoch = (data.count(epoch) for epoch in range(data.epochs))
-    fraction = args.num_train_epochs - len(full_epochs)
-    per_rank = math.ceil((sum(full_epochs) + fraction * last_epoch) / args.world_size)
-    return math.ceil(per_rank / args.gradient_accumulation_steps)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import gather_rng_states, load_rng_states
+from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel
 from ..data.data_state import gather_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
+from ..data.model_limits import ModelLimits
 from ..loss.attached_loss import attach_loss
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
@@ -94,6 +95,7 @@ class PackedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         trainer: Any = self.trainer
+        _refuse_shared_model(trainer)
         _check_accumulation(trainer)
         if self.loader is not None and self.loader.dataset is self.train_dataset:
             self.loader.rewind_to_trained()
@@ -112,11 +114,16 @@ class PackedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         assert self.val_dataset is not None
+        if self.trainer is not None:
+            _refuse_shared_model(self.trainer)
         # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
-        return EvaluationLoader(
+        loader = EvaluationLoader(
             self.val_dataset, self.collator, limit if isinstance(limit, int) else None
         )
+        if self.checked_model is not None:
+            loader.limits = ModelLimits.of(self.checked_model)
+        return loader
 
 
 class PackedCallback(pl.Callback):
@@ -148,6 +155,7 @@ class PackedCallback(pl.Callback):
         self._validation = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        _refuse_shared_model(trainer)
         if stage == "fit":
             self._rng_states = None
         if stage != "predict":
@@ -253,6 +261,12 @@ class PackedCallback(pl.Callback):
         steps = batches["ready"] // checkpoint[ACCUMULATION_KEY]
         more = steps * trainer.accumulate_grad_batches - batches["ready"]
         batches.update({name: count + more for name, count in batches.items()})
+
+
+def _refuse_shared_model(trainer: Any) -> None:
+    """Refuse tensor parallelism, by the strategy's mesh or by the model."""
+    mesh = getattr(trainer.strategy, "device_mesh", None)
+    refuse_model_parallel("PackedDataModule", trainer.lightning_module or nn.Module(), mesh=mesh)
 
 
 def _check_accumulation(trainer: Any) -> None:

@@ -54,6 +54,32 @@ def test_texts_are_held_out_too_and_continued_from_their_beginnings(tmp_path, co
     assert sum(text[:200] in trained for text in texts if len(text) > 200) > 100
 
 
+@pytest.mark.parametrize("rows", [2, 10, 60])
+def test_a_small_set_has_one_row_held_out_whatever_its_content(tmp_path, rows):
+    for seed in range(5):
+        chats = [{"prompt": f"{seed} {row}", "completion": str(row)} for row in range(rows)]
+        examples = holdout.pick_examples(chats, 32)
+        assert 1 <= len(examples) < max(2, rows // 5)
+        assert holdout.pick_examples(chats[::-1], 32).keys() == examples.keys()
+    assert holdout.pick_examples(chats[:1] * 9, 32) == {}
+
+
+def test_evaluations_of_nothing_are_refused_where_they_are_asked_for(capsys):
+    from nopad.recipes import sft
+
+    argv = ["--model", "m", "--data", "d.jsonl"]
+    with pytest.raises(ValueError, match=r"--eval-every 5: no row of d.jsonl can be held out"):
+        sft.check_evaluation(sft.parse_args([*argv, "--eval-every", "5"]), [])
+    args = sft.parse_args(argv)
+    sft.check_evaluation(args, [])
+    assert (
+        args.eval_every == 100 and "no evaluation: fewer than two rows" in capsys.readouterr().out
+    )
+    args = sft.parse_args([*argv, "--eval-every", "5"])
+    sft.check_evaluation(args, ["an example"])
+    assert args.eval_every == 5 and not capsys.readouterr().out
+
+
 def test_data_without_answers_is_not_read_to_its_end():
     rows = iter(range(10**6))
     assert holdout.pick_examples(rows, 2) == {} and next(rows) == 400
@@ -94,7 +120,7 @@ def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, name
 def test_fine_tuning_evaluates_by_default(tmp_path):
     argv = ["--model", small_inputs.checkpoint(tmp_path)]
     argv += ["--tokenizer", small_inputs.tokenizer(tmp_path)]
-    argv += ["--data", small_inputs.chats(tmp_path, 400), "--budget", "64", "--steps", "3"]
+    argv += ["--data", small_inputs.chats(tmp_path, 60), "--budget", "64", "--steps", "3"]
     command = [sys.executable, RECIPES / "sft.py", *argv, "--output", tmp_path / "out"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)

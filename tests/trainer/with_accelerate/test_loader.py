@@ -94,3 +94,18 @@ def test_a_run_with_another_number_of_loaders_is_not_resumed(tmp_path):
         other, _ = two_loaders((3, 4, 5)[:count])
         with pytest.raises(ValueError, match=message):
             other.load_state(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}]
+)
+def test_settings_of_accelerate_s_own_loader_are_refused(setting):
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.state import AcceleratorState
+    from nopad.trainer.with_accelerate import PackedAccelerateLoader
+
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**setting))
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"^{name}=.* does not apply to packs"):
+        PackedAccelerateLoader(accelerator, tiny_run.dataset())

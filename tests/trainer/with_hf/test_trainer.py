@@ -11,6 +11,7 @@ import pytest
 import tiny_run
 from nopad.packing import PackedDataset
 from transformers import TrainerCallback
+from trl_run import trl_trainer
 
 CHILD = Path(__file__).parents[1] / "support" / "hf_child.py"
 
@@ -224,25 +225,6 @@ def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
     for args in (None, TrainingArguments(str(tmp_path), max_steps=1)):
         with pytest.raises(ValueError, match=r"TrainingArguments.*pass an SFTConfig"):
             PackedSFTTrainer(tiny_run.model(), args, None, tiny_run.dataset())
-
-
-def trl_trainer(folder: Path, model, data: PackedDataset, more=None, **settings):
-    """TRL's SFTTrainer on packs; `more` is the trainer's, the settings are its arguments'."""
-    sft = pytest.importorskip("trl", reason="the trainer is TRL's")
-    from nopad.trainer.with_hf import PackedTrainerMixin
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    class PackedSFTTrainer(PackedTrainerMixin, sft.SFTTrainer):
-        pass
-
-    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    usual = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "bf16": False}
-    quiet = {"report_to": [], "save_strategy": "no", "max_grad_norm": 0, "disable_tqdm": True}
-    args = sft.SFTConfig(str(folder), **{**usual, **quiet, **settings})
-    more = {"processing_class": tokenizer, **(more or {})}
-    return PackedSFTTrainer(model, args, None, data, **more)
 
 
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):

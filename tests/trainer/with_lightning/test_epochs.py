@@ -167,3 +167,13 @@ def test_a_checkpoint_at_the_last_step_of_an_epoch_goes_on_with_the_next_epoch(t
     save = ModelCheckpoint(tmp_path, filename="step", every_n_train_steps=epoch)
     first = trained(dataset(), save, max_epochs=1)
     assert first + trained(dataset(), checkpoint=tmp_path / "step.ckpt", max_epochs=2) == whole
+
+
+@pytest.mark.parametrize(
+    "setting", [{"limit_train_batches": 0.5}, {"overfit_batches": 0.5}, {"val_check_interval": 0.5}]
+)
+def test_a_fraction_of_packs_that_nobody_counts_is_refused(setting):
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    with pytest.raises(MisconfigurationException, match=r"`1\.0` or an int"):
+        trained(dataset(), max_epochs=1, **setting)

@@ -1,0 +1,194 @@
+"""Arguments of the HF Trainer and of TRL that packs replace: set as packs require, or refused.
+
+A value that equals the library's default counts as unset. Every other value of an argument below
+must be what packs do anyway; otherwise it would have no effect, and it is refused with the way out.
+All other arguments are read by the stock trainer and keep their meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ...packing import PackedDataset
+
+Accepts = Callable[[Any, PackedDataset], bool]
+
+
+def _never(value: Any, data: PackedDataset) -> bool:
+    return False
+
+
+def _is_one(value: Any, data: PackedDataset) -> bool:
+    return value == 1
+
+
+TRAINING: dict[str, tuple[Accepts, str]] = {
+    "per_device_train_batch_size": (
+        _is_one, "a batch is one pack; set its size with PackedDataset(budget=)",
+    ),
+    "per_device_eval_batch_size": (
+        _is_one, "a batch is one pack; set its size with the evaluation set's budget",
+    ),
+    "auto_find_batch_size": (
+        _never, "a batch is one pack; lower the data's budget if memory runs out",
+    ),
+    "data_seed": (
+        lambda value, data: value == data.settings["seed"],
+        "the order of packs depends on PackedDataset(seed=)",
+    ),
+    "train_sampling_strategy": (
+        lambda value, data: value == "sequential" and not data.settings["shuffle"],
+        "the order of packs depends on PackedDataset(shuffle=, seed=)",
+    ),
+    "average_tokens_across_devices": (
+        _never, "the loss is the exact token mean over all ranks",
+    ),
+    "label_names": (
+        lambda value, data: list(value) == ["labels"], "the labels of packs are named 'labels'",
+    ),
+    "use_cache": (_never, "packed batches carry use_cache=False, which keeps documents apart"),
+    "use_liger_kernel": (
+        _never, "its loss would replace the exact one; call nopad.trainer.fused.fuse_layers(model)",
+    ),
+    "neftune_noise_alpha": (
+        _never, "its noise is scaled by the length of a row, which here is that of a pack",
+    ),
+    "ignore_data_skip": (
+        _never, "a checkpoint holds the position in the data, and nothing is skipped or repeated",
+    ),
+    "dataloader_drop_last": (
+        _never, "an incomplete last step is completed with empty packs, so that no sample is lost",
+    ),
+    "dataloader_in_order": (_never, "the position in the data requires packs in their order"),
+    "save_on_each_node": (
+        _never, "the position in the data is saved once; use a folder that all nodes share",
+    ),
+    "enable_jit_checkpoint": (
+        _never, "it saves in the middle of a step, whose packs would be lost; use StopCallback()",
+    ),
+}  # fmt: skip
+"""Arguments of TrainingArguments: whether packs do what a value asks for, and the way out."""
+
+SFT: dict[str, tuple[Accepts, str]] = {
+    "max_length": (
+        lambda value, data: _keeps_length(value, data.settings),
+        "use PackedDataset(budget=, overflow=) for long samples",
+    ),
+    "truncation_mode": (_never, "use PackedDataset(overflow=) for long samples"),
+    "completion_only_loss": (
+        _never, "PackedDataset counts the completion of prompt/completion rows; for other choices "
+        "give rows with labels",
+    ),
+    "assistant_only_loss": (
+        _never, "PackedDataset counts the assistant's turns of messages, and nothing else",
+    ),
+    "dataset_text_field": (
+        lambda value, data: value == data.settings["text_column"],
+        "use PackedDataset(text_column=)",
+    ),
+    "dataset_kwargs": (
+        lambda value, data: set(value) <= {"skip_prepare_dataset"},
+        "PackedDataset prepares the data",
+    ),
+    "dataset_num_proc": (_never, "PackedDataset prepares the data; use dataloader_num_workers="),
+    "chat_template_path": (_never, "set tokenizer.chat_template before you build PackedDataset"),
+    "eos_token": (_never, "set tokenizer.eos_token before you build PackedDataset"),
+    "shuffle_dataset": (
+        lambda value, data: bool(data.settings["shuffle"]), "use PackedDataset(shuffle=True)",
+    ),
+    "packing_strategy": (_never, "use PackedDataset(strategy=, overflow=)"),
+    "pad_to_multiple_of": (
+        lambda value, data: (value or 1) == data.settings["pad_to_multiple_of"],
+        "use PackedDataset(pad_to_multiple_of=)",
+    ),
+    "eval_packing": (lambda value, data: bool(value), "evaluation sets are packed, too"),
+    "loss_type": (
+        lambda value, data: value == "chunked_nll",
+        "packed training computes the exact mean of 'nll'",
+    ),
+}  # fmt: skip
+"""Arguments of TRL's SFTConfig, likewise."""
+
+TRAINER: dict[str, str] = {
+    "formatting_func": "format the rows before you build PackedDataset",
+}
+"""Keyword arguments of trainers that would have no effect."""
+
+ACCELERATOR: dict[str, tuple[Any, ...]] = {
+    "split_batches": (False,),
+    "dispatch_batches": (None, False),
+    "even_batches": (True,),
+    "non_blocking": (False,),
+}
+"""Keys of `accelerator_config` about the stock loader, and the values that packs agree with."""
+
+
+def adapt_arguments(args: TrainingArguments, data: PackedDataset, given: dict[str, Any]) -> float:
+    """Set the arguments that packs require; return the label smoothing for the attached loss.
+
+    given: the trainer's other keyword arguments.
+    """
+    _check_arguments(args, data, given)
+    args.remove_unused_columns = False
+    args.per_device_train_batch_size = 1  # a batch is one pack, and the trainer counts it as one
+    args.per_device_eval_batch_size = 1
+    args.ignore_data_skip = True  # the data state restores the position without replaying
+    smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
+    return smoothing
+
+
+def _check_arguments(args: TrainingArguments, data: PackedDataset, given: dict[str, Any]) -> None:
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {args.n_gpu} GPUs would split packs (DataParallel): start one "
+            "process per GPU with accelerate launch or torchrun, or make one GPU visible only"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, (accepts, way_out) in {**TRAINING, **SFT}.items():
+        value = getattr(args, name, None)
+        if name in defaults and value != defaults[name] and not accepts(value, data):
+            raise _refusal(name, value, way_out)
+    config: Any = args.accelerator_config
+    for name, values in ACCELERATOR.items():
+        if getattr(config, name, values[0]) not in values:
+            raise _refusal(
+                f"accelerator_config {name}", getattr(config, name), "each rank reads its own packs"
+            )
+    for name, way_out in TRAINER.items():
+        if given.get(name) is not None:
+            raise _refusal(name, "…", way_out)
+
+
+def _refusal(name: str, value: Any, way_out: str) -> ValueError:
+    value = value if value == "…" else repr(value)
+    return ValueError(f"{name}={value} does not apply to packs: {way_out}; omit it")
+
+
+def _keeps_length(max_length: int | None, settings: dict) -> bool:
+    if max_length is None:
+        return settings["overflow"] in ("split", "error")
+    return max_length == settings["budget"] and settings["overflow"] == "truncate"
+
+
+def count_steps(args: TrainingArguments, data: PackedDataset, first_epoch: int = 0) -> int:
+    """Count the steps of `num_train_epochs` from an epoch on."""
+    if not 0 < args.num_train_epochs < math.inf:
+        raise ValueError(
+            f"num_train_epochs={args.num_train_epochs}: it must be finite and above 0; or pass "
+            "max_steps="
+        )
+    if data.lengths is None:
+        raise ValueError(
+            "the packs of a stream cannot be counted before it is read: pass max_steps=, the "
+            "number of steps to train, in the arguments"
+        )
+    epochs = math.ceil(args.num_train_epochs)
+    *full_epochs, last_epoch = (data.count(first_epoch + epoch) for epoch in range(epochs))
+    fraction = args.num_train_epochs - len(full_epochs)
+    per_rank = math.ceil((sum(full_epochs) + fraction * last_epoch) / args.world_size)
+    return math.ceil(per_rank / args.gradient_accumulation_steps)
