@@ -26,10 +26,12 @@ from .selfcheck import (
     packed_batch,
     random_documents,
 )
+from .sequence_limits import SequenceLimit, frozen_rotary, rotary_limit, sequence_limit
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
     "PackedDifferences",
+    "SequenceLimit",
     "check_default_cache",
     "check_every_layer",
     "check_packed",
@@ -40,6 +42,7 @@ __all__ = [
     "drops_kwargs",
     "eval_mode",
     "forward_context",
+    "frozen_rotary",
     "install_mask_patch",
     "layer_shapes",
     "mask_patch_installed",
@@ -47,6 +50,8 @@ __all__ = [
     "random_documents",
     "record_call",
     "register",
+    "rotary_limit",
+    "sequence_limit",
     "step_context",
     "uninstall_mask_patch",
     "unsupported_reason",

@@ -16,6 +16,7 @@ from ..varlen import Varlen
 from .forward_context import forward_context
 from .layer_check import CallLog, recording
 from .mask_patch import ATTN_IMPLEMENTATION
+from .sequence_limits import frozen_rotary
 
 _STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
 _UNSUPPORTED_TYPES = {
@@ -110,7 +111,7 @@ def _probe(model: Any) -> CallLog:
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     varlen = Varlen(torch.tensor([0, 1], dtype=torch.int32, device=device), 1)
     try:
-        with eval_mode(model), torch.no_grad(), recording() as log:
+        with eval_mode(model), frozen_rotary(model.modules()), torch.no_grad(), recording() as log:
             model(input_ids=token, position_ids=token, use_cache=False, varlen=varlen)
     finally:
         if before != ATTN_IMPLEMENTATION:

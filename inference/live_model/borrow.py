@@ -1,9 +1,10 @@
 """Use a model that is being trained, and return it unchanged.
 
 Everything the engine changes for its forwards is saved first and restored in any case: the training
-flag of each submodule, the attention implementation, the random states (Python, NumPy, torch on
-each device), the current device, autocast and gradient mode. Gradients, weights, dtypes and hooks
-are not touched; gradient checkpointing is inactive in layers that are not in training mode.
+flag of each submodule, the attention implementation, rotary frequencies that depend on the length,
+the random states (Python, NumPy, torch on each device), the current device, autocast and gradient
+mode. Gradients, weights, dtypes and hooks are not touched; gradient checkpointing is inactive in
+layers that are not in training mode.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from ...attention.hf import frozen_rotary
 from ...runtime import preserve_rng
 
 ATTENTION = "nopad"
@@ -39,6 +41,7 @@ def borrow_model(
         stack.enter_context(preserve_rng(device))
         stack.enter_context(_eval_mode(modules))
         stack.enter_context(_use_nopad_attention(modules))
+        stack.enter_context(frozen_rotary(modules))
         stack.enter_context(torch.no_grad())
         dtype = autocast or torch.bfloat16
         stack.enter_context(
