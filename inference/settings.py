@@ -33,6 +33,11 @@ class Settings:
     cuda_graphs: bool
     debug: bool
 
+    @property
+    def length_limit(self) -> tuple[int, str]:
+        """`max_model_len` and its reason."""
+        return self.max_model_len, self.max_model_len_reason
+
 
 def resolve_settings(
     model: Any,

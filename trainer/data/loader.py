@@ -116,6 +116,8 @@ class PackedLoader:
         """Called once, with the batches of the first step, before any of them is issued."""
         self.max_positions: int | None = None
         """The model's limit; batches with positions beyond it are refused."""
+        self.limit_name = "the model's positions"
+        """What `max_positions` is, for the refusal."""
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self._state: dict | None = None
@@ -219,8 +221,8 @@ class PackedLoader:
             length = int(batch["position_ids"].max()) + 1
             if length > self.max_positions:
                 raise ValueError(
-                    f"pack {info.index} holds a sequence of {length} tokens, beyond the model's "
-                    f"{self.max_positions} positions: lower the budget to {self.max_positions}"
+                    f"pack {info.index} holds a sequence of {length} tokens, beyond "
+                    f"{self.limit_name}: lower the budget to {self.max_positions}"
                 )
 
     def _items(self, infos: list[PackInfo]) -> Any:

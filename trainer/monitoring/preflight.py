@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ...attention.hf import document_mask, eval_mode, install_mask_patch
+from ...attention.hf import (
+    SequenceLimit,
+    document_mask,
+    eval_mode,
+    install_mask_patch,
+    rotary_limit,
+    sequence_limit,
+)
 from ...collators import PackedCollator
 from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
 from ...runtime import rank, sum_over_ranks
@@ -119,14 +126,31 @@ def _try_mask_repair(model: Any, collator: Any, leak: float) -> str:
 
 
 def _check_lengths(data: PackedDataset, config: Any) -> None:
-    max_positions = getattr(config, "max_position_embeddings", None)
-    longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
-    longest = min(longest, data.settings["budget"])
-    if max_positions is not None and longest > max_positions:
+    limit, longest = _length_limit(config), _longest(data)
+    if limit is not None and longest > limit.length:
         raise ValueError(
-            f"a sequence of {longest} tokens is beyond the model's {max_positions} positions: "
-            f"lower the budget to {max_positions}, or choose a model with a longer context"
+            f"a sequence of {longest} tokens is beyond {limit.reason}: lower the budget to "
+            f"{limit.length}, or choose a model with a longer context"
         )
+
+
+def _longest(data: PackedDataset) -> int:
+    """Return the length of the longest sequence; 0 if lengths are unknown before reading."""
+    longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
+    return min(longest, data.settings["budget"])
+
+
+def _length_limit(config: Any) -> SequenceLimit | None:
+    """Return the longest sequence that a pack may hold under this attention."""
+    is_nopad = getattr(config, "_attn_implementation", None) == "nopad"
+    limit = sequence_limit(config) if is_nopad else rotary_limit(config)
+    if limit is not None:
+        reason = f"the {limit.length} that packs of this model may hold ({limit.reason})"
+        limit = limit._replace(reason=reason)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or (limit is not None and limit.length <= positions):
+        return limit
+    return SequenceLimit(positions, f"the model's {positions} positions", alone=False)
 
 
 def _check_weights(model: nn.Module, collator: Any) -> None:
@@ -164,7 +188,9 @@ def _describe_plan(data: PackedDataset) -> list[str]:
 def check_first_batches(loader: PackedLoader, model: Any) -> None:
     """Have a loader refuse batches that do not fit the model before they are trained on."""
     config: Any = model.config.get_text_config()
-    loader.max_positions = getattr(config, "max_position_embeddings", None)
+    limit = _length_limit(config)
+    if limit is not None:
+        loader.max_positions, loader.limit_name = limit.length, limit.reason
     loader.first_step_check = partial(check_batches, vocab_size=config.vocab_size)
 
 

@@ -7,8 +7,10 @@ import tiny_run
 import torch
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
+from nopad.trainer.data import PackedLoader
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.preflight import check_batches, measure_leak
+from nopad.trainer.monitoring.preflight import check_batches, check_first_batches, measure_leak
+from odd_models import odd_model
 
 
 def test_the_banner_says_what_runs_and_what_to_expect():
@@ -48,6 +50,20 @@ def test_a_sequence_beyond_the_positions_is_refused():
     data = PackedDataset([[1] * 100], budget=128)
     with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
         check_run(tiny_run.model(), data)
+
+
+@pytest.mark.parametrize("attention", ["nopad", "sdpa"])
+@pytest.mark.parametrize("kind", ["longrope", "longrope_moe", "dynamic"])
+def test_a_sequence_that_would_change_the_frequencies_of_others_is_refused(kind, attention):
+    model, rows = odd_model(kind, attention), [[5] * 4] * 8
+    check_run(model, PackedDataset(rows, budget=64))
+    known = PackedDataset([*rows, [5] * 20], budget=64)
+    with pytest.raises(ValueError, match=r"20 tokens is beyond the 16 .*rotary embedding"):
+        check_run(model, known)
+    loader = PackedLoader(PackedDataset([*rows, [5] * 20], budget=64, pretokenize=False))
+    check_first_batches(loader, model)
+    with pytest.raises(ValueError, match=r"of 20 tokens, beyond the 16 .*rotary embedding"):
+        list(loader)
 
 
 def test_sample_weights_without_the_loss_that_reads_them_are_refused():
