@@ -33,6 +33,8 @@ TINY: dict[str, Any] = {
     "max_seq_length": 256, "sliding_window": 4, "sliding_window_size": 4, "window_size": 4,
     "laurel_rank": 8, "num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attn_logit_softcapping": 5.0, "ngram_vocab_size_ratio": 2,
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_expand": 1, "mamba_chunk_size": 8,
 }  # fmt: skip
 TINY_EVEN_IF_NONE = {
     "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts",
@@ -115,6 +117,7 @@ def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def _settable(config: Any, name: str) -> bool:
+    name = getattr(config, "attribute_map", {}).get(name, name)
     attribute = getattr(type(config), name, None)
     return not isinstance(attribute, property) or attribute.fset is not None
 

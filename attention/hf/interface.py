@@ -68,8 +68,8 @@ def attention(
     source = "call"
     if varlen is None:
         varlen, source = _infer_varlen(query, position_ids)
-    if not compiling:
-        record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3]))
+    if not compiling and record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3])):
+        return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
     if layer == 0:  # compiled layers all read 0
         _check_lengths(module, varlen)
     rows, columns = query.shape[0], query.shape[2]

@@ -1,4 +1,4 @@
-"""Which models the attention function supports, and what a probe of one token shows about them."""
+"""Which models the attention function supports, and what probes of a few tokens show about them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,25 @@ _STATEFUL_MODULES = (
 _SPARSE_MODULES = ("Indexer",)
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent")
 
+_PROBE_TOKENS = 8
+
 _drops_kwargs: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Keyed by model, not stored on it: an evaluation must not modify the live model."""
 
 
+_keeps_state: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""The same, for the result of `keeps_state`."""
+
+
 def unsupported_reason(model: Any) -> str | None:
-    """Return why a model cannot run with attn_implementation="nopad"; None if it can."""
+    """Return why a model cannot run with attn_implementation="nopad"; None if it can.
+
+    What the config and the modules do not show, two forwards of a few tokens do, once per model.
+    """
+    return _declared_reason(model) or _observed_reason(model)
+
+
+def _declared_reason(model: Any) -> str | None:
     config = model.config
     model_type = getattr(config, "model_type", type(model).__name__)
     if model_type in _UNSUPPORTED_TYPES:
@@ -61,6 +74,8 @@ def unsupported_reason(model: Any) -> str | None:
         name = type(module).__name__
         if any(word in name for word in _STATEFUL_MODULES):
             return f"{model_type} " + _STATE.format(name)
+        if hasattr(module, "layer_idx") and any(map(_spans_tokens, module.children())):
+            return f"{model_type} " + _STATE.format(f"the convolution of {name}")
         if any(word in name for word in _SPARSE_MODULES):
             return f"{model_type} selects keys by an index ({name}), which needs an explicit mask"
     if getattr(config, "is_causal", True) is False:
@@ -68,6 +83,10 @@ def unsupported_reason(model: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return f"{model_type} attends in both directions (use_bidirectional_attention)"
     return None
+
+
+def _spans_tokens(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
 
 
 def check_supported(model: Any) -> None:
@@ -102,22 +121,72 @@ def step_context(model: Any, varlen: Varlen) -> AbstractContextManager[None]:
     return forward_context(varlen) if drops_kwargs(model) else nullcontext()
 
 
+def _observed_reason(model: Any) -> str | None:
+    """Return what a probe finds against a model; what cannot be probed is not supported."""
+    model_type = model.config.model_type
+    try:
+        if model not in _keeps_state:
+            _keeps_state[model] = keeps_state(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may fail in any way
+        line = (str(error).strip().splitlines() or [""])[0]
+        return f"{model_type} cannot be examined ({type(error).__name__}: {line})"
+    if not _keeps_state[model]:
+        return None
+    return f"{model_type} carries a state from token to token beside attention, which is not paged"
+
+
+def keeps_state(model: Any) -> bool:
+    """Return whether tokens reach later ones by other ways than attention.
+
+    While attention returns zeros, a token depends on itself alone, unless a layer keeps a state.
+    """
+    ids = torch.arange(3, 3 + 2 * _PROBE_TOKENS) % model.config.get_text_config().vocab_size
+    first, second = ids.view(2, -1)
+    with recording(silent=True):
+        before, after = (
+            _forward_as_nopad(model, torch.cat([start, second])) for start in (first, second)
+        )
+    moved = (before - after)[_PROBE_TOKENS:].abs().max() / before.abs().max()
+    dtypes = {before.dtype, *(weight.dtype for weight in model.parameters())}
+    # Other tokens change how experts group theirs and how activations are quantized, so rounding.
+    return bool(moved > (1e-4 if dtypes == {torch.float32} else 2e-2))
+
+
 def _probe(model: Any) -> CallLog:
     """Run one dummy token, record the calls, and remember whether its keyword reached them."""
+    with recording() as log:
+        _forward_as_nopad(model, torch.zeros(1, dtype=torch.int64))
+    _drops_kwargs[model] = any(source != "call" for _, source, _ in log.calls)
+    return log
+
+
+def _forward_as_nopad(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [T, V] of one sequence, and leave no trace."""
     before = model.config._attn_implementation
     if before != ATTN_IMPLEMENTATION:
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
-    device = next(model.parameters()).device
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    varlen = Varlen(torch.tensor([0, 1], dtype=torch.int32, device=device), 1)
+    device, count = next(model.parameters()).device, len(ids)
+    varlen = Varlen(torch.tensor([0, count], dtype=torch.int32, device=device), count)
+    positions = torch.arange(count, device=device)[None]
     try:
-        with eval_mode(model), frozen_rotary(model.modules()), torch.no_grad(), recording() as log:
-            model(input_ids=token, position_ids=token, use_cache=False, varlen=varlen)
+        with (
+            eval_mode(model),
+            frozen_rotary(model.modules()),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiled graphs record nothing
+        ):
+            output = model(
+                input_ids=ids[None].to(device),
+                position_ids=positions,
+                use_cache=False,
+                varlen=varlen,
+            )
     finally:
         if before != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(before)
-    _drops_kwargs[model] = any(source != "call" for _, source, _ in log.calls)
-    return log
+    return output.logits[0]
 
 
 @contextmanager

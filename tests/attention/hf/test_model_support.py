@@ -1,13 +1,16 @@
-"""Which models drop keyword arguments, and that only those get a forward context."""
+"""Which models keep a state or drop keyword arguments; only the latter get a forward context."""
 
 import importlib
+import inspect
 
 import pytest
 import torch
-from nopad.attention import Varlen, layer_shapes
+from nopad.attention import Varlen, layer_shapes, unsupported_reason
 from nopad.attention.hf import current_varlen, drops_kwargs, forward_context, step_context
+from nopad.attention.hf.model_support import keeps_state
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.inference import Engine, SamplingParams
+from odd_models import odd_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,6 +25,72 @@ def tiny(kind, attention="nopad"):
     )
     randomize_weights(model)
     return model.eval()
+
+
+STATEFUL = (
+    "falcon_h1",
+    "jamba",
+    "bamba",
+    "granitemoehybrid",
+    "minimax",
+    "qwen3_next",
+    "kimi_linear",
+)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_state_beside_attention_is_seen_by_what_it_does(kind):
+    model = tiny(kind, "eager").train()
+    assert keeps_state(model)
+    assert model.training and model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_oss", "mixtral", "deepseek_v3", "nemotron"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_only_attend_keep_no_state(kind, dtype):
+    assert not keeps_state(tiny(kind, "eager").to(dtype))
+
+
+def test_a_layer_of_unknown_name_that_mixes_tokens_is_refused():
+    class Shift(torch.nn.Module):  # as a user may add to any model
+        def forward(self, x):
+            return x + x.roll(1, dims=1)
+
+    model = tiny("llama", "eager")
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Shift())
+    assert "carries a state from token to token" in unsupported_reason(model)
+    with pytest.raises(ValueError, match="nopad cannot run this model: llama carries a state"):
+        Engine(model).generate([[3, 4, 5]])
+
+
+def test_falcon_h1_is_refused_by_the_engine_even_with_weights_that_hide_its_state():
+    model = odd_model("stateful").to(torch.bfloat16)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1e-3)
+    for run in (lambda e: e.generate([[3, 4, 5]]), lambda e: e.score([[3, 4]], [[5]])):
+        with pytest.raises(ValueError, match=r"falcon_h1 .*state beside attention"):
+            run(Engine(model))
+
+
+def test_what_cannot_be_examined_is_refused(monkeypatch):
+    model = tiny("llama", "eager")
+    forward = type(model).forward
+
+    def moody(self, input_ids=None, **named):
+        if input_ids.shape[1] > 1:
+            raise KeyError("no more than one token")
+        return forward(self, input_ids=input_ids, **named)
+
+    moody.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(type(model), "forward", moody)
+    assert "llama cannot be examined (KeyError" in unsupported_reason(model)
+
+
+def test_a_compiled_model_is_probed_in_eager_mode():
+    model = tiny("llama", "eager")
+    model.compile(backend="eager")
+    assert not keeps_state(model) and layer_shapes(model) == [(4, 16, 16)] * 2
 
 
 @pytest.mark.parametrize("kind", DROPPING)
