@@ -26,7 +26,13 @@ from .selfcheck import (
     packed_batch,
     random_documents,
 )
-from .sequence_limits import SequenceLimit, frozen_rotary, rotary_limit, sequence_limit
+from .sequence_limits import (
+    SequenceLimit,
+    frozen_rotary,
+    landmark_lengths,
+    rotary_limit,
+    sequence_limit,
+)
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
@@ -44,6 +50,7 @@ __all__ = [
     "forward_context",
     "frozen_rotary",
     "install_mask_patch",
+    "landmark_lengths",
     "layer_shapes",
     "mask_patch_installed",
     "packed_batch",
