@@ -1,5 +1,6 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
+from .check_rows import check_rows, landmark_lengths
 from .forward_context import current_varlen, forward_context
 from .interface import register
 from .layer_check import check_every_layer, record_call
@@ -29,7 +30,6 @@ from .selfcheck import (
 from .sequence_limits import (
     SequenceLimit,
     frozen_rotary,
-    landmark_lengths,
     rotary_limit,
     sequence_limit,
 )
@@ -42,6 +42,7 @@ __all__ = [
     "check_every_layer",
     "check_packed",
     "check_paged",
+    "check_rows",
     "check_supported",
     "current_varlen",
     "document_mask",

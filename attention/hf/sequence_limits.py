@@ -36,7 +36,7 @@ def sequence_limit(config: Any) -> SequenceLimit | None:
 def rotary_limit(config: Any) -> SequenceLimit | None:
     """Return the limit of rotary embeddings that depend on the length, under any attention."""
     limits = []
-    for parameters in _rope_parameters(config):
+    for parameters in rope_parameters(config):
         rope_type = parameters["rope_type"]
         if rope_type == "longrope":
             original = parameters.get("original_max_position_embeddings")
@@ -57,40 +57,13 @@ def _chunk_limit(config: Any) -> SequenceLimit | None:
     return SequenceLimit(chunk, f"it attends in chunks of {chunk} tokens", alone=False)
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Return the rotary parameters of a model, or those of each of its layer types."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []
     candidates = [parameters, *parameters.values()]
     return [each for each in candidates if isinstance(each, dict) and each.get("rope_type")]
-
-
-def landmark_lengths(config: Any) -> list[int]:
-    """Return the lengths that a model's config names and at which attention may change.
-
-    Found by words, so that types we have never seen are covered: a length too many only costs time.
-
-    >>> landmark_lengths(type("Config", (), {"sliding_window": 512, "vocab_size": 32000}))
-    [512]
-    """
-    named = {name: getattr(config, name, None) for name in dir(config) if _is_landmark(name)}
-    values = [*named.values(), *(p.get(_ORIGINAL) for p in _rope_parameters(config))]
-    limit = rotary_limit(config)
-    values += [] if limit is None else [limit.length]
-    return sorted({n for n in values if type(n) is int and n >= _SHORTEST})
-
-
-_ORIGINAL = "original_max_position_embeddings"
-_LANDMARKS = ("window", "chunk", "local", "topk", "top_k", "block_size", "stride", _ORIGINAL)
-_NO_LANDMARKS = ("num_", "layer", "moe", "expert", "ffn", "token_id")
-_SHORTEST = 8
-"""Shorter ones are exceeded by any row."""
-
-
-def _is_landmark(name: str) -> bool:
-    is_named = any(word in name for word in _LANDMARKS)
-    return is_named and not any(word in name for word in _NO_LANDMARKS)
 
 
 @contextmanager

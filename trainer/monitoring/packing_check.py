@@ -3,10 +3,8 @@
     leak         the first sample is changed: the logits of the others may not move at all
     difference   the logits of a packed sample are those of the sample alone, but for rounding
 
-A chunk, a window, a number of selected keys or an original context only matters to rows and samples
-that exceed it. Each of these lengths that the model names and the budget exceeds therefore gets a
-row in which a sample lies across it, and one with a sample that is longer. A row is run once and
-its samples once, without gradients: about the cost of one training step per length.
+The rows exceed every length that the model names and the budget exceeds (`check_rows`). Each is run
+once and its samples once, without gradients: about the cost of one training step per length.
 """
 
 from __future__ import annotations
@@ -18,57 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.hf import document_mask, eval_mode, landmark_lengths
+from ...attention.hf import check_rows, document_mask, eval_mode
 from ...collators import PackedCollator
 from ...packing import Pack, Sample
 
-SHORT_ROW = (6, 9, 5)
-_OVERHANG = 16
 _EDGES = 4, 8
 """Tokens at the start and the end of each sample whose logits are compared."""
-
-
-def check_rows(config: Any, budget: int, longest: int, collator: Any) -> dict[int, list[list[int]]]:
-    """Return the lengths of the samples of each row, by the length that they exceed; 0: none.
-
-    budget, longest: tokens of a row and of a sample in training.
-
-    >>> config = type("Config", (), {"sliding_window": 64})
-    >>> check_rows(config, budget=128, longest=128, collator=None)
-    {0: [[6, 9, 5]], 64: [[61, 9, 5], [6, 80, 9]]}
-    """
-    max_samples = getattr(collator, "fixed_sequences", None) or budget
-    longest = min(longest, getattr(collator, "max_length", None) or budget)
-    first, second, third = (max(1, min(n, longest, budget // 3)) for n in SHORT_ROW)
-    rows = {0: [[first, second, third][:max_samples]]}
-    for length in landmark_lengths(config):
-        if length < budget:
-            across = [*_pieces(length - 3, longest), second, third]
-            beyond = [first, min(length + _OVERHANG, longest), second]
-            wanted = [across, beyond] if longest > length else [across]
-            fitting = [_cut(row, budget) for row in wanted]
-            rows[length] = [row for row in fitting if len(row) <= max_samples]
-    return rows
-
-
-def _pieces(total: int, longest: int) -> list[int]:
-    """Cut a number of tokens into samples.
-
-    >>> _pieces(61, 25)
-    [25, 25, 11]
-    """
-    return [min(longest, total - start) for start in range(0, total, longest)]
-
-
-def _cut(row: list[int], budget: int) -> list[int]:
-    """Cut a row off at the budget.
-
-    >>> _cut([61, 9, 5], 66)
-    [61, 5]
-    """
-    starts = [sum(row[:i]) for i in range(len(row))]
-    cut = [min(n, budget - start) for n, start in zip(row, starts, strict=True)]
-    return [n for n in cut if n > 0]
 
 
 def measure_leak(
@@ -85,7 +38,7 @@ def measure_leak(
     lengths: of the samples.
     """
     collator = collator or PackedCollator()
-    lengths = lengths or check_rows(None, 32, 32, collator)[0][0]
+    lengths = lengths or _short_row(collator)
     if len(lengths) < 2:
         return 0.0  # a pack of one sequence cannot leak
     samples = _samples(model, lengths)
@@ -96,6 +49,12 @@ def measure_leak(
     )
     moved = (before - after).abs().max() / before.abs().max()
     return 0.0 if moved < (1e-5 if _is_fp32(model) else 4e-3) else float(moved)
+
+
+def _short_row(collator: Any) -> list[int]:
+    """Return the lengths of a few samples, within the collator's fixed shapes."""
+    max_length = getattr(collator, "max_length", None) or 32
+    return check_rows(None, 32, max_length, getattr(collator, "fixed_sequences", None))[0][0]
 
 
 def measure_difference(

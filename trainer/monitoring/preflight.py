@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ...attention.hf import (
     SequenceLimit,
+    check_rows,
     install_mask_patch,
     rotary_limit,
     sequence_limit,
@@ -22,7 +23,7 @@ from ...attention.hf import (
 from ...packing import IGNORE_INDEX, PackedDataset, Planner
 from ...runtime import rank, sum_over_ranks
 from ..data.loader import PackedLoader
-from .packing_check import check_rows, measure_difference, measure_leak
+from .packing_check import measure_difference, measure_leak
 
 MAX_PLANNED = 1 << 20
 """Samples that are planned for the banner; the figures of larger data are extrapolated."""
@@ -63,7 +64,9 @@ def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, li
     budget, limit = data.settings["budget"], _length_limit(config)
     longest = budget if data.lengths is None else _longest(data)
     longest = longest if limit is None else min(longest, limit.length)
-    return check_rows(config, budget, max(longest, 1), collator)
+    longest = min(longest, getattr(collator, "max_length", None) or longest)
+    max_samples = getattr(collator, "fixed_sequences", None)
+    return check_rows(config, budget, max(longest, 1), max_samples)
 
 
 def _find_fault(model: Any, collator: Any, rows: dict[int, list[list[int]]], mask: bool = False):
