@@ -16,6 +16,7 @@ from .model_support import (
     drops_kwargs,
     eval_mode,
     layer_shapes,
+    nopad_attention,
     step_context,
     unsupported_reason,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "landmark_lengths",
     "layer_shapes",
     "mask_patch_installed",
+    "nopad_attention",
     "packed_batch",
     "random_documents",
     "record_call",

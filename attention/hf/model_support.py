@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,29 +15,21 @@ from ..varlen import Varlen
 from .forward_context import forward_context
 from .layer_check import CallLog, recording
 from .mask_patch import ATTN_IMPLEMENTATION
+from .model_types import (
+    KEEPS_STATE,
+    NO_INTERFACE,
+    NO_POSITIONS,
+    SELECTS_KEYS,
+    config_reason,
+    has_interface,
+)
 from .sequence_limits import frozen_rotary
 
-_STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
-_UNSUPPORTED_TYPES = {
-    "deepseek_v4": "keeps a compressed cache of its own",
-    "diffllama": "attends twice per layer under one layer index",
-    "hrm_text": "runs its layers more than once per step",
-    "inkling_text": "adds a position bias inside attention",
-    "doge": "computes its mask from the values",
-    "git": "chooses its attention from a table of its own",
-} | dict.fromkeys(
-    (
-        "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-        "xlm-roberta-xl",
-    ),
-    "counts its positions from pad_token_id + 1, a packed batch counts from 0",
-)  # fmt: skip
 _STATEFUL_MODULES = (
     "Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Recurrent", "LinearAttention",
     "LightningAttention", "KimiDelta", "Rwkv", "xLSTM", "mLSTM", "CCA",
 )  # fmt: skip
 _SPARSE_MODULES = ("Indexer",)
-_STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent")
 
 _PROBE_TOKENS = 8
 
@@ -61,27 +52,20 @@ def unsupported_reason(model: Any) -> str | None:
 def _declared_reason(model: Any) -> str | None:
     config = model.config
     model_type = getattr(config, "model_type", type(model).__name__)
-    if model_type in _UNSUPPORTED_TYPES:
-        return f"{model_type} {_UNSUPPORTED_TYPES[model_type]}"
+    if (reason := config_reason(config)) is not None:
+        return reason
     if not _uses_interface(model):
-        return f"{model_type} does not use the attention interface of Transformers"
+        return f"{model_type} {NO_INTERFACE}"
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{model_type} takes no position_ids: its positions would not restart in a pack"
-    for layer_type in getattr(config, "layer_types", None) or ():
-        if any(word in layer_type for word in _STATEFUL_LAYERS):
-            return f"{model_type} " + _STATE.format(layer_type)
+        return f"{model_type} {NO_POSITIONS}"
     for module in model.modules():
         name = type(module).__name__
         if any(word in name for word in _STATEFUL_MODULES):
-            return f"{model_type} " + _STATE.format(name)
+            return f"{model_type} " + KEEPS_STATE.format(name)
         if hasattr(module, "layer_idx") and any(map(_spans_tokens, module.children())):
-            return f"{model_type} " + _STATE.format(f"the convolution of {name}")
+            return f"{model_type} " + KEEPS_STATE.format(f"the convolution of {name}")
         if any(word in name for word in _SPARSE_MODULES):
-            return f"{model_type} selects keys by an index ({name}), which needs an explicit mask"
-    if getattr(config, "is_causal", True) is False:
-        return f"{model_type} is configured as not causal"
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return f"{model_type} attends in both directions (use_bidirectional_attention)"
+            return f"{model_type} {SELECTS_KEYS} ({name})"
     return None
 
 
@@ -164,29 +148,44 @@ def _probe(model: Any) -> CallLog:
 
 def _forward_as_nopad(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [T, V] of one sequence, and leave no trace."""
-    before = model.config._attn_implementation
-    if before != ATTN_IMPLEMENTATION:
-        model.set_attn_implementation(ATTN_IMPLEMENTATION)
-    device, count = next(model.parameters()).device, len(ids)
+    device, count, modules = next(model.parameters()).device, len(ids), list(model.modules())
     varlen = Varlen(torch.tensor([0, count], dtype=torch.int32, device=device), count)
-    positions = torch.arange(count, device=device)[None]
-    try:
-        with (
-            eval_mode(model),
-            frozen_rotary(model.modules()),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),  # compiled graphs record nothing
-        ):
-            output = model(
-                input_ids=ids[None].to(device),
-                position_ids=positions,
-                use_cache=False,
-                varlen=varlen,
-            )
-    finally:
-        if before != ATTN_IMPLEMENTATION:
-            model.set_attn_implementation(before)
+    with (
+        eval_mode(model),
+        nopad_attention(modules),
+        frozen_rotary(modules),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # compiled graphs record nothing
+    ):
+        output = model(
+            input_ids=ids[None].to(device),
+            position_ids=torch.arange(count, device=device)[None],
+            use_cache=False,
+            varlen=varlen,
+        )
     return output.logits[0]
+
+
+@contextmanager
+def nopad_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run the attention of these modules by `nopad` inside.
+
+    Layers read the name from their config at each call. Unlike set_attn_implementation, setting it
+    there has no side effects to undo.
+    """
+    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    before = [
+        (config, config._attn_implementation_internal)
+        for config in configs.values()
+        if hasattr(config, "_attn_implementation_internal")
+    ]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = ATTN_IMPLEMENTATION
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
 
 
 @contextmanager
@@ -202,6 +201,4 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _uses_interface(model: nn.Module) -> bool:
-    names = {type(module).__module__ for module in model.modules()}
-    files = [sys.modules[name] for name in names if ".modeling_" in name]
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+    return has_interface({type(module) for module in model.modules()})

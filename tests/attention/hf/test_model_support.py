@@ -2,16 +2,18 @@
 
 import importlib
 import inspect
+from contextlib import suppress
 
 import pytest
 import torch
 from nopad.attention import Varlen, layer_shapes, unsupported_reason
 from nopad.attention.hf import current_varlen, drops_kwargs, forward_context, step_context
 from nopad.attention.hf.model_support import keeps_state
+from nopad.attention.hf.model_types import class_reason
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.inference import Engine, SamplingParams
 from odd_models import odd_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CLIPVisionModel, LlavaForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 module = importlib.import_module("nopad.attention.hf.forward_context")
@@ -137,3 +139,35 @@ def test_engine_steps_push_a_context_only_for_models_that_drop_keyword_arguments
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     (completion,) = Engine(model).generate([[3, 4, 5, 6]], params)
     assert completion.error is None and len(pushed) == (4 if DROPPING[kind] else 0)
+
+
+REFUSED = {
+    "bloom": "attention interface", "codegen": "attention interface", "gptj": "attention interface",
+    "falcon": "attention interface", "mamba": "state", "rwkv": "attention interface",
+    "jamba": "state", "falcon_h1": "state", "recurrent_gemma": "state", "roberta": "pad_token_id",
+    "bart": "position_ids", "deepseek_v32": "index",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_types_that_would_ignore_the_name_are_refused_where_they_are_built(kind):
+    with pytest.raises(ValueError, match=f'"nopad" cannot serve this model: .*{REFUSED[kind]}'):
+        tiny(kind, "nopad")
+    model = tiny(kind, "eager")
+    with suppress(ValueError):  # Transformers itself leaves some types as they are
+        model.set_attn_implementation("nopad")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_hybrid_type_whose_layers_all_attend_is_served():
+    settings = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(CONFIG_MAPPING["granitemoehybrid"](**settings)), attn_implementation="nopad"
+    )
+    assert unsupported_reason(model) is None
+
+
+def test_a_model_with_a_vision_tower_of_another_kind_is_served():
+    config = tiny_config(CONFIG_MAPPING["llava"]())
+    assert class_reason(LlavaForConditionalGeneration, config) is None
+    assert class_reason(CLIPVisionModel, config.vision_config) is None
