@@ -1,5 +1,7 @@
 """Requests beyond a model's limit fail alone, and the others get what they get without them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from nopad.attention.hf import random_documents
@@ -76,3 +78,11 @@ def test_prefixes_survive_forwards_that_choose_frequencies_anew(kind):
             model(input_ids=torch.tensor([long]), use_cache=False)
     first, second, third = computed
     assert second - first < 20 and third - second < 20
+
+
+@pytest.mark.parametrize("kind", ["longrope", "chunked"])
+def test_the_harness_asks_for_the_length_it_is_to_work_with(kind):
+    EngineLM = pytest.importorskip("nopad.inference.harness").EngineLM
+    tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, model_max_length=1 << 40)
+    with pytest.raises(ValueError, match=r"use at most 16 \(the harness calls it max_length\)"):
+        EngineLM(odd_model(kind), tokenizer)
