@@ -21,7 +21,7 @@ import numpy as np
 from nopad.packing import Plan, Planner, pack_lengths
 from nopad.packing.ordering import permute, shuffle_key
 from nopad.packing.planning import balance_plan
-from nopad.packing.readers.planned import PLANNED_POOL
+from nopad.packing.readers import PLANNED_POOL
 from record import header, shared_dir, write_record
 
 BUDGETS = (2, 3, 4, 10, 30)

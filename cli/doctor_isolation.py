@@ -13,9 +13,23 @@ from typing import Any
 import torch
 
 from ..attention import unsupported_reason
-from ..attention.hf import PackedDifferences, check_default_cache, check_packed, check_paged
+from ..attention.hf import (
+    PackedDifferences,
+    check_default_cache,
+    check_packed,
+    check_paged,
+    check_rows,
+    landmark_lengths,
+    rotary_limit,
+    sequence_limit,
+)
 from .load_pretrained import short_error
 from .tiny_model import ATTENTION_DROPOUTS
+
+MAX_ROW = 1200
+"""Tokens in a row of the check: eager attention takes memory by their square."""
+ROOM = 32
+"""Tokens of the documents beside the one that exceeds a length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,7 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
         return IsolationResult(name, "refused", note=reason)
     try:
         model = with_attention(oracle, name)
-        packed = check_packed(model, oracle)
+        packed = _check_all_rows(model, oracle)
         paged = check_paged(model) if name == "nopad" else None
     except Exception as error:  # models and kernel libraries raise many types
         return IsolationResult(name, "not run", note=_shortened(error))
@@ -56,9 +70,35 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
     verdict = "LEAK" if packed.leak > limit else "isolated" if packed.within(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # also true for NaN
         verdict = "WRONG"
-    notes = [_advice(model, oracle, verdict, limit)]
+    notes = [_advice(model, oracle, verdict, limit), *_length_notes(model)]
     notes += _dropout_notes(config or oracle.config) if name == "nopad" else []
     return IsolationResult(name, verdict, packed, paged, "; ".join(filter(None, notes)))
+
+
+def _check_all_rows(model: Any, oracle: Any, repair: bool = False) -> PackedDifferences:
+    """Return the worst of a row of short documents, and of rows beyond the lengths of the model."""
+    worst = check_packed(model, oracle, repair=repair)
+    config = model.config.get_text_config()
+    limit = sequence_limit(config) if config._attn_implementation == "nopad" else None
+    positions = getattr(config, "max_position_embeddings", None) or MAX_ROW
+    longest = MAX_ROW if limit is None else min(MAX_ROW, limit.length)
+    if rotary_limit(config) is None:  # beyond the positions, others fail, or have none
+        longest = min(longest, positions)
+    rows = check_rows(config, MAX_ROW, longest)
+    for lengths in (row for length in rows if length for row in rows[length]):
+        worst = worst.worst(check_packed(model, oracle, repair=repair, lengths=lengths))
+    return worst
+
+
+def _length_notes(model: Any) -> list[str]:
+    """Name the longest document, and lengths that no document of the check exceeds."""
+    config = model.config.get_text_config()
+    limit = sequence_limit(config) if config._attn_implementation == "nopad" else None
+    notes = [] if limit is None else [f"documents of at most {limit.length}: {limit.reason}"]
+    unseen = [str(n) for n in landmark_lengths(config) if n >= MAX_ROW - ROOM]
+    if unseen:
+        notes.append(f"not examined beyond {', '.join(unseen)} tokens: --tiny does it in small")
+    return notes
 
 
 def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
@@ -100,7 +140,7 @@ def tolerance(model: Any) -> float:
 def _try_repair(model: Any, oracle: Any, limit: float) -> str:
     """Say whether nopad's wrapper of the stock masks fixes it."""
     try:
-        is_fixed = check_packed(model, oracle, repair=True).within(limit)
+        is_fixed = _check_all_rows(model, oracle, repair=True).within(limit)
     except Exception as error:
         return f"document_mask failed: {_shortened(error)}"
     if is_fixed:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..attention.backends import PAGED_BACKENDS
-from ..attention.hf import random_documents
+from ..attention.hf import random_documents, sequence_limit
 from ..inference import Engine, LogprobParity, batch_invariant, compare_logprobs
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 60, 90)
@@ -49,7 +49,10 @@ class Row:
 def measure(model: Any) -> Iterator[Row]:
     """Compare under every dtype and backend; this casts the model."""
     model.set_attn_implementation("nopad")
-    prompts = [document[0].tolist() for document in random_documents(model, PROMPT_LENGTHS)]
+    limit = sequence_limit(model.config.get_text_config())
+    half = max(PROMPT_LENGTHS) if limit is None else limit.length // 2  # for prompt and answer each
+    lengths = [min(length, half) for length in PROMPT_LENGTHS]
+    prompts = [document[0].tolist() for document in random_documents(model, lengths)]
     for dtype in DTYPES:
         model.to(dtype)
         name = str(dtype).removeprefix("torch.")
@@ -61,12 +64,13 @@ def measure(model: Any) -> Iterator[Row]:
 def _row(
     model: Any, prompts: list[list[int]], dtype: str, backend: str, invariant_to: int = 0
 ) -> Row:
+    max_tokens = min(MAX_TOKENS, max(map(len, prompts)))
     label = f"{backend}, batch-invariant" if invariant_to else backend
     began = time.perf_counter()
     try:
         with batch_invariant(invariant_to) if invariant_to else nullcontext():
             engine = Engine(model, memory=1 << 28)
-            parity = compare_logprobs(model, engine, prompts, MAX_TOKENS, backend=backend)
+            parity = compare_logprobs(model, engine, prompts, max_tokens, backend=backend)
     except Exception as error:  # kernel libraries raise many types
         note = str(error).strip().splitlines() or [type(error).__name__]
         return Row(dtype, label, None, note=note[0].split("this call: ")[-1][:100])

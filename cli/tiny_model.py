@@ -33,6 +33,9 @@ TINY: dict[str, Any] = {
     "max_seq_length": 256, "sliding_window": 4, "sliding_window_size": 4, "window_size": 4,
     "laurel_rank": 8, "num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attn_logit_softcapping": 5.0, "ngram_vocab_size_ratio": 2,
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_expand": 1, "mamba_chunk_size": 8, "attention_chunk_size": 16, "index_topk": 8,
+    "original_max_position_embeddings": 16,
 }  # fmt: skip
 TINY_EVEN_IF_NONE = {
     "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts",
@@ -69,12 +72,23 @@ def tiny_config(config: Any, layers: int | None = None) -> Any:
         values = getattr(config, name, None)
         if isinstance(values, list) and values:
             changes[name] = (list(dict.fromkeys(values)) * count)[:count]
+    if isinstance(rope := getattr(config, "rope_parameters", None), dict) and "rope_type" in rope:
+        changes["rope_parameters"] = _tiny_rope(rope, changes.get("head_dim") or 16)
     changes |= {name: tiny_config(inner, layers) for name, inner in _sub_configs(config)}
     if hasattr(config, "is_decoder"):
         changes["is_decoder"] = True
     if getattr(config, "use_sliding_window", None) is False:
         changes |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     return _rebuild(config, changes)
+
+
+def _tiny_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Shrink the original context, and the factors that longrope has for every frequency."""
+    frequencies = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    tiny = {name: v[:frequencies] if isinstance(v, list) else v for name, v in rope.items()}
+    if tiny.get("original_max_position_embeddings"):
+        tiny["original_max_position_embeddings"] = TINY["original_max_position_embeddings"]
+    return tiny
 
 
 def _zero(rate: Any) -> float:
@@ -115,6 +129,7 @@ def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def _settable(config: Any, name: str) -> bool:
+    name = getattr(config, "attribute_map", {}).get(name, name)
     attribute = getattr(type(config), name, None)
     return not isinstance(attribute, property) or attribute.fset is not None
 

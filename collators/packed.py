@@ -26,6 +26,10 @@ from .row_layout import as_sample, lay_out_rows
 class PackedCollator:
     """Collate one pack, several packs, or a list of samples, without padding.
 
+    The samples of a row stay apart under attn_implementation="nopad" and in our trainers. With
+    stock attention outside of them, model types that do not hand positions to their masks (GPT-OSS,
+    OPT, Falcon, BLOOM, MPT, ...: collators/README.md) let them see each other: ask `nopad doctor`.
+
     >>> batch = PackedCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])

@@ -61,7 +61,7 @@ class Engine:
     page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
     max_num_seqs: requests per step; more raise throughput and inter-token latency.
     max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running requests.
-    max_model_len: longest sequence; default: what the model's positions allow.
+    max_model_len: longest sequence; default: what the model allows.
     max_waiting: requests that may be queued; None: any number.
     keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
     dtype: compute in this dtype, although the weights are wider; default: as autocast says.
@@ -100,7 +100,7 @@ class Engine:
             debug=debug,
         )
         self._tokenizer = TokenizerAdapter(self._model, tokenizer)
-        self._builder = RequestBuilder(self._tokenizer, check_seed(seed), settings.max_model_len)
+        self._builder = RequestBuilder(self._tokenizer, check_seed(seed), *settings.length_limit)
         self.stats = Stats()
         self.trace = RequestTrace()
         self._outputs = OutputProcessor()

@@ -82,8 +82,8 @@ def build_executor(
     model: Any, settings: Settings, stats: Stats, trace: RequestTrace, key: BuildKey
 ) -> Executor:
     """Build everything for a model that has this key now."""
-    check_supported(model)
     device = _single_device(model)
+    check_supported(model)
     cast_weights = None if key.cast_dtype is None else CastWeights(key.modules, key.cast_dtype)
     budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
     graph_budget = 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention.hf import SequenceLimit, sequence_limit
 from .execution.memory_budget import Memory, check_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -26,9 +27,16 @@ class Settings:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_model_len_reason: str
+    """Why the model allows no more, where its positions would."""
     max_waiting: int | None
     cuda_graphs: bool
     debug: bool
+
+    @property
+    def length_limit(self) -> tuple[int, str]:
+        """`max_model_len` and its reason."""
+        return self.max_model_len, self.max_model_len_reason
 
 
 def resolve_settings(
@@ -45,6 +53,8 @@ def resolve_settings(
 ) -> Settings:
     """Validate settings; None becomes the default for the model and its device."""
     on_gpu = next(model.parameters()).device.type == "cuda"
+    limit = sequence_limit(model.config.get_text_config())
+    longest = _max_model_len(model, limit, max_model_len)
     return Settings(
         memory=check_memory(memory),
         page_size=_page_size(page_size, 256 if on_gpu else 16),
@@ -52,7 +62,8 @@ def resolve_settings(
         max_num_batched_tokens=check_positive(
             "max_num_batched_tokens", max_num_batched_tokens, 16384 if on_gpu else 2048
         ),
-        max_model_len=_max_model_len(model, max_model_len),
+        max_model_len=longest,
+        max_model_len_reason="" if limit is None or longest < limit.length else limit.reason,
         max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
         cuda_graphs=cuda_graphs,
         debug=debug,
@@ -88,8 +99,16 @@ def _page_size(value: int | None, default: int) -> int:
     return size
 
 
-def _max_model_len(model: Any, value: int | None) -> int:
-    length = check_positive("max_model_len", value, _max_positions(model))
+def _max_model_len(model: Any, limit: SequenceLimit | None, value: int | None) -> int:
+    longest = _max_positions(model)
+    if limit is not None:
+        longest = min(longest, limit.length)
+    length = check_positive("max_model_len", value, longest)
+    if limit is not None and length > limit.length + 1:
+        raise ValueError(
+            f"max_model_len is {length}; this model allows {limit.length}, because {limit.reason}: "
+            f"use at most {limit.length} (the harness calls it max_length)"
+        )
     num_positions = min(_position_tables(model), default=length)
     if length > num_positions + 1:  # the last token of a sequence is never run
         raise ValueError(

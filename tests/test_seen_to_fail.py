@@ -122,6 +122,30 @@ FAULTS = {
         "pick_examples = lambda rows, *a: "
         "{k: v for k, v in pick(rows, *a).items() if int(k, 16) % ONE_IN == 0}",
     ),
+    "a sequence of any length may join others": (
+        "inference/test_sequence_limits.py::test_a_request_beyond_the_limit_fails_alone",
+        "nopad.attention.hf.sequence_limits", "sequence_limit = lambda config: None",
+    ),
+    "frequencies are not frozen": (
+        "inference/test_sequence_limits.py::test_generation_leaves_no_trace_in_the_frequencies",
+        "nopad.attention.hf.sequence_limits",
+        "from contextlib import nullcontext\nfrozen_rotary = nullcontext",
+    ),
+    "a state is not looked for": (
+        "attention/hf/test_model_support.py::"
+        "test_a_layer_of_unknown_name_that_mixes_tokens_is_refused",
+        "nopad.attention.hf.model_support", "keeps_state = lambda model: False",
+    ),
+    "the start check runs short rows alone": (
+        "trainer/monitoring/test_preflight.py::"
+        "test_keys_selected_among_those_of_other_samples_are_seen",
+        "nopad.attention.hf.check_rows", "landmark_lengths = lambda config: []",
+    ),
+    "the name is accepted for any type": (
+        "attention/hf/test_model_support.py::"
+        "test_types_that_would_ignore_the_name_are_refused_where_they_are_built",
+        "nopad.attention.hf.model_types", "class_reason = lambda *_: None",
+    ),
     "prompts are logged": (
         "inference/test_engine.py::test_logs_hold_no_prompt_and_no_text",
         "nopad.inference.engine",

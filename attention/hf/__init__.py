@@ -1,5 +1,6 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
+from .check_rows import check_rows, landmark_lengths
 from .forward_context import current_varlen, forward_context
 from .interface import register
 from .layer_check import check_every_layer, record_call
@@ -15,6 +16,7 @@ from .model_support import (
     drops_kwargs,
     eval_mode,
     layer_shapes,
+    nopad_attention,
     step_context,
     unsupported_reason,
 )
@@ -26,27 +28,40 @@ from .selfcheck import (
     packed_batch,
     random_documents,
 )
+from .sequence_limits import (
+    SequenceLimit,
+    frozen_rotary,
+    rotary_limit,
+    sequence_limit,
+)
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
     "PackedDifferences",
+    "SequenceLimit",
     "check_default_cache",
     "check_every_layer",
     "check_packed",
     "check_paged",
+    "check_rows",
     "check_supported",
     "current_varlen",
     "document_mask",
     "drops_kwargs",
     "eval_mode",
     "forward_context",
+    "frozen_rotary",
     "install_mask_patch",
+    "landmark_lengths",
     "layer_shapes",
     "mask_patch_installed",
+    "nopad_attention",
     "packed_batch",
     "random_documents",
     "record_call",
     "register",
+    "rotary_limit",
+    "sequence_limit",
     "step_context",
     "uninstall_mask_patch",
     "unsupported_reason",

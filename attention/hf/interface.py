@@ -20,10 +20,13 @@ from ..varlen import Varlen, batch_cache, start_batch
 from .forward_context import current_varlen
 from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
+from .model_types import install_name_guard
+from .sequence_limits import sequence_limit
 
 
 def register() -> None:
     """Register the name with Transformers; importing `nopad.attention` does it."""
+    install_name_guard()
     AttentionInterface.register(ATTN_IMPLEMENTATION, attention)
     AttentionMaskInterface.register(ATTN_IMPLEMENTATION, refuse_mask)
 
@@ -67,9 +70,10 @@ def attention(
     source = "call"
     if varlen is None:
         varlen, source = _infer_varlen(query, position_ids)
-    if not compiling:
-        record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3]))
-    _check_within_chunk(module, varlen)
+    if not compiling and record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3])):
+        return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
+    if layer == 0:  # compiled layers all read 0
+        _check_lengths(module, varlen)
     rows, columns = query.shape[0], query.shape[2]
     q, k, v = (_flatten(x) for x in _cast_to_one_dtype(query, key, value))
     out = attend(
@@ -165,19 +169,20 @@ def _check_call(
             raise ValueError(f"{name}: {extra} is not supported by 'nopad'")
 
 
-def _check_within_chunk(module: nn.Module, varlen: Varlen) -> None:
-    """Refuse chunked attention beyond one chunk; inside one, it equals causal attention."""
-    config = getattr(module, "config", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    layer_types = getattr(config, "layer_types", None)
-    if not chunk or not layer_types:
+def _check_lengths(module: nn.Module, varlen: Varlen) -> None:
+    """Refuse sequences beyond the model's limit, among others or at all.
+
+    Decodes are not checked: CUDA graphs round the number of keys up, and the engine's max_model_len
+    holds them.
+    """
+    limit = sequence_limit(getattr(module, "config", None))
+    if limit is None or (varlen.pages is not None and varlen.max_length == 1):
         return
-    layer = int(getattr(module, "layer_idx", 0))
-    if layer_types[layer] != "chunked_attention":
-        return
-    max_keys = varlen.max_length if varlen.pages is None else varlen.pages.max_length
-    if max_keys > chunk:
+    longest = varlen.max_length if varlen.pages is None else varlen.pages.max_length
+    is_alone = varlen.cu_seqlens.shape[0] == 2 and varlen.pages is None
+    if longest > limit.length and not (limit.alone and is_alone):
         raise ValueError(
-            f"layer {layer} attends in chunks of {chunk} and a sequence may have {max_keys} keys: "
-            "only sequences within one chunk are supported"
+            f"a sequence of up to {longest} tokens{' among others' * limit.alone} cannot be run by "
+            f"'nopad' in this model ({type(module).__name__}), because {limit.reason}: "
+            f"keep sequences (with fixed shapes: max_length) within {limit.length} tokens"
         )

@@ -20,15 +20,17 @@ class CallLog:
 
     calls: list[tuple[int, str, tuple[int, int, int]]] = field(default_factory=list)
     """(layer, source of its boundaries: "call", "positions" or "rows", (Hkv, Dk, Dv))."""
+    silent: bool = False
+    """Whether attention returns zeros: what still passes between tokens then passes beside it."""
 
 
 _active_log: ContextVar[CallLog | None] = ContextVar("nopad_call_log", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[CallLog]:
-    """Record every call of the attention function inside."""
-    log = CallLog()
+def recording(silent: bool = False) -> Iterator[CallLog]:
+    """Record every call of the attention function inside; silent: it returns zeros."""
+    log = CallLog(silent=silent)
     token = _active_log.set(log)
     try:
         yield log
@@ -36,11 +38,13 @@ def recording() -> Iterator[CallLog]:
         _active_log.reset(token)
 
 
-def record_call(layer: int, source: str, shape: tuple[int, int, int]) -> None:
-    """Add a call to the active log, if there is one."""
+def record_call(layer: int, source: str, shape: tuple[int, int, int]) -> bool:
+    """Add a call to the active log, if there is one; return whether attention is silent."""
     log = _active_log.get()
-    if log is not None:
-        log.calls.append((layer, source, shape))
+    if log is None:
+        return False
+    log.calls.append((layer, source, shape))
+    return log.silent
 
 
 @contextmanager

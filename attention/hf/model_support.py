@@ -1,10 +1,9 @@
-"""Which models the attention function supports, and what a probe of one token shows about them."""
+"""Which models the attention function supports, and what probes of a few tokens show about them."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,57 +15,62 @@ from ..varlen import Varlen
 from .forward_context import forward_context
 from .layer_check import CallLog, recording
 from .mask_patch import ATTN_IMPLEMENTATION
+from .model_types import (
+    KEEPS_STATE,
+    NO_INTERFACE,
+    NO_POSITIONS,
+    SELECTS_KEYS,
+    config_reason,
+    has_interface,
+)
+from .sequence_limits import frozen_rotary
 
-_STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
-_UNSUPPORTED_TYPES = {
-    "deepseek_v4": "keeps a compressed cache of its own",
-    "diffllama": "attends twice per layer under one layer index",
-    "hrm_text": "runs its layers more than once per step",
-    "inkling_text": "adds a position bias inside attention",
-    "doge": "computes its mask from the values",
-    "git": "chooses its attention from a table of its own",
-} | dict.fromkeys(
-    (
-        "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-        "xlm-roberta-xl",
-    ),
-    "counts its positions from pad_token_id + 1, a packed batch counts from 0",
-)  # fmt: skip
 _STATEFUL_MODULES = (
     "Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Recurrent", "LinearAttention",
     "LightningAttention", "KimiDelta", "Rwkv", "xLSTM", "mLSTM", "CCA",
 )  # fmt: skip
 _SPARSE_MODULES = ("Indexer",)
-_STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent")
+
+_PROBE_TOKENS = 8
 
 _drops_kwargs: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Keyed by model, not stored on it: an evaluation must not modify the live model."""
 
 
+_keeps_state: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""The same, for the result of `keeps_state`."""
+
+
 def unsupported_reason(model: Any) -> str | None:
-    """Return why a model cannot run with attn_implementation="nopad"; None if it can."""
+    """Return why a model cannot run with attn_implementation="nopad"; None if it can.
+
+    What the config and the modules do not show, two forwards of a few tokens do, once per model.
+    """
+    return _declared_reason(model) or _observed_reason(model)
+
+
+def _declared_reason(model: Any) -> str | None:
     config = model.config
     model_type = getattr(config, "model_type", type(model).__name__)
-    if model_type in _UNSUPPORTED_TYPES:
-        return f"{model_type} {_UNSUPPORTED_TYPES[model_type]}"
+    if (reason := config_reason(config)) is not None:
+        return reason
     if not _uses_interface(model):
-        return f"{model_type} does not use the attention interface of Transformers"
+        return f"{model_type} {NO_INTERFACE}"
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{model_type} takes no position_ids: its positions would not restart in a pack"
-    for layer_type in getattr(config, "layer_types", None) or ():
-        if any(word in layer_type for word in _STATEFUL_LAYERS):
-            return f"{model_type} " + _STATE.format(layer_type)
+        return f"{model_type} {NO_POSITIONS}"
     for module in model.modules():
         name = type(module).__name__
         if any(word in name for word in _STATEFUL_MODULES):
-            return f"{model_type} " + _STATE.format(name)
+            return f"{model_type} " + KEEPS_STATE.format(name)
+        if hasattr(module, "layer_idx") and any(map(_spans_tokens, module.children())):
+            return f"{model_type} " + KEEPS_STATE.format(f"the convolution of {name}")
         if any(word in name for word in _SPARSE_MODULES):
-            return f"{model_type} selects keys by an index ({name}), which needs an explicit mask"
-    if getattr(config, "is_causal", True) is False:
-        return f"{model_type} is configured as not causal"
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return f"{model_type} attends in both directions (use_bidirectional_attention)"
+            return f"{model_type} {SELECTS_KEYS} ({name})"
     return None
+
+
+def _spans_tokens(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
 
 
 def check_supported(model: Any) -> None:
@@ -101,22 +105,87 @@ def step_context(model: Any, varlen: Varlen) -> AbstractContextManager[None]:
     return forward_context(varlen) if drops_kwargs(model) else nullcontext()
 
 
+def _observed_reason(model: Any) -> str | None:
+    """Return what a probe finds against a model; what cannot be probed is not supported."""
+    model_type = model.config.model_type
+    try:
+        if model not in _keeps_state:
+            _keeps_state[model] = keeps_state(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model may fail in any way
+        line = (str(error).strip().splitlines() or [""])[0]
+        return f"{model_type} cannot be examined ({type(error).__name__}: {line})"
+    if not _keeps_state[model]:
+        return None
+    return f"{model_type} carries a state from token to token beside attention, which is not paged"
+
+
+def keeps_state(model: Any) -> bool:
+    """Return whether tokens reach later ones by other ways than attention.
+
+    While attention returns zeros, a token depends on itself alone, unless a layer keeps a state.
+    """
+    ids = torch.arange(3, 3 + 2 * _PROBE_TOKENS) % model.config.get_text_config().vocab_size
+    first, second = ids.view(2, -1)
+    with recording(silent=True):
+        before, after = (
+            _forward_as_nopad(model, torch.cat([start, second])) for start in (first, second)
+        )
+    moved = (before - after)[_PROBE_TOKENS:].abs().max() / before.abs().max()
+    dtypes = {before.dtype, *(weight.dtype for weight in model.parameters())}
+    # Other tokens change how experts group theirs and how activations are quantized, so rounding.
+    return bool(moved > (1e-4 if dtypes == {torch.float32} else 2e-2))
+
+
 def _probe(model: Any) -> CallLog:
     """Run one dummy token, record the calls, and remember whether its keyword reached them."""
-    before = model.config._attn_implementation
-    if before != ATTN_IMPLEMENTATION:
-        model.set_attn_implementation(ATTN_IMPLEMENTATION)
-    device = next(model.parameters()).device
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    varlen = Varlen(torch.tensor([0, 1], dtype=torch.int32, device=device), 1)
-    try:
-        with eval_mode(model), torch.no_grad(), recording() as log:
-            model(input_ids=token, position_ids=token, use_cache=False, varlen=varlen)
-    finally:
-        if before != ATTN_IMPLEMENTATION:
-            model.set_attn_implementation(before)
+    with recording() as log:
+        _forward_as_nopad(model, torch.zeros(1, dtype=torch.int64))
     _drops_kwargs[model] = any(source != "call" for _, source, _ in log.calls)
     return log
+
+
+def _forward_as_nopad(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [T, V] of one sequence, and leave no trace."""
+    device, count, modules = next(model.parameters()).device, len(ids), list(model.modules())
+    varlen = Varlen(torch.tensor([0, count], dtype=torch.int32, device=device), count)
+    with (
+        eval_mode(model),
+        nopad_attention(modules),
+        frozen_rotary(modules),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # compiled graphs record nothing
+    ):
+        output = model(
+            input_ids=ids[None].to(device),
+            position_ids=torch.arange(count, device=device)[None],
+            use_cache=False,
+            varlen=varlen,
+        )
+    return output.logits[0]
+
+
+@contextmanager
+def nopad_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run the attention of these modules by `nopad` inside.
+
+    Layers read the name from their config at each call. Unlike set_attn_implementation, setting it
+    there has no side effects to undo.
+    """
+    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    before = [
+        (config, config._attn_implementation_internal)
+        for config in configs.values()
+        if hasattr(config, "_attn_implementation_internal")
+    ]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = ATTN_IMPLEMENTATION
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
 
 
 @contextmanager
@@ -132,6 +201,4 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _uses_interface(model: nn.Module) -> bool:
-    names = {type(module).__module__ for module in model.modules()}
-    files = [sys.modules[name] for name in names if ".modeling_" in name]
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+    return has_interface({type(module) for module in model.modules()})

@@ -26,6 +26,7 @@ from ..paging.cache import PagedCache
 from ..varlen import Pages, Varlen
 from .mask_patch import document_mask
 from .model_support import layer_shapes, step_context
+from .sequence_limits import frozen_rotary, sequence_limit
 
 LENGTHS = (9, 1, 14, 6, 11)
 
@@ -40,6 +41,11 @@ class PackedDifferences:
     loss: float
     gradients: float
     """Relative to the largest gradient."""
+
+    def worst(self, other: PackedDifferences) -> PackedDifferences:
+        """Return the larger of each difference; NaN is the largest."""
+        pairs = ((getattr(self, n), getattr(other, n)) for n in self.__slots__)
+        return PackedDifferences(*map(nan_max, pairs))
 
     def within(self, tolerance: float = 1e-3) -> bool:
         """Return whether every difference is at most `tolerance`; NaN is not."""
@@ -87,19 +93,24 @@ def packed_batch(documents: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def check_packed(
-    model: Any, oracle: Any | None = None, *, repair: bool = False
+    model: Any,
+    oracle: Any | None = None,
+    *,
+    repair: bool = False,
+    lengths: Sequence[int] = LENGTHS,
 ) -> PackedDifferences:
     """Compare a pack with its documents one by one, run by the oracle or the model itself.
 
     oracle: a model with the same weights and trusted attention, such as `eager`.
     repair: run the pack inside `document_mask`.
+    lengths: of the documents.
     """
-    documents = random_documents(model)
+    documents = random_documents(model, lengths)
     logits, loss, gradients = _packed(model, documents, repair)
-    others = random_documents(model, seed=1)
+    others = random_documents(model, lengths, seed=1)
     with torch.no_grad():
         changed = _forward(model, [others[0], *documents[1:]], repair)
-    first = LENGTHS[0]
+    first = lengths[0]
     expected, expected_loss, expected_gradients = _one_by_one(oracle or model, documents)
     scale = max((g.abs().max().item() for g in expected_gradients), default=1.0) or 1.0
     pairs = zip(gradients, expected_gradients, strict=True)
@@ -131,7 +142,9 @@ def check_paged(model: Any, page_size: int = 16) -> float:
 
     Documents are fed in uneven chunks, so that steps mix prefills, chunked prefills and decodes.
     """
-    documents = random_documents(model, lengths=(9, 1, 35, 6, 18))
+    limit = sequence_limit(model.config.get_text_config())
+    longest = 35 if limit is None else min(35, limit.length)
+    documents = random_documents(model, lengths=(9, 1, longest, 6, min(18, longest)))
     with torch.no_grad():
         lengths = [d.shape[1] for d in documents]
         expected = _forward(model, documents, repair=False)[0].split(lengths)
@@ -237,7 +250,7 @@ def _paged_forward(
     varlen = Varlen(ints(ends), max(b - a for a, b in pairwise(ends)), pages)
     tokens = torch.cat([documents[i][0, a:b] for i, (a, b) in enumerate(spans)])[None]
     positions = ints([p for _, p in tokens_at], torch.int64)[None]
-    with step_context(model, varlen):
+    with step_context(model, varlen), frozen_rotary(model.modules()):
         return model(
             input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen
         ).logits[0]

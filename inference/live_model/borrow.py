@@ -1,9 +1,10 @@
 """Use a model that is being trained, and return it unchanged.
 
 Everything the engine changes for its forwards is saved first and restored in any case: the training
-flag of each submodule, the attention implementation, the random states (Python, NumPy, torch on
-each device), the current device, autocast and gradient mode. Gradients, weights, dtypes and hooks
-are not touched; gradient checkpointing is inactive in layers that are not in training mode.
+flag of each submodule, the attention implementation, rotary frequencies that depend on the length,
+the random states (Python, NumPy, torch on each device), the current device, autocast and gradient
+mode. Gradients, weights, dtypes and hooks are not touched; gradient checkpointing is inactive in
+layers that are not in training mode.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from ...attention.hf import frozen_rotary, nopad_attention
 from ...runtime import preserve_rng
-
-ATTENTION = "nopad"
 
 
 @contextmanager
@@ -38,7 +38,8 @@ def borrow_model(
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(preserve_rng(device))
         stack.enter_context(_eval_mode(modules))
-        stack.enter_context(_use_nopad_attention(modules))
+        stack.enter_context(nopad_attention(modules))
+        stack.enter_context(frozen_rotary(modules))
         stack.enter_context(torch.no_grad())
         dtype = autocast or torch.bfloat16
         stack.enter_context(
@@ -58,22 +59,3 @@ def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for attributes in training:
             attributes["training"] = True
-
-
-@contextmanager
-def _use_nopad_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
-    # Layers read the name from their config at each call. Unlike set_attn_implementation, setting
-    # it there has no side effects to undo.
-    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
-    before = [
-        (config, config._attn_implementation_internal)
-        for config in configs.values()
-        if hasattr(config, "_attn_implementation_internal")
-    ]
-    try:
-        for config, _ in before:
-            config._attn_implementation_internal = ATTENTION
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name

@@ -31,10 +31,14 @@ class PromptSpec(NamedTuple):
 class RequestBuilder:
     """Build groups of requests, numbered in the order they arrive."""
 
-    def __init__(self, tokenizer: TokenizerAdapter, seed: int, max_model_len: int):
+    def __init__(
+        self, tokenizer: TokenizerAdapter, seed: int, max_model_len: int, limit_reason: str = ""
+    ):
+        """Set the defaults; limit_reason: why `max_model_len` cannot be raised."""
         self._tokenizer = tokenizer
         self._seed = seed
         self._max_model_len = max_model_len
+        self._limit_reason = limit_reason
         self._next_id = 0
 
     def generation_requests(
@@ -140,9 +144,12 @@ class RequestBuilder:
         """Tokens a request may reach; ValueError if the model or the cache cannot hold it."""
         longest = self._max_model_len
         if prompt_len + (max_tokens > 0) > longest:
+            way_out = "shorten it, or raise max_model_len if the model allows"
+            if self._limit_reason:
+                way_out = f"shorten it, since for this model {self._limit_reason}"
             raise ValueError(
                 f"the prompt has {prompt_len} tokens and the engine's max_model_len is {longest}: "
-                "shorten it, or raise max_model_len if the model allows"
+                f"{way_out}"
             )
         max_len = min(prompt_len + max_tokens, longest)
         if max_len - 1 > cache_tokens:

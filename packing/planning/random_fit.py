@@ -61,23 +61,9 @@ def random_fit(sizes, capacity, tolerance, longest_first, pairs_first, salt):
     window = _sort(sizes, capacity)
     order, offsets = np.empty(n, np.int64), np.zeros(n + 1, np.int64)
     slack = np.empty(n, np.int64)
-    packed = packs = 0
-    if pairs_first:
-        for arrival in range(n):
-            partner = _exact_partner(window, arrival, capacity, mix(key + np.uint64(arrival)))
-            if partner >= 0:
-                _remove(window, window.ranks[arrival])
-                _remove(window, partner)
-                order[packed], order[packed + 1] = arrival, window.arrivals[partner]
-                packed += 2
-                slack[packs] = 0
-                packs += 1
-                offsets[packs] = packed
-    tokens = np.int64(0)
-    for i in range(packed):
-        tokens -= sizes[order[i]]
-    for size in sizes:
-        tokens += size
+    packs = _pair_exactly(window, capacity, key, order, offsets, slack) if pairs_first else 0
+    packed = offsets[packs]
+    tokens = sizes.sum() - packs * capacity
     cursor = np.int64(key % np.uint64(n))
     rank = opener = largest_at_most(window.ranks_low, window.ranks_high, n - 1)
     while rank >= 0:
@@ -110,6 +96,22 @@ def random_fit(sizes, capacity, tolerance, longest_first, pairs_first, salt):
         else:
             opener = rank
     return order, offsets[: packs + 1], slack[:packs]
+
+
+@jit
+def _pair_exactly(window, capacity, key, order, offsets, slack):
+    """Write the packs of two segments that fill one exactly; return how many there are."""
+    packs = 0
+    for arrival in range(len(order)):
+        partner = _exact_partner(window, arrival, capacity, mix(key + np.uint64(arrival)))
+        if partner >= 0:
+            _remove(window, window.ranks[arrival])
+            _remove(window, partner)
+            order[2 * packs], order[2 * packs + 1] = arrival, window.arrivals[partner]
+            slack[packs] = 0
+            packs += 1
+            offsets[packs] = 2 * packs
+    return packs
 
 
 @jit

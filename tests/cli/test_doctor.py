@@ -7,8 +7,10 @@ import warnings
 import pytest
 from nopad.cli import doctor_parity
 from nopad.cli.doctor import main
+from nopad.cli.doctor_isolation import check_isolation
 from nopad.cli.load_pretrained import load_model
 from nopad.cli.tiny_model import tiny_config
+from odd_models import odd_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -167,3 +169,21 @@ def test_an_unreadable_model_is_one_line_and_status_two(name, capsys, monkeypatc
     assert main([name]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("nopad doctor: cannot build")
+
+
+@pytest.mark.parametrize("kind", ["longrope", "chunked"])
+def test_rows_beyond_the_lengths_of_a_model_are_examined(kind):
+    oracle = odd_model(kind)
+    stock, ours = (check_isolation(oracle, name) for name in ("eager", "nopad"))
+    assert stock.verdict == "WRONG" and stock.note == "not fixed by nopad.attention.document_mask"
+    assert ours.verdict == "isolated" and "documents of at most 16" in ours.note
+
+
+def test_lengths_that_are_too_long_for_the_check_are_named():
+    result = check_isolation(odd_model("longrope", limit=4096), "eager")
+    assert "not examined beyond 4096 tokens: --tiny does it in small" in result.note
+
+
+def test_parity_keeps_within_the_chunks_of_a_model(capsys):
+    assert main(["llama4_text", "--parity"]) == 0
+    assert "TOO LARGE" not in capsys.readouterr().out

@@ -9,31 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...attention.hf import SequenceLimit, rotary_limit, sequence_limit
 from ...packing import IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The vocabulary and the positions of a model; None for positions without a limit."""
+    """The vocabulary of a model, and the longest sequence that a pack may hold; None: any."""
 
     vocab_size: int
-    max_positions: int | None = None
+    sequence: SequenceLimit | None = None
 
     @classmethod
     def of(cls, model: Any) -> ModelLimits:
         config = model.config.get_text_config()
-        return cls(config.vocab_size, getattr(config, "max_position_embeddings", None))
+        return cls(config.vocab_size, length_limit(config))
 
     def check(self, batch: dict[str, Any], name: object) -> None:
         """Raise if the model cannot take a batch; `name` is its pack in the message."""
         self.check_ids(batch, f"{name}: ")
-        if self.max_positions is None:
+        if self.sequence is None:
             return
         length = int(batch["position_ids"].max()) + 1
-        if length > self.max_positions:
+        if length > self.sequence.length:
             raise ValueError(
-                f"{name} holds a sequence of {length} tokens, beyond the model's "
-                f"{self.max_positions} positions: lower the budget to {self.max_positions}"
+                f"{name} holds a sequence of {length} tokens, beyond {self.sequence.reason}: "
+                f"lower the budget to {self.sequence.length}"
             )
 
     def check_ids(self, batch: dict[str, Any], prefix: str = "") -> None:
@@ -48,3 +49,16 @@ class ModelLimits:
                     f"{prefix}{name} {lowest if lowest < 0 else highest} is outside the model's "
                     f"vocabulary of {self.vocab_size}: the data was tokenized for another model"
                 )
+
+
+def length_limit(config: Any) -> SequenceLimit | None:
+    """Return the longest sequence that a pack may hold under this attention."""
+    is_nopad = getattr(config, "_attn_implementation", None) == "nopad"
+    limit = sequence_limit(config) if is_nopad else rotary_limit(config)
+    if limit is not None:
+        reason = f"the {limit.length} that packs of this model may hold ({limit.reason})"
+        limit = limit._replace(reason=reason)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or (limit is not None and limit.length <= positions):
+        return limit
+    return SequenceLimit(positions, f"the model's {positions} positions", alone=False)

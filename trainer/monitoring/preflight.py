@@ -9,17 +9,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from tqdm import tqdm
 
-from ...attention.hf import document_mask, eval_mode, install_mask_patch
-from ...collators import PackedCollator
-from ...packing import IGNORE_INDEX, Pack, PackedDataset, Planner, Sample
+from ...attention.hf import (
+    check_rows,
+    install_mask_patch,
+    sequence_limit,
+    unsupported_reason,
+)
+from ...packing import IGNORE_INDEX, PackedDataset, Planner
 from ...runtime import rank, sum_over_ranks
 from ..data.loader import PackedLoader
-from ..data.model_limits import ModelLimits
+from ..data.model_limits import ModelLimits, length_limit
+from .packing_check import measure_difference, measure_leak
 
 MAX_PLANNED = 1 << 20
 """Samples that are planned for the banner; the figures of larger data are extrapolated."""
@@ -34,9 +37,10 @@ def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str
     attention = getattr(config, "_attn_implementation", "eager")
     _check_lengths(data, config)
     _check_weights(model, collator)
-    leak, boundaries = measure_leak(model, collator), _boundaries(attention)
-    if leak:
-        boundaries = _try_mask_repair(model, collator, leak)
+    rows, boundaries = _check_rows(data, config, collator), _boundaries(attention)
+    fault = _find_fault(model, collator, rows)
+    if fault:
+        boundaries = _try_mask_repair(model, collator, rows, fault)
     model_line = (
         f"{config.model_type}, attention {attention}, document boundaries from {boundaries}, "
         "leak check 0.0"
@@ -51,83 +55,76 @@ def print_banner(lines: list[str]) -> None:
             tqdm.write(f"nopad: {line}")
 
 
-def measure_leak(model: Any, collator: Any = None, mask_documents: bool = False) -> float:
-    """Change the first of several packed samples; return how far the others' logits move.
-
-    The result is relative to the largest logit; correct packing gives 0.0. torch.compile is off
-    meanwhile: it would specialize on the small shape of this check.
-
-    mask_documents: pass the boundaries to the stock masks.
-    """
-    collator = collator or PackedCollator()
-    vocab_size = model.config.get_text_config().vocab_size
-    rng = np.random.default_rng(0)
-    samples = [rng.integers(0, vocab_size, length) for length in _check_sample_lengths(collator)]
-    if len(samples) < 2:
-        return 0.0  # a pack of one sequence cannot leak
-    changed = [(samples[0] + 1) % vocab_size, *samples[1:]]
-    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        before, after = (
-            _logits(model, collator, ids, mask_documents) for ids in (samples, changed)
-        )
-    moved = (before - after)[0, len(samples[0]) :].abs().max() / before.abs().max()
-    weight = next(model.parameters())
-    is_fp32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
-    rounding = 1e-5 if is_fp32 else 4e-3
-    return 0.0 if moved < rounding else float(moved)
-
-
-def _check_sample_lengths(collator: Any) -> list[int]:
-    """Lengths of the samples to pack, within the collator's fixed shapes."""
-    max_samples = getattr(collator, "fixed_sequences", None) or 3
-    max_length = getattr(collator, "max_length", None) or 9
-    return [min(length, max_length) for length in (6, 9, 5)][:max_samples]
-
-
-def _logits(
-    model: Any, collator: Any, samples: list[np.ndarray], mask_documents: bool
-) -> torch.Tensor:
-    device = next(model.parameters()).device
-    # A full pack, as in training: collators that pad rows then have nothing to pad.
-    batch = collator(Pack.of([Sample(ids) for ids in samples], budget=sum(map(len, samples))))
-    batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}
-    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
-    if not mask_documents:
-        return model(**batch).logits.float()
-    with document_mask(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
-        return model(**batch).logits.float()
-
-
 def _boundaries(attention: str) -> str:
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 
 
-def _try_mask_repair(model: Any, collator: Any, leak: float) -> str:
-    """Have the attached loss pass document ids to the stock masks, if that stops the leak."""
-    config, way_out = model.config.get_text_config(), 'use attn_implementation="nopad"'
+def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, list[list[int]]]:
+    budget, limit = data.settings["budget"], length_limit(config)
+    longest = budget if data.lengths is None else _longest(data)
+    longest = longest if limit is None else min(longest, limit.length)
+    longest = min(longest, getattr(collator, "max_length", None) or longest)
+    max_samples = getattr(collator, "fixed_sequences", None)
+    return check_rows(config, budget, max(longest, 1), max_samples)
+
+
+def _find_fault(model: Any, collator: Any, rows: dict[int, list[list[int]]], mask: bool = False):
+    """Return what packing does to this model, in words; "" if nothing."""
+    leak = measure_leak(model, collator, mask, rows[0][0])
+    if leak:
+        return f"lets packed samples see each other (logits move by {leak:.2g})"
+    for length, lengths in [(limit, row) for limit in rows for row in rows[limit]]:
+        difference = measure_difference(model, collator, lengths, mask)
+        if difference:
+            where = f" in rows of more than {length} tokens" if length else ""
+            return (
+                f"computes packed samples otherwise than alone{where} (logits differ by "
+                f"{difference:.2g})"
+            )
+    return ""
+
+
+def _try_mask_repair(
+    model: Any, collator: Any, rows: dict[int, list[list[int]]], fault: str
+) -> str:
+    """Have the attached loss pass document ids to the stock masks, if that makes packing right."""
+    config = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", "eager")
+    way_out = _other_attention(model, attention)
     can_mask = attention != "nopad" and install_mask_patch()
-    if can_mask and not measure_leak(model, collator, mask_documents=True):
+    if can_mask and not _find_fault(model, collator, rows, mask=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.mask_documents = True
             return "the attention mask"
-        way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks"
+        way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks, or "
     raise ValueError(
-        f"{config.model_type} with attn_implementation={attention!r} lets packed samples see each "
-        f"other (logits move by {leak:.2g}): {way_out}, or train without packing; check=False "
-        "skips this check"
+        f"{config.model_type} with attn_implementation={attention!r} {fault}: {way_out}train "
+        "without packing; check=False skips this check"
     )
 
 
+def _other_attention(model: Any, attention: str) -> str:
+    """Advise `nopad` where it would do better."""
+    if attention == "nopad" or unsupported_reason(model) is not None:
+        return ""
+    limit = sequence_limit(model.config.get_text_config())
+    within = "" if limit is None else f" with samples of at most {limit.length} tokens"
+    return f'use attn_implementation="nopad"{within}, or '
+
+
 def _check_lengths(data: PackedDataset, config: Any) -> None:
-    max_positions = getattr(config, "max_position_embeddings", None)
-    longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
-    longest = min(longest, data.settings["budget"])
-    if max_positions is not None and longest > max_positions:
+    limit, longest = length_limit(config), _longest(data)
+    if limit is not None and longest > limit.length:
         raise ValueError(
-            f"a sequence of {longest} tokens is beyond the model's {max_positions} positions: "
-            f"lower the budget to {max_positions}, or choose a model with a longer context"
+            f"a sequence of {longest} tokens is beyond {limit.reason}: lower the budget to "
+            f"{limit.length}, or choose a model with a longer context"
         )
+
+
+def _longest(data: PackedDataset) -> int:
+    """Return the length of the longest sequence; 0 if lengths are unknown before reading."""
+    longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
+    return min(longest, data.settings["budget"])
 
 
 def _check_weights(model: nn.Module, collator: Any) -> None:

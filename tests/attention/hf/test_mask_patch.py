@@ -3,7 +3,9 @@
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
+import nopad
 import pytest
 import torch
 from nopad.attention import document_mask
@@ -36,6 +38,11 @@ def test_models_that_forget_their_positions_leak_and_are_repaired(kind):
         assert check_packed(model, oracle).leak > 1e-2, "no longer leaks: take it off the list"
         repaired = check_packed(model, oracle, repair=True)
         assert repaired.leak < 1e-4 and repaired.within(), repaired
+
+
+def test_the_collator_names_the_types_that_leak_under_stock_attention():
+    text = (Path(nopad.__path__[0]) / "collators" / "README.md").read_text()
+    assert all(f"`{kind}`" in text for kind in FORGETFUL)
 
 
 def test_outside_of_document_mask_nothing_is_changed():

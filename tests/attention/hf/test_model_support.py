@@ -1,14 +1,19 @@
-"""Which models drop keyword arguments, and that only those get a forward context."""
+"""Which models keep a state or drop keyword arguments; only the latter get a forward context."""
 
 import importlib
+import inspect
+from contextlib import suppress
 
 import pytest
 import torch
-from nopad.attention import Varlen, layer_shapes
+from nopad.attention import Varlen, layer_shapes, unsupported_reason
 from nopad.attention.hf import current_varlen, drops_kwargs, forward_context, step_context
+from nopad.attention.hf.model_support import keeps_state
+from nopad.attention.hf.model_types import class_reason
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.inference import Engine, SamplingParams
-from transformers import AutoModelForCausalLM
+from odd_models import odd_model
+from transformers import AutoModelForCausalLM, CLIPVisionModel, LlavaForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 module = importlib.import_module("nopad.attention.hf.forward_context")
@@ -22,6 +27,72 @@ def tiny(kind, attention="nopad"):
     )
     randomize_weights(model)
     return model.eval()
+
+
+STATEFUL = (
+    "falcon_h1",
+    "jamba",
+    "bamba",
+    "granitemoehybrid",
+    "minimax",
+    "qwen3_next",
+    "kimi_linear",
+)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_state_beside_attention_is_seen_by_what_it_does(kind):
+    model = tiny(kind, "eager").train()
+    assert keeps_state(model)
+    assert model.training and model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_oss", "mixtral", "deepseek_v3", "nemotron"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_only_attend_keep_no_state(kind, dtype):
+    assert not keeps_state(tiny(kind, "eager").to(dtype))
+
+
+def test_a_layer_of_unknown_name_that_mixes_tokens_is_refused():
+    class Shift(torch.nn.Module):  # as a user may add to any model
+        def forward(self, x):
+            return x + x.roll(1, dims=1)
+
+    model = tiny("llama", "eager")
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Shift())
+    assert "carries a state from token to token" in unsupported_reason(model)
+    with pytest.raises(ValueError, match="nopad cannot run this model: llama carries a state"):
+        Engine(model).generate([[3, 4, 5]])
+
+
+def test_falcon_h1_is_refused_by_the_engine_even_with_weights_that_hide_its_state():
+    model = odd_model("stateful").to(torch.bfloat16)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1e-3)
+    for run in (lambda e: e.generate([[3, 4, 5]]), lambda e: e.score([[3, 4]], [[5]])):
+        with pytest.raises(ValueError, match=r"falcon_h1 .*state beside attention"):
+            run(Engine(model))
+
+
+def test_what_cannot_be_examined_is_refused(monkeypatch):
+    model = tiny("llama", "eager")
+    forward = type(model).forward
+
+    def moody(self, input_ids=None, **named):
+        if input_ids.shape[1] > 1:
+            raise KeyError("no more than one token")
+        return forward(self, input_ids=input_ids, **named)
+
+    moody.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(type(model), "forward", moody)
+    assert "llama cannot be examined (KeyError" in unsupported_reason(model)
+
+
+def test_a_compiled_model_is_probed_in_eager_mode():
+    model = tiny("llama", "eager")
+    model.compile(backend="eager")
+    assert not keeps_state(model) and layer_shapes(model) == [(4, 16, 16)] * 2
 
 
 @pytest.mark.parametrize("kind", DROPPING)
@@ -68,3 +139,35 @@ def test_engine_steps_push_a_context_only_for_models_that_drop_keyword_arguments
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     (completion,) = Engine(model).generate([[3, 4, 5, 6]], params)
     assert completion.error is None and len(pushed) == (4 if DROPPING[kind] else 0)
+
+
+REFUSED = {
+    "bloom": "attention interface", "codegen": "attention interface", "gptj": "attention interface",
+    "falcon": "attention interface", "mamba": "state", "rwkv": "attention interface",
+    "jamba": "state", "falcon_h1": "state", "recurrent_gemma": "state", "roberta": "pad_token_id",
+    "bart": "position_ids", "deepseek_v32": "index",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_types_that_would_ignore_the_name_are_refused_where_they_are_built(kind):
+    with pytest.raises(ValueError, match=f'"nopad" cannot serve this model: .*{REFUSED[kind]}'):
+        tiny(kind, "nopad")
+    model = tiny(kind, "eager")
+    with suppress(ValueError):  # Transformers itself leaves some types as they are
+        model.set_attn_implementation("nopad")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_hybrid_type_whose_layers_all_attend_is_served():
+    settings = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(CONFIG_MAPPING["granitemoehybrid"](**settings)), attn_implementation="nopad"
+    )
+    assert unsupported_reason(model) is None
+
+
+def test_a_model_with_a_vision_tower_of_another_kind_is_served():
+    config = tiny_config(CONFIG_MAPPING["llava"]())
+    assert class_reason(LlavaForConditionalGeneration, config) is None
+    assert class_reason(CLIPVisionModel, config.vision_config) is None

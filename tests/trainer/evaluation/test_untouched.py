@@ -98,14 +98,14 @@ def _forgetting_attention(modules):
 
 @pytest.mark.parametrize(
     ("fault", "seen"),
-    [("_eval_mode", "flags"), ("_use_nopad_attention", "attention"), ("preserve_rng", "torch")],
+    [("_eval_mode", "flags"), ("nopad_attention", "attention"), ("preserve_rng", "torch")],
 )
 def test_an_engine_that_forgets_to_restore_is_noticed(fault, seen, plain, tmp_path, monkeypatch):
     from nopad.inference.live_model import borrow
 
     forgetting = {
         "_eval_mode": _forgetting_flags,
-        "_use_nopad_attention": _forgetting_attention,
+        "nopad_attention": _forgetting_attention,
         "preserve_rng": lambda device: nullcontext(),
     }
     monkeypatch.setattr(borrow, fault, forgetting[fault])

@@ -8,7 +8,7 @@ from front_ends import FIRST_STEP
 from nopad.attention.hf import mask_patch
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.preflight import measure_leak
+from nopad.trainer.monitoring.packing_check import measure_leak
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

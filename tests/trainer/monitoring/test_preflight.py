@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import tiny_run
 import torch
+from nopad.attention.hf import check_rows
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
+from nopad.trainer.data import PackedLoader
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.preflight import check_batches, measure_leak
+from nopad.trainer.monitoring.packing_check import measure_difference, measure_leak
+from nopad.trainer.monitoring.preflight import check_batches, check_first_batches
+from odd_models import odd_model
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 def test_the_banner_says_what_runs_and_what_to_expect():
@@ -44,10 +51,69 @@ def test_a_model_that_cannot_be_packed_is_refused():
         check_run(MambaForCausalLM(MambaConfig(**sizes)), tiny_run.dataset())
 
 
+STOCK = ["sdpa", "eager"]
+
+
+@pytest.mark.parametrize("attention", STOCK)
+@pytest.mark.parametrize("known", [True, False])
+def test_chunks_that_are_cut_by_the_place_in_a_row_are_seen(attention, known):
+    rows = [[5, 6, 7, 8]] * 20
+    model = odd_model("chunked", attention)
+    check_run(model, PackedDataset(rows, budget=16, pretokenize=known))  # inside one chunk
+    way_out = r'use attn_implementation="nopad" with samples of at most 16 tokens, or train without'
+    with pytest.raises(ValueError, match=rf"otherwise than alone.*{way_out}"):
+        check_run(model, PackedDataset(rows, budget=64, pretokenize=known))
+    check_run(odd_model("chunked", "nopad"), PackedDataset(rows, budget=64, pretokenize=known))
+
+
+@pytest.mark.parametrize("attention", STOCK)
+def test_keys_selected_among_those_of_other_samples_are_seen(attention):
+    model, short = odd_model("sparse", attention), [[5, 6, 7, 8]] * 20
+    check_run(model, PackedDataset(short, budget=64))
+    with pytest.raises(ValueError, match=r"otherwise than alone.*: train without packing"):
+        check_run(model, PackedDataset([*short, [5] * 40], budget=64))
+
+
+@pytest.mark.parametrize("attention", STOCK)
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_check_itself_sees_frequencies_that_depend_on_the_company(kind, attention):
+    model = odd_model(kind, attention)
+    rows = check_rows(model.config, budget=64, longest=64)[16]
+    assert rows == [[13, 9, 5], [6, 32, 9]]
+    across, beyond = (measure_difference(model, None, row) for row in rows)
+    assert across == 0.0 and beyond > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mistral", "mixtral", "gpt2"])
+def test_what_is_right_passes_in_any_precision(kind, dtype):
+    config = tiny_config(CONFIG_MAPPING[kind]())
+    for name in ("sliding_window", "sliding_window_size"):
+        if getattr(config, name, None):
+            setattr(config, name, 24)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="nopad").to(dtype)
+    randomize_weights(model)
+    check_run(model, PackedDataset([[5, 6, 7, 8]] * 20 + [[9] * 60], budget=64))
+
+
 def test_a_sequence_beyond_the_positions_is_refused():
     data = PackedDataset([[1] * 100], budget=128)
     with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
         check_run(tiny_run.model(), data)
+
+
+@pytest.mark.parametrize("attention", ["nopad", "sdpa"])
+@pytest.mark.parametrize("kind", ["longrope", "longrope_moe", "dynamic"])
+def test_a_sequence_that_would_change_the_frequencies_of_others_is_refused(kind, attention):
+    model, rows = odd_model(kind, attention), [[5] * 4] * 8
+    check_run(model, PackedDataset(rows, budget=64))
+    known = PackedDataset([*rows, [5] * 20], budget=64)
+    with pytest.raises(ValueError, match=r"20 tokens is beyond the 16 .*rotary embedding"):
+        check_run(model, known)
+    loader = PackedLoader(PackedDataset([*rows, [5] * 20], budget=64, pretokenize=False))
+    check_first_batches(loader, model)
+    with pytest.raises(ValueError, match=r"of 20 tokens, beyond the 16 .*rotary embedding"):
+        list(loader)
 
 
 def test_sample_weights_without_the_loss_that_reads_them_are_refused():
