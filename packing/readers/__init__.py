@@ -1,9 +1,10 @@
 """Packs of a data set in order, resumable: planned from known lengths, or streamed over shards."""
 
-from .planned import PlannedPacks
+from .planned import PLANNED_POOL, PlannedPacks
 from .streamed import StreamedPacks
 
 __all__ = [
+    "PLANNED_POOL",
     "PlannedPacks",
     "StreamedPacks",
 ]
