@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .document_starts import row_inner_starts
 from .numba_jit import jit
 from .pack import Pack
 from .planning.packer import Packer
@@ -30,6 +31,7 @@ __all__ = [
     "jit",
     "make_sample",
     "pack_lengths",
+    "row_inner_starts",
     "validate_token_ids",
 ]
 

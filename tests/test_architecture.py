@@ -59,7 +59,7 @@ ONLY_IN = {
 LAYERS = {
     "packing": [
         {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
-        {"ordering"}, {"pack"}, {"sample", "token_ids", "numba_jit"},
+        {"ordering"}, {"pack"}, {"sample", "document_starts", "token_ids", "numba_jit"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},

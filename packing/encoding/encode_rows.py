@@ -76,13 +76,17 @@ def encode_source(
 def drop_bad_documents(
     arrays: list[TokenArray], skipped: SkippedRows, vocab_size: int | None = None
 ) -> list[TokenArray]:
-    """Remove and count documents that are empty, or have ids outside the vocabulary."""
+    """Remove and count documents that are empty, or have invalid ids or shifted labels."""
     first, filtered = 0, []
     for array in arrays:
-        valid = array.valid_mask(vocab_size)
+        in_range, unshifted = array.valid_mask(vocab_size), array.unshifted_mask()
+        valid = in_range & unshifted
         for number in np.flatnonzero(~valid).tolist():
-            empty = array.lengths[number] == 0
-            reason = "it is empty or has nulls" if empty else "an id is outside the vocabulary"
+            reason = "a label is not its own token"
+            if not in_range[number]:
+                reason = "an id is outside the vocabulary"
+            if array.lengths[number] == 0:
+                reason = "it is empty or has nulls"
             skipped.add(RowError(f"{array.name}, document {first + number}", reason))
         first += len(valid)
         if not valid.all():

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..numba_jit import jit
 from ..planning.plan import Plan
-from ..sample import IGNORE_INDEX, Sample
+from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
 
 NO_LIMIT = np.iinfo(np.int64).max
@@ -62,6 +62,12 @@ class TokenArray:
         if self.labels is not None and len(self.labels):
             valid &= _documents_in_range(self.labels, self.begins, ends, limit, True)
         return valid
+
+    def unshifted_mask(self) -> np.ndarray:
+        """bool [n]: which documents have labels that are their own tokens."""
+        if self.labels is None:
+            return np.ones(len(self.lengths), bool)
+        return _documents_unshifted(self.flat, self.labels, self.begins, self.begins + self.lengths)
 
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
@@ -133,7 +139,8 @@ class TokenStore:
     ) -> PackedRows:
         """Copy some packs of a plan into one row; the plan's items are documents of this store.
 
-        Raises on an id or label below 0 or beyond the vocabulary, naming its document.
+        Raises on an id or label below 0 or beyond the vocabulary, and on a label that is not its
+        token, naming the document.
         """
         columns = plan.items, plan.starts, plan.lengths, plan.offsets
         labeled = pad_to_multiple_of > 1 or any(a.labels is not None for a in self.arrays)
@@ -161,6 +168,8 @@ class TokenStore:
         if not invalid.any():
             name, ids = "label", rows.labels
             invalid = ((ids < 0) | (ids >= limit)) & (ids != IGNORE_INDEX)
+        if not invalid.any():
+            return self._shifted_error(rows)
         token = int(np.argmax(invalid))
         segment = int(np.searchsorted(rows.segment_starts, token, side="right")) - 1
         location = self.location(int(rows.documents[segment]))
@@ -169,6 +178,19 @@ class TokenStore:
             f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; "
             'pass on_error="skip" to skip such documents'
         )
+
+    def _shifted_error(self, rows: PackedRows) -> ValueError:
+        for document, start, length in zip(
+            rows.documents.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True
+        ):
+            array, tokens = self.locate(document)
+            part = slice(tokens.start + start, tokens.start + start + length)
+            if array.labels is not None:
+                try:
+                    check_labels(array.flat[part], array.labels[part])
+                except ValueError as error:
+                    return ValueError(f"{self.location(document)}: {error}")
+        raise AssertionError("all labels are their own tokens")
 
     def parent_label_counts(self, rows: PackedRows) -> np.ndarray | None:
         """int64 [M]: for parts, the label count of the full document, otherwise 0."""
@@ -256,7 +278,10 @@ def _copy_documents(
         labels = array.flat if array.labels is None else array.labels
         _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
         rows.labels[begins] = IGNORE_INDEX
-        valid = array.labels is None or _labels_in_range(rows.labels, begins, ends, limit)
+        valid = array.labels is None or (
+            _labels_in_range(rows.labels, begins, ends, limit)
+            and bool(_documents_unshifted(array.flat, labels, froms, froms + lengths).all())
+        )
     return valid and smallest >= 0 and largest < limit
 
 
@@ -306,6 +331,18 @@ def _documents_in_range(flat, begins, ends, limit, are_labels):
             smallest, largest = min(smallest, value), max(largest, value)
         in_range[d] = smallest >= 0 and largest < limit
     return in_range
+
+
+@jit
+def _documents_unshifted(flat, labels, begins, ends):
+    """Return for each document whether every label is its own token, or ignored."""
+    unshifted = np.empty(len(begins), np.bool_)
+    for d in range(len(begins)):
+        odd = 0
+        for i in range(begins[d], ends[d]):
+            odd += (labels[i] != flat[i]) & (labels[i] != IGNORE_INDEX)
+        unshifted[d] = odd == 0
+    return unshifted
 
 
 @jit
