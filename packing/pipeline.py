@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .encoding.encode_rows import PRETOKENIZE_UP_TO, drop_bad_documents, encode_source
+from .encoding.encode_rows import drop_bad_documents, encode_source
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .ordering.mixture import StoppingStrategy, Weight
@@ -18,7 +18,7 @@ from .readers.shard_reader import StreamSettings
 from .readers.streamed import StreamedPacks
 from .sources.in_memory import ListSource, TokenRowSource
 from .sources.open_source import Opened, open_source
-from .sources.source import RowSource
+from .sources.source import SMALL_BYTES, RowSource
 from .sources.token_store import TokenArray, TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 
@@ -119,7 +119,7 @@ def _pretokenizes(source: RowSource, options: PipelineOptions) -> bool:
         return options.pretokenize
     if isinstance(source, ListSource):
         return True
-    return source.num_bytes is not None and source.num_bytes <= PRETOKENIZE_UP_TO
+    return source.num_bytes is not None and source.num_bytes <= SMALL_BYTES
 
 
 def _as_row_source(source: Opened, number: int) -> RowSource:

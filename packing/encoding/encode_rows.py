@@ -20,8 +20,6 @@ from ..sources.token_store import TokenArray
 from .encoder import Encoder
 from .report import SkippedRows
 
-PRETOKENIZE_UP_TO = 64 << 20
-"""Bytes of a source up to which it is encoded at once by default."""
 ENCODE_BATCH = 256
 """Rows encoded per call of the tokenizer."""
 

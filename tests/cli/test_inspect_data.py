@@ -37,7 +37,7 @@ def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
 
 def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkeypatch, capsys):
     """Streams that are not pretokenized split long samples; the parts are not samples."""
-    monkeypatch.setattr("nopad.packing.pipeline.PRETOKENIZE_UP_TO", 0)
+    monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", 0)
     monkeypatch.setattr("nopad.cli.inspect_data.MAX_STREAM_PACKS", 1000)
     path = tmp_path / "long.jsonl"
     rows = [{"input_ids": [1] * (200 if i % 3 == 0 else 10)} for i in range(300)]
@@ -77,7 +77,7 @@ def test_flat_tokens_are_inspected(tmp_path, capsys):
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_a_bad_row_stops_it_or_is_left_out_and_counted(data, small, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.pipeline.PRETOKENIZE_UP_TO", small)
+    monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", small)
     with data.open("a") as file:
         file.write('{"input_ids": []}\n')
     assert main(["inspect", str(data), "--budget", "128"]) == 2
