@@ -32,6 +32,9 @@ from ..sources.token_store import TokenStore
 GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
 
+MAX_READERS = 1 << 16
+"""Ranks x workers at most: a position may be this far beyond the epoch of its round's start."""
+
 
 class PlannedPacks:
     """The sequence of packs of a token store, readable from any position by any share."""
@@ -160,6 +163,11 @@ class PlannedPacks:
                 planned += len(plan)
             if planned == epoch_starts[-1][1]:
                 raise ValueError(NO_PACKS)
+            if epoch == position.epoch and position.index > planned + MAX_READERS:
+                raise ValueError(
+                    f"the state is at pack {position.index} of epoch {epoch}, which ends before "
+                    f"pack {planned}: it was not made by this run"
+                )
             epoch_starts = [start for start in epoch_starts if start[0] > epoch - share.world_size]
         while next_index < share.round_end(min(planned, end) - 1, base):
             cursor = _cursor_at(epoch_starts, share.round_start(next_index, base))

@@ -19,6 +19,7 @@ from ..numba_jit import jit
 from ..planning.plan import Plan
 from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
+from .mapped_file import MappedFile
 
 NO_LIMIT = np.iinfo(np.int64).max
 """The limit of ids if the vocabulary is not known."""
@@ -38,6 +39,8 @@ class TokenArray:
     labels: np.ndarray | None = None
     """As long as `flat`; None: every token of a document but its first is a label."""
     source: int = 0
+    file: MappedFile | None = None
+    """The file that `flat` maps, if it is one."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> TokenArray:
@@ -52,8 +55,14 @@ class TokenArray:
         explicit = None if np.array_equal(default_labels, labels) else labels
         return cls(name, flat, begins, lengths, explicit, source)
 
+    def check_file(self) -> None:
+        """Raise if the mapped file was truncated: reading beyond its end would kill the process."""
+        if self.file is not None:
+            self.file.check(self.flat.nbytes)
+
     def valid_mask(self, vocab_size: int | None = None) -> np.ndarray:
         """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
+        self.check_file()
         limit = NO_LIMIT if vocab_size is None else vocab_size
         ends = self.begins + self.lengths
         valid = self.lengths > 0
@@ -71,6 +80,7 @@ class TokenArray:
 
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
+        self.check_file()
         fingerprint = Fingerprint(len(self.lengths), self.labels is not None)
         return fingerprint.array(self.lengths).array(self.flat).array(self.labels).text()
 
@@ -212,6 +222,7 @@ class TokenStore:
         """Return the array of a document, and the slice of its tokens there."""
         number = int(self.array_of(np.array(document)))
         array, index = self.arrays[number], document - int(self.first_documents[number])
+        array.check_file()
         begin = int(array.begins[index])
         return array, slice(begin, begin + int(array.lengths[index]))
 
@@ -270,6 +281,7 @@ def _copy_documents(
     limit: int,
 ) -> bool:
     """Copy the segments of one array into the row; return whether all ids are below the limit."""
+    array.check_file()
     froms = array.begins[documents] + rows.starts[segments]
     begins, ends = rows.segment_starts[:-1][segments], rows.segment_starts[1:][segments]
     lengths, valid = rows.lengths[segments], True
