@@ -22,6 +22,7 @@ from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_
 from . import pack_map
 from .load_pretrained import load_tokenizer
 from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
+from .terminal import printable
 
 MAX_LENGTHS = 1 << 24
 """Samples to inspect at most, if their lengths are known."""
@@ -59,7 +60,8 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     lengths, total = measure_lengths(data, skipped)
     print(_summary(lengths, total))
     if skipped.rows:
-        print(f"{skipped.rows:,} rows skipped; the first: {as_cli_message(skipped.reasons[0])}")
+        reason = printable(as_cli_message(skipped.reasons[0]))
+        print(f"{skipped.rows:,} rows skipped; the first: {reason}")
     print(histogram(lengths), budget_table(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would be {padding_waste(lengths):.1%} padding\n")
     packs = list(islice(data, max(args.packs, args.decode)))
@@ -188,7 +190,7 @@ def pack_text(pack: Pack, tokenizer: Any) -> str:
 
 def _decode(ids: np.ndarray, tokenizer: Any, max_chars: int = 160) -> str:
     text = " ".join(map(str, ids.tolist())) if tokenizer is None else tokenizer.decode(ids)
-    text = text.replace("\n", "\\n")
+    text = printable(text.replace("\n", "\\n"))
     if len(text) <= max_chars:
         return text
     return f"{text[: max_chars // 2]} ... {text[-max_chars // 2 :]}"

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from nopad.__main__ import main
-from nopad.cli import pack_map
+from nopad.cli import pack_map, printable
 from nopad.cli.inspect_data import budget_table, pack_text, padding_waste
 from nopad.packing import Pack, Sample
 
@@ -150,3 +150,28 @@ def test_a_reader_that_has_read_enough_is_answered_as_by_sigpipe(data):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+ESCAPES = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\r\x08\u202e"
+CONTROLS = set("\x1b\x07\x9b\r\x08\u202e")
+
+
+def test_escape_sequences_of_the_data_are_shown_not_sent(tmp_path, capsys):
+    class Tokenizer:
+        def decode(self, ids):
+            return f"Once{ESCAPES}"
+
+    text = pack_text(Pack.of([Sample(np.array([5, 6]))], 8), Tokenizer())
+    assert not CONTROLS & set(text) and r"Once\u001b]52;c;" in text
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2]}) + '\n{"\x9b": \x9b}\n')
+    assert main(["inspect", str(path), "--on-error", "skip"]) == 0
+    assert main(["inspect", str(path)]) == 2
+    assert main(["inspect", str(tmp_path / f"none{ESCAPES}.jsonl")]) == 2
+    said = "".join(capsys.readouterr())
+    assert not CONTROLS & set(said) and r"none\u001b]52" in said
+
+
+def test_printable_text_stays_as_it_is():
+    text = "naïve 日本\t👩\u200d🚀\n"
+    assert printable(text) == text and printable("a\x1bb") == r"a\u001bb"
