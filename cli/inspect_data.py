@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import IGNORE_INDEX, Pack, pack_lengths
+from ..packing import IGNORE_INDEX, MAX_BUDGET, Pack, pack_lengths
 from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
 from .load_pretrained import load_tokenizer
@@ -148,7 +148,7 @@ def budget_table(lengths: np.ndarray, budget: int, overflow: Any) -> str:
     table_rows = ["   budget     packs     fill  samples/pack  longer than a pack"]
     for each in (budget // 4, budget // 2, budget, budget * 2):
         num_long = int((lengths > each).sum())
-        if each < 1 or (overflow == "error" and num_long):
+        if not 1 <= each <= MAX_BUDGET or (overflow == "error" and num_long):
             continue
         plan = pack_lengths(lengths, each, overflow=overflow)
         packed, mark = int(plan.lengths.sum()), "*" if each == budget else " "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class Encoder:
         text_column: the key of the text in a row.
         add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
         """
+        _check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.text_column = text_column
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
@@ -238,6 +240,19 @@ class _Tokens(NamedTuple):
     def of(cls, ids: list[int], offsets: list[tuple[int, int]] | None) -> _Tokens:
         ends = None if offsets is None else np.array([end for _, end in offsets], np.int64)
         return cls(np.asarray(ids, np.int64), ends)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if isinstance(tokenizer, str | PathLike):
+        name = str(tokenizer)
+        raise ValueError(
+            f"tokenizer={name!r} is a name: pass AutoTokenizer.from_pretrained({name!r})"
+        )
+    if tokenizer is not None and not callable(tokenizer):
+        raise ValueError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a Hugging Face tokenizer, or a "
+            "function from text to ids"
+        )
 
 
 def _eos_token_id(tokenizer: Any, add_eos: bool | int) -> int | None:

@@ -175,3 +175,15 @@ def test_escape_sequences_of_the_data_are_shown_not_sent(tmp_path, capsys):
 def test_printable_text_stays_as_it_is():
     text = "naïve 日本\t👩\u200d🚀\n"
     assert printable(text) == text and printable("a\x1bb") == r"a\u001bb"
+
+
+def test_a_budget_beyond_memory_is_one_line(data, capsys):
+    assert main(["inspect", str(data), "--budget", "1000000000000"]) == 2
+    told = "nopad inspect: budget 1000000000000: a pack has at most 268435456 tokens\n"
+    assert capsys.readouterr().err == told
+
+
+def test_the_folder_one_stands_in_is_read(data, monkeypatch, capsys):
+    monkeypatch.chdir(data.parent)
+    assert main(["inspect", ".", "--budget", "128"]) == 0
+    assert "200 samples" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from nopad.packing import IGNORE_INDEX, Sample
+from nopad.packing import IGNORE_INDEX, PackedDataset, Sample
 from nopad.packing.encoding import Encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -272,3 +272,11 @@ def test_rows_without_chat_do_not_care_what_their_tools_are(tokenizer, tools):
     assert one(Encoder(tokenizer), row).tokens.tolist() == [1, 3, 2]
     pair = {"prompt": "what", "completion": " fine", "tools": tools}
     assert one(Encoder(tokenizer), pair).tokens.tolist() == [1, 5, 9, 2]
+
+
+def test_the_name_of_a_tokenizer_is_not_a_tokenizer(tmp_path):
+    for name in ("gpt2", tmp_path):
+        with pytest.raises(ValueError, match=r"is a name: pass AutoTokenizer\.from_pretrained\('"):
+            PackedDataset([{"text": "abc"}], tokenizer=name, budget=16)
+    with pytest.raises(ValueError, match="tokenizer is a int: pass a Hugging Face tokenizer"):
+        Encoder(7)
