@@ -153,7 +153,7 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
 def _check_fewshot(name: str, task: Any) -> None:
     """Raise if a task has fewer examples than its prompts show."""
     wanted = task.get_config("num_fewshot") or 0
-    pool = getattr(getattr(task, "sampler", None), "df", None)
+    pool: Any = getattr(getattr(task, "sampler", None), "df", None)
     if not wanted or not hasattr(pool, "__len__"):
         return
     # An example of the evaluated split is not shown in its own prompt.
