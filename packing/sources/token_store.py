@@ -290,9 +290,9 @@ def _copy_documents(
         labels = array.flat if array.labels is None else array.labels
         _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
         rows.labels[begins] = IGNORE_INDEX
-        valid = array.labels is None or (
-            _labels_in_range(rows.labels, begins, ends, limit)
-            and bool(_documents_unshifted(array.flat, labels, froms, froms + lengths).all())
+        # A label that is its own token is in range if the token is.
+        valid = array.labels is None or bool(
+            _documents_unshifted(array.flat, labels, froms, froms + lengths).all()
         )
     return valid and smallest >= 0 and largest < limit
 
@@ -355,18 +355,6 @@ def _documents_unshifted(flat, labels, begins, ends):
             odd += (labels[i] != flat[i]) & (labels[i] != IGNORE_INDEX)
         unshifted[d] = odd == 0
     return unshifted
-
-
-@jit
-def _labels_in_range(labels, begins, ends, limit):
-    """Return whether the labels of some segments are in 0 .. limit - 1, or IGNORE_INDEX."""
-    smallest = largest = np.int64(0)
-    for s in range(len(begins)):
-        for i in range(begins[s], ends[s]):
-            label = labels[i] if labels[i] != IGNORE_INDEX else np.int64(0)
-            smallest = min(smallest, label)
-            largest = max(largest, label)
-    return smallest >= 0 and largest < limit
 
 
 @jit
