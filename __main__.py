@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         ):  # the reader, `head` for instance, has closed the pipe
             sys.stdout = None
             return 141  # as a program ended by SIGPIPE
-        print(f"nopad {argv[0]}: {error}", file=sys.stderr)
+        from .cli.terminal import printable
+
+        print(printable(f"nopad {argv[0]}: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"nopad {argv[0]}: interrupted", file=sys.stderr)

@@ -147,15 +147,20 @@ def load_model_and_tokenizer(args: argparse.Namespace):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not args.model.endswith(".gguf"):
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        return model.to(args.device).eval(), AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+        return model.to(args.device).eval(), tokenizer
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import GgufConfig
 
     folder, file = os.path.split(args.model)
     config = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, quantization_config=config)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, quantization_config=config, trust_remote_code=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
     # The conversion loses the splitting of digits, with which the model was trained.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]

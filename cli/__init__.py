@@ -21,6 +21,7 @@ from .options import (
     data_kwargs,
     positive,
 )
+from .terminal import printable
 
 __all__ = [
     "HelpFormatter",
@@ -36,5 +37,6 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "positive",
+    "printable",
     "resolve_path",
 ]

@@ -25,6 +25,7 @@ from typing import Any
 
 from .load_pretrained import has_weights, hide_progress_bars, resolve_path, short_error
 from .options import attention_name, parser
+from .terminal import printable
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
 MAX_PARAMETERS = 50_000_000
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
             model, config = _load(args.model, args.tiny)
         except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
             message = f"cannot build {args.model}: {short_error(error)}"
-            print(f"nopad doctor: {message}", file=sys.stderr)
+            print(printable(f"nopad doctor: {message}"), file=sys.stderr)
             return 2
         if args.parity:
             return _report_parity(args.model, model)
@@ -70,7 +71,7 @@ def _report_isolation(name: str, model: Any, implementations: list[str], config:
     from .doctor_isolation import check_isolation, report
 
     results = [check_isolation(model, each, config) for each in implementations]
-    print(report(name, model, results))
+    print(printable(report(name, model, results)))
     if not any(result.was_checked for result in results):
         return 2
     return int(any(result.is_bad for result in results))
@@ -97,19 +98,25 @@ def _report_parity(name: str, model: Any) -> int:
 def _load(name: str, tiny: bool) -> tuple[Any, Any]:
     """Return a model, in fp32 with eager attention, on the GPU if there is one, and its config."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     path = resolve_path(name)
     options = {"attn_implementation": "eager", "dtype": torch.float32}
     is_type = name in CONFIG_MAPPING and not Path(path).exists()
-    config = CONFIG_MAPPING[name]() if is_type else AutoConfig.from_pretrained(path)
+    config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
     if tiny or is_type or not has_weights(path):
         model = _tiny_model(config, options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.eval().to(device), config
+
+
+def _load_config(path: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def _tiny_model(config: Any, options: dict[str, Any]) -> Any:
@@ -120,14 +127,18 @@ def _tiny_model(config: Any, options: dict[str, Any]) -> Any:
     from .tiny_model import randomize_weights, tiny_config
 
     with torch.device("meta"):
-        trial = AutoModelForCausalLM.from_config(tiny_config(config), **options)
+        trial = AutoModelForCausalLM.from_config(
+            tiny_config(config), trust_remote_code=False, **options
+        )
     size = sum(p.numel() for p in trial.parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(
             f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: pass the "
             "folder of a small checkpoint of that type"
         )
-    model = AutoModelForCausalLM.from_config(tiny_config(config), **options)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(config), trust_remote_code=False, **options
+    )
     randomize_weights(model)
     return model
 

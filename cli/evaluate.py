@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import add_model_options, count, count_or_fraction, parser, positive, writable_path
+from .terminal import printable
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -72,9 +73,9 @@ def main(argv: list[str]) -> int:
 def _print_results(results: dict, output: Path | None) -> None:
     from lm_eval.utils import make_table
 
-    print(make_table(results))
+    print(printable(make_table(results)))
     if results.get("groups"):
-        print(make_table(results, "groups"))
+        print(printable(make_table(results, "groups")))
     if output is not None:
         text = json.dumps(results, default=str, indent=1, ensure_ascii=False)
         output.write_text(text, encoding="utf-8")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import add_model_options, as_cli_message, count, parser, plot_path, writable_path
 from .prompt_file import PromptEntry, read_prompts
+from .terminal import printable
 
 if TYPE_CHECKING:
     from ..inference import Completion, Engine, SamplingParams
@@ -52,7 +53,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.output:
         args.output.write_text(text, encoding="utf-8")
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text))
     if args.stats:
         print(json.dumps(_rounded(engine.stats.summary()), indent=1), file=sys.stderr)
     if args.trace:
@@ -71,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--jsonl", action="store_true", help="--file is in JSON lines, whatever its suffix")
     add("--chat", action="store_true", help="apply the tokenizer's chat template to text prompts")
     add("--output", type=writable_path, help="output file; default: standard output")
-    add("--text", action="store_true", help="write only the texts, without JSON")
+    add("--text", action="store_true",
+        help="write only the texts, without JSON; control characters are escaped on standard "
+        "output, not in a file")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy decoding")
     add(
         "--top-p",

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import IGNORE_INDEX, Pack, pack_lengths
+from ..packing import IGNORE_INDEX, MAX_BUDGET, Pack, pack_lengths
 from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
 from .load_pretrained import load_tokenizer
 from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
+from .terminal import printable
 
 MAX_LENGTHS = 1 << 24
 """Samples to inspect at most, if their lengths are known."""
@@ -59,7 +60,8 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     lengths, total = measure_lengths(data, skipped)
     print(_summary(lengths, total))
     if skipped.rows:
-        print(f"{skipped.rows:,} rows skipped; the first: {as_cli_message(skipped.reasons[0])}")
+        reason = printable(as_cli_message(skipped.reasons[0]))
+        print(f"{skipped.rows:,} rows skipped; the first: {reason}")
     print(histogram(lengths), budget_table(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would be {padding_waste(lengths):.1%} padding\n")
     packs = list(islice(data, max(args.packs, args.decode)))
@@ -146,7 +148,7 @@ def budget_table(lengths: np.ndarray, budget: int, overflow: Any) -> str:
     table_rows = ["   budget     packs     fill  samples/pack  longer than a pack"]
     for each in (budget // 4, budget // 2, budget, budget * 2):
         num_long = int((lengths > each).sum())
-        if each < 1 or (overflow == "error" and num_long):
+        if not 1 <= each <= MAX_BUDGET or (overflow == "error" and num_long):
             continue
         plan = pack_lengths(lengths, each, overflow=overflow)
         packed, mark = int(plan.lengths.sum()), "*" if each == budget else " "
@@ -188,7 +190,7 @@ def pack_text(pack: Pack, tokenizer: Any) -> str:
 
 def _decode(ids: np.ndarray, tokenizer: Any, max_chars: int = 160) -> str:
     text = " ".join(map(str, ids.tolist())) if tokenizer is None else tokenizer.decode(ids)
-    text = text.replace("\n", "\\n")
+    text = printable(text.replace("\n", "\\n"))
     if len(text) <= max_chars:
         return text
     return f"{text[: max_chars // 2]} ... {text[-max_chars // 2 :]}"

@@ -59,7 +59,9 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any
     target = _device(device)
     hide_progress_bars()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint_path(name), dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint_path(name), dtype=dtype, trust_remote_code=False
+        )
     except Exception as error:  # Transformers and the hub raise many types
         raise ValueError(f"cannot load {name}: {short_error(error)}") from None
     return model.to(target).eval()
@@ -71,9 +73,11 @@ def load_tokenizer(name: str) -> Any:
 
     path = resolve_path(name)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
-        if Path(path).is_dir():
+        if "trust_remote_code" in str(error):
+            reason = f"{short_error(error)}; pass another with --tokenizer"
+        elif Path(path).is_dir():
             reason = "has no readable tokenizer; pass one with --tokenizer"
         else:
             reason = f"{short_error(error).rstrip('.')}; --tokenizer also takes a folder"
@@ -94,6 +98,8 @@ def short_error(error: Exception) -> str:
     >>> short_error(KeyError("full_attention"))
     "KeyError: 'full_attention'"
     """
+    if "trust_remote_code" in str(error):
+        return "it needs Python code that comes with it, which nopad never runs"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(":")
     type_name = "" if text and isinstance(error, OSError | ValueError) else type(error).__name__

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..packing import IGNORE_INDEX, Pack, Sample
-from .row_layout import as_sample, lay_out_rows
+from .row_layout import as_samples, lay_out_rows
 
 
 class PackedCollator:
@@ -136,7 +136,7 @@ class PackedCollator:
                 "pad_to_budget, stack and fixed_sequences pad rows to the budget of their packs, "
                 "and samples have no budget: pass packs"
             )
-        samples = [as_sample(row) for row in rows]
+        samples = as_samples(rows)
         return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
 
 

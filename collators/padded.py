@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..packing import IGNORE_INDEX, Sample
-from .row_layout import as_sample
+from .row_layout import as_samples
 
 
 class PaddedCollator:
@@ -27,7 +27,7 @@ class PaddedCollator:
     def __call__(self, rows: Sequence[Mapping | Sample]) -> dict[str, torch.Tensor]:
         if not len(rows):
             raise ValueError("an empty list cannot be collated: pass at least one sample")
-        samples, multiple = [as_sample(row) for row in rows], self.pad_to_multiple_of
+        samples, multiple = as_samples(rows), self.pad_to_multiple_of
         width = -(-max(len(sample) for sample in samples) // multiple) * multiple
         batch = {
             "input_ids": torch.full((len(samples), width), self.pad_token_id),

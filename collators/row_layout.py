@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, jit, make_sample
+from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, jit, make_sample, row_inner_starts
 
 
-def as_sample(row: Sample | Mapping[str, Any]) -> Sample:
-    """Convert a trainer's feature dict to a sample, with the same checks as packing."""
+def as_samples(rows: Iterable[Sample | Mapping[str, Any]]) -> list[Sample]:
+    """Convert a trainer's feature dicts to samples, with the same checks as packing.
+
+    A row that is packed already is cut into its documents.
+
+    >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}
+    >>> [sample.tokens.tolist() for sample in as_samples([row])]
+    [[5, 6, 7], [8, 9]]
+    """
+    return [sample for row in rows for sample in _documents(row)]
+
+
+def _documents(row: Any) -> list[Sample]:
     if isinstance(row, Sample):
-        return row
+        return [row]
     if isinstance(row, Pack):
         raise ValueError("a Pack is not a sample: PackedCollator takes packs, if all are packs")
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
-    check_masks(row, row.get("attention_mask"))
-    return make_sample(row["input_ids"], row.get("labels"))
+    check_masks(row)
+    sample = make_sample(row["input_ids"], row.get("labels"))
+    starts = row_inner_starts(row, len(sample))
+    if not len(starts):
+        return [sample]
+    pairs = zip(np.split(sample.tokens, starts), np.split(sample.labels, starts), strict=True)
+    return [Sample(tokens, labels) for tokens, labels in pairs]
 
 
 def lay_out_rows(

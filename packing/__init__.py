@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .document_starts import row_inner_starts
 from .numba_jit import jit
-from .pack import Pack
+from .pack import MAX_BUDGET, Pack
 from .planning.packer import Packer
 from .planning.plan import Plan
 from .planning.planner import Planner, pack_lengths
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORE_INDEX",
+    "MAX_BUDGET",
     "Pack",
     "PackedDataset",
     "Packer",
@@ -30,6 +32,7 @@ __all__ = [
     "jit",
     "make_sample",
     "pack_lengths",
+    "row_inner_starts",
     "validate_token_ids",
 ]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .encoding.encode_rows import PRETOKENIZE_UP_TO, drop_bad_documents, encode_source
+from .encoding.encode_rows import drop_bad_documents, encode_source
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .ordering.mixture import StoppingStrategy, Weight
+from .pack import MAX_BUDGET
 from .planning.overflow import max_sample_length
 from .planning.planner import check_ints
 from .readers.planned import PlannedPacks
@@ -18,7 +19,7 @@ from .readers.shard_reader import StreamSettings
 from .readers.streamed import StreamedPacks
 from .sources.in_memory import ListSource, TokenRowSource
 from .sources.open_source import Opened, open_source
-from .sources.source import RowSource
+from .sources.source import SMALL_BYTES, RowSource
 from .sources.token_store import TokenArray, TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 
@@ -119,7 +120,7 @@ def _pretokenizes(source: RowSource, options: PipelineOptions) -> bool:
         return options.pretokenize
     if isinstance(source, ListSource):
         return True
-    return source.num_bytes is not None and source.num_bytes <= PRETOKENIZE_UP_TO
+    return source.num_bytes is not None and source.num_bytes <= SMALL_BYTES
 
 
 def _as_row_source(source: Opened, number: int) -> RowSource:
@@ -182,6 +183,8 @@ def check_values(
     """Raise on settings out of range."""
     if budget < 2:
         raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
+    if budget > MAX_BUDGET:
+        raise ValueError(f"budget {budget}: a pack has at most {MAX_BUDGET} tokens")
     if pad_token_id < 0 or (vocab_size is not None and pad_token_id >= vocab_size):
         ids = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
         raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary, {ids}")

@@ -35,9 +35,32 @@ class Sample:
         if tokens.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers, got {tokens.dtype} and {labels.dtype} labels")
         tokens, labels = np.ascontiguousarray(tokens, np.int64), labels.astype(np.int64)
+        if self.labels is not None:
+            check_labels(tokens, labels)
         labels[0] = IGNORE_INDEX  # no token of this sample precedes the first one
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "labels", labels)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def check_labels(tokens: np.ndarray, labels: np.ndarray) -> None:
+    """Raise unless every label is its own token or ignored: only the model shifts labels.
+
+    >>> check_labels(np.array([5, 6, 7]), np.array([6, 7, IGNORE_INDEX]))
+    Traceback (most recent call last):
+    ValueError: the label of token 0 is 6, the token is 5: pass labels unshifted, the model shifts
+    """
+    odd = (labels != tokens) & (labels != IGNORE_INDEX)
+    if odd.any():
+        first = int(np.argmax(odd))
+        raise ValueError(shifted_labels(first, int(labels[first]), int(tokens[first])))
+
+
+def shifted_labels(place: int, label: int, token: int) -> str:
+    """Say that a label is not the token at its place."""
+    return (
+        f"the label of token {place} is {label}, the token is {token}: "
+        "pass labels unshifted, the model shifts"
+    )

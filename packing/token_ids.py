@@ -6,12 +6,18 @@ vocabulary raises an error that shows the value.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .sample import IGNORE_INDEX, Sample
+
+LOSS_MASKS = frozenset((
+    "loss_mask", "loss_masks", "loss_weights", "label_mask", "labels_mask", "completion_mask",
+    "assistant_mask", "assistant_masks",
+))  # fmt: skip
+"""Columns in which libraries say which tokens count; packing reads only labels."""
 
 
 def validate_token_ids(ids: Any, name: str = "input_ids") -> np.ndarray:
@@ -53,20 +59,26 @@ def make_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) -> 
     return Sample(ids, labels)
 
 
-def check_masks(columns: Collection[str], attention_mask: Any = None) -> None:
-    """Raise if ready token ids come with a mask that packing would ignore.
+def check_masks(row: Mapping[str, Any]) -> None:
+    """Raise if a row has a mask of its loss that the labels do not follow.
 
-    >>> check_masks({"input_ids", "completion_mask"})
+    >>> check_masks({"input_ids": [5, 6], "loss_mask": [0, 1]})
     Traceback (most recent call last):
-    ValueError: completion_mask without labels: pass labels, -100 where the loss ignores a token
+    ValueError: loss_mask without labels: pass labels, -100 where the loss ignores a token
     """
-    for mask in ("completion_mask", "assistant_masks"):
-        if mask in columns and "labels" not in columns:
+    for name in LOSS_MASKS & row.keys():
+        mask, labels = row[name], row.get("labels")
+        if mask is None:
+            continue
+        if labels is None:
             raise ValueError(
-                f"{mask} without labels: pass labels, {IGNORE_INDEX} where the loss ignores a token"
+                f"{name} without labels: pass labels, {IGNORE_INDEX} where the loss ignores a token"
             )
-    if attention_mask is not None and not np.all(np.asarray(attention_mask)):
-        raise ValueError("attention_mask contains 0, so rows are padded: tokenize without padding")
+        mask, labels = np.asarray(mask), np.asarray(labels)
+        if mask.shape != labels.shape or not np.isin(mask, (0, 1)).all():
+            raise ValueError(f"{name} must be 0 or 1 for each label: remove it, the labels count")
+        if (labels[mask == 0] != IGNORE_INDEX).any():
+            raise ValueError(f"a token that {name} excludes has a label: remove one of the two")
 
 
 def _check_range(ids: np.ndarray, vocab_size: int | None, name: str) -> None:

@@ -88,7 +88,9 @@ def load_model(args: argparse.Namespace, tokenizer):
     register()
     with error_context(args.model):
         name = checkpoint_path(args.model)
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=args.attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, attn_implementation=args.attention, trust_remote_code=False
+        )
     check_vocab_size(model, tokenizer)
     if not args.lora:
         return model

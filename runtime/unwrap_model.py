@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 
 def unwrap_model(model: Any) -> Any:
     """Return the model inside DDP, torch.compile and PEFT wrappers; its layers keep adapters."""
+    if isinstance(model, str | PathLike):
+        name = str(model)
+        raise ValueError(
+            f"{name!r} is a name, not a model: pass AutoModelForCausalLM.from_pretrained({name!r})"
+        )
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None:

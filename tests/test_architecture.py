@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -59,7 +60,7 @@ ONLY_IN = {
 LAYERS = {
     "packing": [
         {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
-        {"ordering"}, {"pack"}, {"sample", "token_ids", "numba_jit"},
+        {"ordering"}, {"pack"}, {"sample", "document_starts", "token_ids", "numba_jit"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},
@@ -302,7 +303,8 @@ def test_no_code_is_loaded_from_data():
 @pytest.mark.parametrize(
     "call",
     ["eval('1')", "yaml.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)",
-     "AutoModel.from_pretrained(name, trust_remote_code=True)"],
+     "AutoModel.from_pretrained(name, trust_remote_code=True)", "AutoModel.from_pretrained(name)",
+     "AutoModelForCausalLM.from_config(config, **options)"],
 )  # fmt: skip
 def test_the_reader_of_calls_sees_unsafe_ones(call):
     assert _unsafe_call("x.py", ast.parse(call, mode="eval").body)
@@ -324,6 +326,10 @@ def _unsafe_call(where: str, node: ast.Call) -> list[str]:
         return [f"{where}:{node.lineno} torch.load without weights_only=True"]
     if words.get("trust_remote_code") == "True":
         return [f"{where}:{node.lineno} trusts remote code"]
+    # Without the argument, Transformers asks on standard input whether to run the code.
+    asks = re.fullmatch(r"Auto\w+\.from_(pretrained|config)", name)
+    if asks and words.get("trust_remote_code") != "False":
+        return [f"{where}:{node.lineno} {name} without trust_remote_code=False"]
     return []
 
 

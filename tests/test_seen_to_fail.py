@@ -146,6 +146,33 @@ FAULTS = {
         "test_types_that_would_ignore_the_name_are_refused_where_they_are_built",
         "nopad.attention.hf.model_types", "class_reason = lambda *_: None",
     ),
+    "a bomb is as large as its file": (
+        "packing/sources/test_hostile_names.py::test_a_source_is_small_by_what_comes_out_of_it[gz]",
+        "nopad.packing.sources.decompress",
+        "decompressed_size = lambda path, limit: 5 * path.stat().st_size",
+    ),
+    "a turn of weight 0 counts": (
+        "packing/encoding/test_chat.py::test_a_turn_that_says_it_does_not_count_is_no_label",
+        "nopad.packing.encoding.chat",
+        "_is_trained = lambda turn, message: message['role'] == 'assistant'",
+    ),
+    "a position may be anywhere": (
+        "packing/state/test_refused_states.py::"
+        "test_a_position_beyond_the_run_is_refused_at_once[change1-1]",
+        "nopad.packing.readers.planned",
+        "MAX_READERS = 1 << 62",
+    ),
+    "control characters are printed": (
+        "cli/test_inspect_data.py::test_escape_sequences_of_the_data_are_shown_not_sent",
+        "nopad.cli.terminal",
+        "printable = str",
+    ),
+    "aliases are followed": (
+        "recipes/support/test_arguments.py::"
+        "test_yaml_that_grows_or_contradicts_itself_is_refused_at_once",
+        "nopad.recipes.support.arguments",
+        "import yaml\n_flat_loader = lambda: yaml.SafeLoader",
+    ),
     "prompts are logged": (
         "inference/test_engine.py::test_logs_hold_no_prompt_and_no_text",
         "nopad.inference.engine",

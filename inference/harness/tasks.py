@@ -78,6 +78,7 @@ class Harness:
             task_fewshot = task.get_config("num_fewshot")
             if task_fewshot is None or (num_fewshot is not None and task_fewshot != 0):
                 task.set_config(key="num_fewshot", value=int(num_fewshot or 0))
+            _check_fewshot(name, task)
             if task.get_config("output_type") == "generate_until":
                 self._set_gen_kwargs(name, task, gen_kwargs or {})
 
@@ -147,6 +148,21 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
             hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists all"
             raise ValueError(f"no task {name!r}: {hint}")
     return manager
+
+
+def _check_fewshot(name: str, task: Any) -> None:
+    """Raise if a task has fewer examples than its prompts show."""
+    wanted = task.get_config("num_fewshot") or 0
+    pool: Any = getattr(getattr(task, "sampler", None), "df", None)
+    if not wanted or not hasattr(pool, "__len__"):
+        return
+    # An example of the evaluated split is not shown in its own prompt.
+    shares_split = task.get_config("fewshot_split") == task.get_config("test_split")
+    if wanted > len(pool) - shares_split:
+        raise ValueError(
+            f"{name} has {len(pool) - shares_split} few-shot examples, num_fewshot is {wanted}: "
+            "lower it"
+        )
 
 
 def _check_arguments(tasks: Any, limit: Any, num_fewshot: Any, gen_kwargs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ class TokenizerAdapter:
     """A model's tokenizer, which may be missing, with its vocabulary and end-of-text tokens."""
 
     def __init__(self, model: Any, tokenizer: Any | None):
+        if isinstance(tokenizer, str | PathLike):
+            name = str(tokenizer)
+            raise ValueError(
+                f"tokenizer={name!r} is a name: pass AutoTokenizer.from_pretrained({name!r})"
+            )
         self.tokenizer = tokenizer
         self._siblings, self._name = _find_embeddings(model)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)

@@ -8,7 +8,8 @@ then the spans are derived by rendering prefixes, and verified against the full 
     the full text                       <user> hi <assistant> hello <end> <user> ...
                                                              ^^^^^^^^^^^ labels
 
-A token that contains any part of an answer is a label, even if it contains other text too.
+A token that contains any part of an answer is a label, even if it contains other text too. A
+message with "weight": 0 or "train": false is not a label.
 """
 
 from __future__ import annotations
@@ -21,26 +22,52 @@ import numpy as np
 
 from ..sample import IGNORE_INDEX, Sample
 
+TURN_FLAGS = ("weight", "train", "training", "loss")
+"""Keys with which a message of OpenAI, Axolotl or ms-swift is excluded from the loss."""
+TURN_DETAILS = frozenset(("train_detail", "training_detail"))
+"""Keys that exclude parts of a message, which is not supported."""
+
 
 def encode_chat(
     tokenizer: Any, messages: Sequence[Mapping], first: int = 0, tools: Any = None
 ) -> Sample:
     """Render and tokenize a conversation; labels are the assistant turns from message `first` on.
 
+    A turn with "weight": 0 or "train": false is not a label.
+
     tools: the schemas of callable functions, for the template.
     """
     _check_messages(tokenizer, messages)
-    if first == 0 and re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
-        ids, is_label = _labels_from_markers(tokenizer, messages, tools)
-    else:
-        ids, is_label = _labels_from_spans(tokenizer, messages, first, tools)
+    is_trained = [_is_trained(turn, message) for turn, message in enumerate(messages)]
+    turns = [turn for turn in range(first, len(messages)) if is_trained[turn]]
+    if not turns:
+        raise ValueError("no turn of the assistant is trained: the conversation trains nothing")
+    ids, is_label = _labels_of_turns(tokenizer, messages, turns, tools)
     if not is_label.any():
         raise ValueError("no token of the assistant is a label: the conversation trains nothing")
     return Sample(ids, np.where(is_label, ids, IGNORE_INDEX))
 
 
-def assistant_spans(render: Any, messages: Sequence[Mapping], first: int, ends: Sequence[str]):
-    """Return the (start, end) characters of each assistant turn in the full rendered text.
+def _labels_of_turns(tokenizer: Any, messages: Sequence[Mapping], turns: list[int], tools: Any):
+    """Return the ids of the conversation, and which of them belong to these turns."""
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
+        return _labels_from_spans(tokenizer, messages, turns, tools)
+    ids, is_label = _labels_from_markers(tokenizer, messages, tools)
+    if len(turns) == sum(message["role"] == "assistant" for message in messages):
+        return ids, is_label
+    span_ids, in_turns = _labels_from_spans(tokenizer, messages, turns, tools)
+    if not np.array_equal(ids, span_ids):
+        raise ValueError(
+            "the chat template marks the assistant's tokens but renders other ones as text, so the "
+            "turns cannot be told apart: pass input_ids and labels"
+        )
+    return ids, is_label & in_turns
+
+
+def assistant_spans(
+    render: Any, messages: Sequence[Mapping], turns: Sequence[int], ends: Sequence[str]
+):
+    """Return the (start, end) characters of these assistant turns in the full rendered text.
 
     ends: the end marks of the template, longest first.
 
@@ -48,13 +75,12 @@ def assistant_spans(render: Any, messages: Sequence[Mapping], first: int, ends: 
     ...     text = "".join(f"<{m['role']}>{m['content']}<end>" for m in messages)
     ...     return text + "<assistant>" * prompt
     >>> chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    >>> assistant_spans(render, chat, 0, ["<end>"]), render(chat)[24:32]
+    >>> assistant_spans(render, chat, [1], ["<end>"]), render(chat)[24:32]
     ([(24, 32)], 'yes<end>')
     """
     text, spans = render(messages), []
-    for turn, message in enumerate(messages):
-        if turn < first or message["role"] != "assistant":
-            continue
+    for turn in turns:
+        message = messages[turn]
         before = render(messages[:turn], prompt=True) if turn else _opening(render, messages)
         through = render(messages[: turn + 1])
         if not text.startswith(before):
@@ -96,14 +122,14 @@ def _end_by_content(text: str, start: int, message: Mapping, turn: int, ends: Se
     return end + len(mark)
 
 
-def _labels_from_spans(tokenizer: Any, messages: Sequence[Mapping], first: int, tools: Any):
+def _labels_from_spans(tokenizer: Any, messages: Sequence[Mapping], turns: list[int], tools: Any):
     def render(turns: Sequence[Mapping], prompt: bool = False) -> str:
         return tokenizer.apply_chat_template(
             list(turns), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
 
     special = _special_tokens(tokenizer)
-    spans = assistant_spans(render, messages, first, sorted(special, key=len, reverse=True))
+    spans = assistant_spans(render, messages, turns, sorted(special, key=len, reverse=True))
     encoded = tokenizer(
         render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
@@ -127,6 +153,28 @@ def _labels_from_markers(tokenizer: Any, messages: Sequence[Mapping], tools: Any
     )
     is_label = np.asarray(encoded["assistant_masks"], bool)
     return np.asarray(encoded["input_ids"], np.int64), is_label
+
+
+def _is_trained(turn: int, message: Mapping) -> bool:
+    """Return whether a message says that it counts for the loss, as the assistant's do by default.
+
+    >>> _is_trained(0, {"role": "assistant", "content": "yes", "weight": 0})
+    False
+    """
+    by_default = message["role"] == "assistant"
+    for name in TURN_DETAILS & message.keys():
+        if message[name] is not None:
+            raise ValueError(f"message {turn} has {name}: pass input_ids and labels instead")
+    flags = {name: message[name] for name in TURN_FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise ValueError(f"message {turn} has {name}={value!r}: pass 0 or 1, true or false")
+        if value and not by_default:
+            raise ValueError(
+                f"message {turn} has {name}={value!r} and the role {message['role']}: only turns "
+                "of the assistant are trained; pass input_ids and labels to train others"
+            )
+    return by_default and all(flags.values())
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:

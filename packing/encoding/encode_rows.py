@@ -20,8 +20,6 @@ from ..sources.token_store import TokenArray
 from .encoder import Encoder
 from .report import SkippedRows
 
-PRETOKENIZE_UP_TO = 64 << 20
-"""Bytes of a source up to which it is encoded at once by default."""
 ENCODE_BATCH = 256
 """Rows encoded per call of the tokenizer."""
 
@@ -76,13 +74,17 @@ def encode_source(
 def drop_bad_documents(
     arrays: list[TokenArray], skipped: SkippedRows, vocab_size: int | None = None
 ) -> list[TokenArray]:
-    """Remove and count documents that are empty, or have ids outside the vocabulary."""
+    """Remove and count documents that are empty, or have invalid ids or shifted labels."""
     first, filtered = 0, []
     for array in arrays:
-        valid = array.valid_mask(vocab_size)
+        in_range, unshifted = array.valid_mask(vocab_size), array.unshifted_mask()
+        valid = in_range & unshifted
         for number in np.flatnonzero(~valid).tolist():
-            empty = array.lengths[number] == 0
-            reason = "it is empty or has nulls" if empty else "an id is outside the vocabulary"
+            reason = "a label is not its own token"
+            if not in_range[number]:
+                reason = "an id is outside the vocabulary"
+            if array.lengths[number] == 0:
+                reason = "it is empty or has nulls"
             skipped.add(RowError(f"{array.name}, document {first + number}", reason))
         first += len(valid)
         if not valid.all():

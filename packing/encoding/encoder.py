@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..document_starts import check_not_packed
 from ..sample import IGNORE_INDEX, Sample
-from ..token_ids import check_masks, make_sample, validate_token_ids
+from ..token_ids import LOSS_MASKS, check_masks, make_sample, validate_token_ids
 from .chat import encode_chat
 
 
@@ -47,6 +49,7 @@ class Encoder:
         text_column: the key of the text in a row.
         add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
         """
+        _check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.text_column = text_column
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
@@ -92,7 +95,10 @@ class Encoder:
         """Return the row's text, or its prompt and completion; None for other rows."""
         if isinstance(row, str):
             return (_check_text(row, "text"),)
-        if not isinstance(row, Mapping) or "input_ids" in row or "messages" in row:
+        if not isinstance(row, Mapping) or "input_ids" in row:
+            return None
+        self._check_columns(row)
+        if "messages" in row:
             return None
         if self.text_column in row:
             return (_check_text(row[self.text_column], self.text_column),)
@@ -101,6 +107,25 @@ class Encoder:
             return None
         prompt = "" if pair[0] == "" else _check_text(pair[0], "prompt")
         return prompt, _check_text(pair[1], "completion")
+
+    def _check_columns(self, row: Mapping) -> None:
+        """Raise if the columns of a row without token ids contradict each other on what counts."""
+        forms = dict.fromkeys([(self.text_column,), ("messages",), ("prompt", "completion")])
+        if self.text_column in ("prompt", "completion"):  # the user chose one of the two
+            del forms["prompt", "completion"]
+        found = [form for form in forms if all(name in row for name in form)]
+        if len(found) > 1:
+            names = " and ".join("/".join(form) for form in found)
+            raise ValueError(
+                f"the row has {names}, of which one is trained on: remove the others, or name "
+                "another text column with text_column="
+            )
+        if not LOSS_MASKS.isdisjoint(row.keys()):
+            name = min(LOSS_MASKS & row.keys())
+            raise ValueError(
+                f"{name} counts tokens, and the row has none: pass input_ids and labels, or remove "
+                "the column"
+            )
 
     def _text_sample(self, tokens: _Tokens | ValueError, prompt: str | None) -> Sample:
         """Build the sample of a text; the tokens of a prompt at its beginning are not labels."""
@@ -136,8 +161,10 @@ class Encoder:
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must be a dict, text or token ids, got {type(row).__name__}")
         if "input_ids" in row:
-            check_masks(row, row.get("attention_mask"))
-            return make_sample(row["input_ids"], row.get("labels"), self.vocab_size)
+            check_masks(row)
+            sample = make_sample(row["input_ids"], row.get("labels"), self.vocab_size)
+            check_not_packed(row, len(sample))
+            return sample
         if "messages" in row:
             return self._encode_messages(row["messages"], 0, row.get("tools"))
         if "prompt" in row and "completion" in row:
@@ -213,6 +240,19 @@ class _Tokens(NamedTuple):
     def of(cls, ids: list[int], offsets: list[tuple[int, int]] | None) -> _Tokens:
         ends = None if offsets is None else np.array([end for _, end in offsets], np.int64)
         return cls(np.asarray(ids, np.int64), ends)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if isinstance(tokenizer, str | PathLike):
+        name = str(tokenizer)
+        raise ValueError(
+            f"tokenizer={name!r} is a name: pass AutoTokenizer.from_pretrained({name!r})"
+        )
+    if tokenizer is not None and not callable(tokenizer):
+        raise ValueError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a Hugging Face tokenizer, or a "
+            "function from text to ids"
+        )
 
 
 def _eos_token_id(tokenizer: Any, add_eos: bool | int) -> int | None:

@@ -34,6 +34,8 @@ GATHER_TOKENS = 1 << 17
 
 PLANNED_POOL = 1 << 16
 """Documents planned together; of so many, the last pack that is not full costs nothing."""
+MAX_READERS = 1 << 16
+"""Ranks x workers at most: a position may be this far beyond the epoch of its round's start."""
 
 
 class PlannedPacks:
@@ -175,6 +177,11 @@ class PlannedPacks:
                 planned += len(plan)
             if planned == epoch_starts[-1][1]:
                 raise ValueError(NO_PACKS)
+            if epoch == position.epoch and position.index > planned + MAX_READERS:
+                raise ValueError(
+                    f"the state is at pack {position.index} of epoch {epoch}, which ends before "
+                    f"pack {planned}: it was not made by this run"
+                )
             epoch_starts = [start for start in epoch_starts if start[0] > epoch - share.world_size]
         while next_index < share.round_end(min(planned, end) - 1, base):
             cursor = _cursor_at(epoch_starts, share.round_start(next_index, base))

@@ -27,6 +27,7 @@ from ..planning.packer import Packer
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
 from ..state.int_codec import ints_from_text, ints_to_text
+from ..state.run_state import is_non_negative_int
 from .shard_state import (
     compress_state,
     decompress_state,
@@ -297,8 +298,10 @@ class ShardReader:
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
         self._last_cursor = {**cursor, "shard": self.shard}
+        # The packs since a snapshot were made from the samples of one feed.
+        last = self.packer.counts.items + 2 * FEED_ROWS * len(self.rows)
         for _ in range(cursor["packs_since"]):
-            if self.next_pack() is None:
+            if self.packer.counts.items > last or self.next_pack() is None:
                 raise ValueError(f"shard {self.shard} ends before the position of its state")
 
     def load_counts(self, cursor: dict) -> None:
@@ -310,6 +313,8 @@ class ShardReader:
 
     def _restore(self, state: dict) -> None:
         self.epoch, self.finished = state["epoch"], state["finished"]
+        if not is_non_negative_int(self.epoch) or self.epoch > (self.end_epoch or self.epoch):
+            raise ValueError(f"shard {self.shard} is in epoch {self.epoch} of {self.end_epoch}")
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
         if self._packed_tokens is not None:

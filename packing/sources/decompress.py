@@ -17,6 +17,23 @@ def open_compressed(path: Path) -> BufferedReader:
     return BufferedReader(_DecompressedFile(path), CHUNK)
 
 
+def decompressed_size(path: Path, limit: int) -> int:
+    """Return the bytes that come out of a file; beyond `limit`, the estimate of its first bytes."""
+    count, size = 0, path.stat().st_size
+    with (
+        pa.OSFile(str(path)) as file,
+        pa.CompressedInputStream(file, CODECS[path.suffix]) as stream,
+    ):
+        try:
+            while piece := stream.read(CHUNK):
+                count += len(piece)
+                if count > limit:
+                    return max(count, count * size // max(1, file.tell()))
+        except OSError:  # truncated: named when its rows are read
+            pass
+    return count
+
+
 class _DecompressedFile(RawIOBase):
     def __init__(self, path: Path):
         self.path, self.num_read = path, 0

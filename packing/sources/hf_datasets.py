@@ -1,7 +1,8 @@
 """Hugging Face datasets: ready tokens directly from their Arrow memory, other rows by number.
 
 A Dataset with `input_ids` is a token store: lengths and tokens are in Arrow's own buffers, mapped
-from disk, and Python does not touch them row by row. A dataset's format is ignored, except for
+from disk, and Python does not touch them row by row. Rows that are packed already are cut into
+their documents (`document_starts.py`). A dataset's format is ignored, except for
 the columns it hides and for a transform: a transform produces other rows, and must produce the
 same ones each time, or a run could not resume. A streaming IterableDataset is read in order; its
 own state is the cursor.
@@ -10,24 +11,26 @@ own state is the cursor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ..document_starts import BOUNDARY_COLUMNS, Lists, inner_starts
 from ..state.fingerprint import Fingerprint
 from ..state.run_state import is_non_negative_int
-from ..token_ids import check_masks
+from ..token_ids import LOSS_MASKS, check_masks
 from .in_memory import row_or_error
 from .paths import resolve_inside
 from .source import IndexedSource, Row, RowSource, cursor_error
 from .token_store import TokenArray
 
-PADDING_CHECK_ROWS = 1024
-"""Rows of a table that are checked for padding."""
+TOKEN_COLUMNS = ("input_ids", "labels", *sorted(LOSS_MASKS), *sorted(BOUNDARY_COLUMNS))
+"""Columns of ready tokens that are read."""
 
 
 def token_arrays(data: Any, name: str, source: int = 0) -> list[TokenArray] | None:
@@ -37,12 +40,14 @@ def token_arrays(data: Any, name: str, source: int = 0) -> list[TokenArray] | No
         return None
     if data._indices is not None:
         data = data.flatten_indices()
-    _check_masks(data, name)
-    columns = ["input_ids", "labels"] if "labels" in data.column_names else ["input_ids"]
+    columns = [column for column in TOKEN_COLUMNS if column in data.column_names]
     arrays, row = [], 0
-    for batch in data.data.table.select(columns).to_batches():  # columns cut at the same rows
-        arrays.append(_token_array(batch.columns, name, row, source))
-        row += len(batch)
+    try:
+        for batch in data.data.table.select(columns).to_batches():  # columns cut at the same rows
+            arrays.append(_token_array(batch, name, row, source))
+            row += len(batch)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return arrays
 
 
@@ -58,40 +63,50 @@ def _has_transform(data: Any) -> bool:
     return data.format["type"] == "custom"
 
 
-def _check_masks(data: Any, name: str) -> None:
-    """Raise as `check_masks` does; the first rows of a table show whether it is padded."""
-    first = None
-    if "attention_mask" in data.column_names:
-        masks = data.data.table.column("attention_mask").slice(0, PADDING_CHECK_ROWS)
-        if _is_list(masks.type):
-            first = masks.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    try:
-        check_masks(data.column_names, first)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _token_array(arrays: list, name: str, row: int, source: int) -> TokenArray:
-    flat, lengths, nulls = _flatten_lists(arrays[0], name)
+def _token_array(batch: pa.RecordBatch, name: str, row: int, source: int) -> TokenArray:
+    flat, lengths, nulls = _flatten_lists(batch.column("input_ids"))
     labels = None
-    if len(arrays) > 1:
-        labels, label_lengths, label_nulls = _flatten_lists(arrays[1], name)
+    if "labels" in batch.schema.names:
+        labels, label_lengths, label_nulls = _flatten_lists(batch.column("labels"))
         nulls |= label_nulls
         if not np.array_equal(lengths, label_lengths):
             odd = int(np.flatnonzero(lengths != label_lengths)[0])
             raise ValueError(
-                f"{name}, row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
+                f"row {row + odd}: {lengths[odd]} input_ids but {label_lengths[odd]} labels"
             )
+    masks = {column: values for column, (values, _) in _lists(batch, LOSS_MASKS).items()}
+    check_masks(masks | ({} if labels is None else {"labels": labels}))
     begins = np.cumsum(lengths) - lengths
+    starts = inner_starts(_lists(batch, BOUNDARY_COLUMNS), lengths)
+    if len(starts):  # the rows are packed already: cut them into their documents
+        row_of = np.searchsorted(np.cumsum(lengths), starts, side="right")
+        nulls = np.concatenate([nulls, nulls[row_of]])
+        order = np.argsort(np.concatenate([begins, starts]), kind="stable")
+        begins, nulls = np.concatenate([begins, starts])[order], nulls[order]
+        lengths = np.diff(np.append(begins, len(flat)))
     return TokenArray(name, flat, begins, np.where(nulls, 0, lengths), labels, source)
 
 
-def _flatten_lists(array: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _lists(batch: pa.RecordBatch, names: Iterable[str]) -> dict[str, Lists]:
+    """Return the columns of these names that are lists, flat, with the length of each row."""
+    columns: dict[str, Lists] = {}
+    for name in names:
+        array = batch.column(name) if name in batch.schema.names else None
+        if array is None or not _is_list(array.type) or array.null_count == len(array):
+            continue
+        if array.null_count:
+            raise ValueError(f"{name} is null in some rows: fill it, or remove the column")
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+        columns[name] = array.flatten().to_numpy(zero_copy_only=False), lengths.astype(np.int64)
+    return columns
+
+
+def _flatten_lists(array: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a list column's values as a view of its memory, its lengths, and its nulls."""
     if not _is_list(array.type):
-        raise ValueError(f"{name}: input_ids and labels must be lists, got {array.type}")
+        raise ValueError(f"input_ids and labels must be lists, got {array.type}")
     if not pa.types.is_integer(array.type.value_type):
-        raise ValueError(f"{name}: ids and labels must be integers, got {array.type.value_type}")
+        raise ValueError(f"ids and labels must be integers, got {array.type.value_type}")
     if pa.types.is_fixed_size_list(array.type):
         offsets = (array.offset + np.arange(len(array) + 1)) * array.type.list_size
     else:

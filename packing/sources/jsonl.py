@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .decompress import CODECS, open_compressed
+from .decompress import CODECS, decompressed_size, open_compressed
 from .paths import display_name, files_fingerprint
-from .source import Row, RowSource
+from .source import SMALL_BYTES, Row, RowSource
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64
@@ -28,8 +28,7 @@ class JsonlSource(RowSource):
     def __init__(self, paths: list[Path]):
         self.paths, self.name = paths, display_name(paths)
         self.sizes = [path.stat().st_size for path in paths]
-        pairs = zip(paths, self.sizes, strict=True)
-        self.num_bytes = sum(5 * size if _is_compressed(path) else size for path, size in pairs)
+        self.num_bytes = _decompressed_bytes(paths, self.sizes)
         self.sequential_only = any(map(_is_compressed, paths))
 
     def read(self, shard, shards, cursor=None, shuffle_key=None):
@@ -45,6 +44,19 @@ class JsonlSource(RowSource):
 
     def fingerprint(self):
         return files_fingerprint("jsonl", self.paths, self.sizes)
+
+
+def _decompressed_bytes(paths: list[Path], sizes: list[int]) -> int:
+    """Return the size of the lines; compressed files are measured as long as all may be small."""
+    pairs = list(zip(paths, sizes, strict=True))
+    guess = sum(5 * size if _is_compressed(path) else size for path, size in pairs)
+    if guess > SMALL_BYTES:
+        return guess
+    total = sum(size for path, size in pairs if not _is_compressed(path))
+    for path in filter(_is_compressed, paths):
+        if total <= SMALL_BYTES:
+            total += decompressed_size(path, SMALL_BYTES - total)
+    return total
 
 
 def _is_compressed(path: Path) -> bool:
@@ -88,6 +100,10 @@ def _compressed_lines(
 ) -> Iterator[tuple[bytes | ValueError, object, int]]:
     """Decompress and yield every S-th line."""
     next_line, number, name = shard if next_line is None else next_line, 0, path.name
+    if not path.stat().st_size:  # compressed data of no lines still has a header
+        if next_line == shard == 0:
+            yield ValueError("the compressed file has no bytes: it is truncated"), name, 1 << 62
+        return
     with open_compressed(path) as file:
         while True:
             try:

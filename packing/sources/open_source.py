@@ -82,7 +82,7 @@ def open_source(
 
 
 def _open_path(path: Path, options: _PathOptions) -> Opened:
-    if _with_suffix(path, ".idx").is_file() and _with_suffix(path, ".bin").is_file():
+    if all(Path(f"{path}{suffix}").is_file() for suffix in (".idx", ".bin")):
         from .token_files import open_megatron
 
         return [open_megatron(path, options.number)]
@@ -122,7 +122,7 @@ def _open_files(files: list[Path], file_format: str, path: Path, options: _PathO
                 f"{path}: flat tokens need dtype= (uint16 or uint32) and add_eos= (an id)"
             )
         return open_flat_files(files, options.dtype, options.eos_token_id, options.number)
-    return TextFileSource(files, options.text_column, path.name)
+    return TextFileSource(files, options.text_column, path.absolute().name)
 
 
 def _open_dataset(data: Any, name: str, number: int) -> Opened:
@@ -157,7 +157,3 @@ def _format_of(file: Path, any_text: bool) -> str:
 def _lists_files(rows: Sequence[Any]) -> bool:
     """Return whether the first entry of a list is the name of a file instead of a document."""
     return bool(rows) and isinstance(rows[0], str | Path) and os.path.isfile(rows[0])
-
-
-def _with_suffix(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)

@@ -1,4 +1,4 @@
-"""Parquet files, memory-mapped; a shard reads only the row groups that contain its rows."""
+"""Parquet files; a shard reads only the row groups that contain its rows, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .paths import display_name, files_fingerprint
-from .source import Row, RowSource
+from .source import SMALL_BYTES, Row, RowSource
 
-GROUP_LIMIT = 4 << 30
+WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
+"""Bytes of a decoded value; others have at least one."""
+BATCH_LIMIT = 4 << 30
+"""Bytes that come out of one batch of rows at most, or 16 times the encoded row group."""
+ROWS_PER_BATCH = 16, 256
 
 
 class ParquetSource(RowSource):
@@ -20,7 +24,7 @@ class ParquetSource(RowSource):
 
     def __init__(self, paths: list[Path]):
         self.paths, self.name = paths, display_name(paths)
-        self.num_bytes = 5 * sum(path.stat().st_size for path in paths)
+        self.num_bytes = _decoded_bytes(paths)
 
     def read(self, shard, shards, cursor=None, shuffle_key=None):
         first_file, first_row = cursor or (0, 0)
@@ -33,11 +37,32 @@ class ParquetSource(RowSource):
         return files_fingerprint("parquet", self.paths)
 
 
+def _decoded_bytes(paths: list[Path]) -> int:
+    """Return the size of the rows; files are measured as long as all may be small."""
+    guess = 5 * sum(path.stat().st_size for path in paths)
+    if guess > SMALL_BYTES:
+        return guess
+    total = 0
+    for path in paths:
+        try:
+            with pq.ParquetFile(path) as file:
+                for group in range(file.metadata.num_row_groups):
+                    for batch in _batches(file, group):
+                        total += batch.nbytes
+                        if total > SMALL_BYTES:
+                            return total
+        except (pa.ArrowException, OSError, ValueError):  # named when its rows are read
+            continue
+    return total
+
+
 def _rows(path: Path, shard: int, shards: int, first_row: int) -> Iterator[tuple[Any, int, int]]:
     """Yield (row, its number, the number to continue at) of this shard's range of rows."""
     try:
-        file = pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
+        # Not memory-mapped: a file that is truncated while it is read would end the process.
+        file = pq.ParquetFile(path)
+        _check_names(file.schema_arrow)
+    except (pa.ArrowException, OSError, ValueError) as error:
         yield ValueError(f"not an intact parquet file: {error}"), 0, 1 << 62
         return
     with file:
@@ -53,15 +78,51 @@ def _rows(path: Path, shard: int, shards: int, first_row: int) -> Iterator[tuple
 
 
 def _row_group(file: pq.ParquetFile, group: int, first: int, numbers: range):
-    size = file.metadata.row_group(group).total_byte_size
+    number = first
     try:
-        if size > GROUP_LIMIT:
-            raise OSError(f"a row group of {size} bytes, the limit is {GROUP_LIMIT}")
-        table = file.read_row_group(group).slice(numbers.start - first, len(numbers))
-        batches = ((row, table.slice(row, 256).to_pylist()) for row in range(0, len(numbers), 256))
-        for begin, rows in batches:
-            for number, row in enumerate(rows, numbers.start + begin):
-                yield row, number, number + 1
+        for batch in _batches(file, group):
+            begin, end = max(number, numbers.start), min(number + len(batch), numbers.stop)
+            if begin < end:
+                rows = batch.slice(begin - number, end - begin).to_pylist()
+                for each, row in enumerate(rows, begin):
+                    yield row, each, each + 1
+            number += len(batch)
+            if number >= numbers.stop:
+                return
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         message = f"row group {group} cannot be read: {error}"
-        yield ValueError(message), numbers.start, numbers.stop
+        yield ValueError(message), max(number, numbers.start), numbers.stop
+
+
+def _batches(file: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
+    """Decode a row group a few rows at a time: repeated values take no space before."""
+    metadata = file.metadata.row_group(group)
+    size, least = metadata.total_byte_size, ROWS_PER_BATCH[0]
+    if size > BATCH_LIMIT:
+        raise OSError(f"a row group of {size} bytes, the limit is {BATCH_LIMIT}")
+    for number in range(metadata.num_columns):
+        column = metadata.column(number)
+        nested = file.schema.column(number).max_repetition_level > 0
+        decoded = column.num_values * WIDTHS.get(column.physical_type, 1)
+        if nested and decoded > max(BATCH_LIMIT, least * size):
+            raise OSError(
+                f"{column.path_in_schema} has {decoded} bytes in a row group of {size}, "
+                f"the limit is {BATCH_LIMIT}"
+            )
+    # A value is at most as large as the row group, so this bounds a batch of flat columns.
+    rows = min(max(BATCH_LIMIT // max(1, size), least), ROWS_PER_BATCH[1])
+    return file.iter_batches(rows, row_groups=[group])
+
+
+def _check_names(fields: Any) -> None:
+    """Raise if two columns have one name: a row could hold only the last of them."""
+    names = [field.name for field in fields]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the column {twice!r} appears twice")
+    for field in fields:
+        inner = field.type
+        while hasattr(inner, "value_type"):
+            inner = inner.value_type
+        if pa.types.is_struct(inner):
+            _check_names(inner)

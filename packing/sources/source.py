@@ -17,6 +17,8 @@ import numpy as np
 from ..ordering.permutation import permute
 from ..state.run_state import is_non_negative_int
 
+SMALL_BYTES = 64 << 20
+"""Decompressed bytes up to which a source is small: it is encoded before training starts."""
 Cursor = Any
 """Small JSON; None is the beginning."""
 
@@ -51,7 +53,7 @@ class RowSource(ABC):
     default_shards: int | None = 8
     """Number of shards unless the user chooses one."""
     num_bytes: int | None = None
-    """Size, if known: small sources are tokenized before training starts."""
+    """Size of what comes out of it, decompressed, if known; an estimate beyond SMALL_BYTES."""
 
     @abstractmethod
     def read(

@@ -10,11 +10,13 @@ Megatron's index has the lengths of sequences, and which sequences begin a docum
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ..numba_jit import jit
+from .mapped_file import map_file
 from .token_store import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,8 +41,9 @@ def open_megatron(prefix: Path, source: int = 0) -> TokenArray:
     lengths = data[34:][: 4 * sequences].view("<i4")
     pointers = data[34 + 4 * sequences :][: 8 * sequences].view("<i8")
     bounds = data[34 + 12 * sequences :][: 8 * documents].view("<i8")
-    flat = _map_file(binary, dtype)
-    return _join_sequences(flat, dtype, lengths, pointers, bounds, prefix.name, source)
+    flat, file = map_file(binary, dtype)
+    array = _join_sequences(flat, dtype, lengths, pointers, bounds, prefix.name, source)
+    return replace(array, file=file)
 
 
 def _join_sequences(
@@ -87,12 +90,12 @@ def open_flat_file(path: Path, dtype: str, eos_token_id: int, source: int = 0) -
         dtype_ = np.dtype(object)
     if dtype_.kind not in "iu":
         raise ValueError(f"dtype {dtype!r}: tokens are integers, uint16 or uint32")
-    flat = _map_file(path, dtype_)
+    flat, file = map_file(path, dtype_)
     ends = _document_ends(flat, eos_token_id, np.empty(1 << 16, np.int64))
     if len(flat) and (not len(ends) or ends[-1] < len(flat)):
         ends = np.append(ends, len(flat))
     begins = np.concatenate([[0], ends])[: len(ends)].astype(np.int64)
-    return TokenArray(path.name, flat, begins, ends - begins, None, source)
+    return TokenArray(path.name, flat, begins, ends - begins, None, source, file)
 
 
 @jit
@@ -108,12 +111,3 @@ def _document_ends(flat, eos_token_id, buffer):
             buffer[count] = i + 1
             count += 1
     return buffer[:count].copy()
-
-
-def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise ValueError(
-            f"{path.name} has {size} bytes, not a multiple of {dtype} tokens: it is truncated"
-        )
-    return np.asarray(np.memmap(path, dtype, "r")) if size else np.empty(0, dtype)

@@ -17,8 +17,9 @@ import numpy as np
 
 from ..numba_jit import jit
 from ..planning.plan import Plan
-from ..sample import IGNORE_INDEX, Sample
+from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
+from .mapped_file import MappedFile
 
 NO_LIMIT = np.iinfo(np.int64).max
 """The limit of ids if the vocabulary is not known."""
@@ -38,6 +39,8 @@ class TokenArray:
     labels: np.ndarray | None = None
     """As long as `flat`; None: every token of a document but its first is a label."""
     source: int = 0
+    file: MappedFile | None = None
+    """The file that `flat` maps, if it is one."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> TokenArray:
@@ -52,8 +55,14 @@ class TokenArray:
         explicit = None if np.array_equal(default_labels, labels) else labels
         return cls(name, flat, begins, lengths, explicit, source)
 
+    def check_file(self) -> None:
+        """Raise if the mapped file was truncated: reading beyond its end would kill the process."""
+        if self.file is not None:
+            self.file.check(self.flat.nbytes)
+
     def valid_mask(self, vocab_size: int | None = None) -> np.ndarray:
         """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
+        self.check_file()
         limit = NO_LIMIT if vocab_size is None else vocab_size
         ends = self.begins + self.lengths
         valid = self.lengths > 0
@@ -63,8 +72,15 @@ class TokenArray:
             valid &= _documents_in_range(self.labels, self.begins, ends, limit, True)
         return valid
 
+    def unshifted_mask(self) -> np.ndarray:
+        """bool [n]: which documents have labels that are their own tokens."""
+        if self.labels is None:
+            return np.ones(len(self.lengths), bool)
+        return _documents_unshifted(self.flat, self.labels, self.begins, self.begins + self.lengths)
+
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
+        self.check_file()
         fingerprint = Fingerprint(len(self.lengths), self.labels is not None)
         return fingerprint.array(self.lengths).array(self.flat).array(self.labels).text()
 
@@ -133,7 +149,8 @@ class TokenStore:
     ) -> PackedRows:
         """Copy some packs of a plan into one row; the plan's items are documents of this store.
 
-        Raises on an id or label below 0 or beyond the vocabulary, naming its document.
+        Raises on an id or label below 0 or beyond the vocabulary, and on a label that is not its
+        token, naming the document.
         """
         columns = plan.items, plan.starts, plan.lengths, plan.offsets
         labeled = pad_to_multiple_of > 1 or any(a.labels is not None for a in self.arrays)
@@ -161,6 +178,8 @@ class TokenStore:
         if not invalid.any():
             name, ids = "label", rows.labels
             invalid = ((ids < 0) | (ids >= limit)) & (ids != IGNORE_INDEX)
+        if not invalid.any():
+            return self._shifted_error(rows)
         token = int(np.argmax(invalid))
         segment = int(np.searchsorted(rows.segment_starts, token, side="right")) - 1
         location = self.location(int(rows.documents[segment]))
@@ -169,6 +188,19 @@ class TokenStore:
             f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; "
             'pass on_error="skip" to skip such documents'
         )
+
+    def _shifted_error(self, rows: PackedRows) -> ValueError:
+        for document, start, length in zip(
+            rows.documents.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True
+        ):
+            array, tokens = self.locate(document)
+            part = slice(tokens.start + start, tokens.start + start + length)
+            if array.labels is not None:
+                try:
+                    check_labels(array.flat[part], array.labels[part])
+                except ValueError as error:
+                    return ValueError(f"{self.location(document)}: {error}")
+        raise AssertionError("all labels are their own tokens")
 
     def parent_label_counts(self, rows: PackedRows) -> np.ndarray | None:
         """int64 [M]: for parts, the label count of the full document, otherwise 0."""
@@ -190,6 +222,7 @@ class TokenStore:
         """Return the array of a document, and the slice of its tokens there."""
         number = int(self.array_of(np.array(document)))
         array, index = self.arrays[number], document - int(self.first_documents[number])
+        array.check_file()
         begin = int(array.begins[index])
         return array, slice(begin, begin + int(array.lengths[index]))
 
@@ -248,6 +281,7 @@ def _copy_documents(
     limit: int,
 ) -> bool:
     """Copy the segments of one array into the row; return whether all ids are below the limit."""
+    array.check_file()
     froms = array.begins[documents] + rows.starts[segments]
     begins, ends = rows.segment_starts[:-1][segments], rows.segment_starts[1:][segments]
     lengths, valid = rows.lengths[segments], True
@@ -256,7 +290,10 @@ def _copy_documents(
         labels = array.flat if array.labels is None else array.labels
         _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
         rows.labels[begins] = IGNORE_INDEX
-        valid = array.labels is None or _labels_in_range(rows.labels, begins, ends, limit)
+        # A label that is its own token is in range if the token is.
+        valid = array.labels is None or bool(
+            _documents_unshifted(array.flat, labels, froms, froms + lengths).all()
+        )
     return valid and smallest >= 0 and largest < limit
 
 
@@ -309,15 +346,15 @@ def _documents_in_range(flat, begins, ends, limit, are_labels):
 
 
 @jit
-def _labels_in_range(labels, begins, ends, limit):
-    """Return whether the labels of some segments are in 0 .. limit - 1, or IGNORE_INDEX."""
-    smallest = largest = np.int64(0)
-    for s in range(len(begins)):
-        for i in range(begins[s], ends[s]):
-            label = labels[i] if labels[i] != IGNORE_INDEX else np.int64(0)
-            smallest = min(smallest, label)
-            largest = max(largest, label)
-    return smallest >= 0 and largest < limit
+def _documents_unshifted(flat, labels, begins, ends):
+    """Return for each document whether every label is its own token, or ignored."""
+    unshifted = np.empty(len(begins), np.bool_)
+    for d in range(len(begins)):
+        odd = 0
+        for i in range(begins[d], ends[d]):
+            odd += (labels[i] != flat[i]) & (labels[i] != IGNORE_INDEX)
+        unshifted[d] = odd == 0
+    return unshifted
 
 
 @jit

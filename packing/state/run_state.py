@@ -22,6 +22,8 @@ FIELDS = {
 }  # fmt: skip
 OPTIONAL = {"shards", "worker"}
 POSITION = ("epoch", "epoch_start", "index", "end_epoch")
+WORKER = ("id", "num_workers", "num_packs", "epoch", "epoch_start")
+LARGEST_EPOCH, LARGEST_INDEX = 1 << 31, 1 << 48
 CURSOR = ("packs_since", "state", "ended")
 """The state of a shard is `state` after `packs_since` more packs."""
 
@@ -47,6 +49,19 @@ def check_state(state: Any, settings: dict, fingerprint: str) -> None:
     _check_epochs(state["epochs"], state["position"]["end_epoch"])
     _check_end(state["finished"], state["max_packs"])
     _check_shards(state.get("shards", {}), settings.get("shards") or 0)
+    _check_worker(state.get("worker"))
+
+
+def _check_worker(worker: Any) -> None:
+    if worker is None:
+        return
+    if not isinstance(worker, dict) or set(worker) != set(WORKER):
+        raise ValueError(f"the state's worker must have the fields {WORKER}")
+    for name, value in worker.items():
+        if not is_non_negative_int(value) or value > LARGEST_INDEX:
+            raise ValueError(f"the state's worker has {name}={value!r}: expected a small integer")
+    if worker["id"] >= worker["num_workers"] or worker["epoch"] > LARGEST_EPOCH:
+        raise ValueError(f"the state's worker {worker} does not exist")
 
 
 def _check_settings(state_settings: Any, settings: dict) -> None:
@@ -67,6 +82,14 @@ def _check_position(position: Any) -> None:
         value = position[name]
         if not is_non_negative_int(value) and not (name == "end_epoch" and value is None):
             raise ValueError(f"the state's {name} is {value!r}: expected a non-negative integer")
+    epoch, epoch_start, index, end_epoch = (position[name] for name in POSITION)
+    if epoch > LARGEST_EPOCH or index > LARGEST_INDEX:
+        raise ValueError(f"the state's epoch {epoch} and index {index} are beyond any run")
+    if epoch_start > index or (end_epoch is not None and epoch > end_epoch):
+        raise ValueError(
+            f"the state's epoch {epoch} of {end_epoch}, which starts at pack {epoch_start}, and "
+            f"its index {index} contradict each other"
+        )
 
 
 def _check_epochs(epochs: Any, end_epoch: Any) -> None:

@@ -75,11 +75,44 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        settings = _flat_loader()(path.read_text(encoding="utf-8")).get_single_data() or {}
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: write `name: value` lines") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         raise ValueError(f"{path}{line} is not valid YAML: {problem or error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must consist of `name: value` lines")
-    return {str(name).replace("-", "_"): value for name, value in settings.items()}
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = str(name).replace("-", "_")
+        if key in named:
+            raise ValueError(f"{path}: {key} appears twice: remove one")
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(item, list | dict) for item in values):
+            raise ValueError(f"{path}: {key} must be a value or a list of values")
+        named[key] = value
+    return named
+
+
+def _flat_loader() -> Any:
+    """Return a safe YAML loader without aliases, which can grow a few bytes without bound."""
+    import yaml
+
+    class FlatLoader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                mark = node.start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{twice} appears twice", mark)
+            return super().construct_mapping(node, deep)
+
+    return FlatLoader

@@ -128,15 +128,21 @@ def load_model(args: argparse.Namespace, tokenizer):
     register()
     settings = {"attn_implementation": args.attention}
     if args.model is None:
-        model = AutoModelForCausalLM.from_config(_small_llama(args, tokenizer), **settings)
+        model = AutoModelForCausalLM.from_config(
+            _small_llama(args, tokenizer), trust_remote_code=False, **settings
+        )
     else:
         with error_context(args.model):
             name = resolve_path(args.model)
             if has_weights(name):
-                model = AutoModelForCausalLM.from_pretrained(name, **settings)
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, trust_remote_code=False, **settings
+                )
             else:
-                config = AutoConfig.from_pretrained(name)
-                model = AutoModelForCausalLM.from_config(config, **settings)
+                config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+                model = AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=False, **settings
+                )
     check_vocab_size(model, tokenizer)
     return model.train()  # from_pretrained returns models in eval mode
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nopad.cli import as_cli_message
+from nopad.cli import as_cli_message, printable
 from nopad.recipes.support.run_dir import RunProgress
 
 Main = Callable[[list[str] | None, RunProgress], None]
@@ -49,7 +49,8 @@ def exit_status(recipe: str, main: Main, argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if progress.training_started or is_our_bug(error):
             raise
-        print(f"{recipe}: {' '.join(user_message(error).split())}", file=sys.stderr)
+        message = printable(" ".join(user_message(error).split()))
+        print(f"{recipe}: {message}", file=sys.stderr)
         return 2
     return 0
 

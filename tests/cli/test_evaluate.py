@@ -51,6 +51,8 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         (["--device", "frog"], "frog"),
         (["--include-path", "nowhere"], "nowhere"),
         (["--tasks", ","], "names no task"),
+        (["--num-fewshot", "1000"], "tiny_choice has 3 few-shot examples, num_fewshot is 1000"),
+        (["--num-fewshot", "4"], "tiny_choice has 3 few-shot examples, num_fewshot is 4"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(checkpoint_dir, tmp_path, wrong, word):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from nopad.cli.generate import main
 from nopad.cli.prompt_file import read_prompts
+from nopad.inference import Completion
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +254,20 @@ def test_the_command_runs_as_a_process(checkpoint):
     )
     assert run.returncode == 0 and len(lines(run.stdout)) == 1
     assert '"new_tokens": 3' in run.stderr
+
+
+def test_escape_sequences_of_a_completion_are_shown_not_sent(tmp_path, monkeypatch, capsys):
+    said = "a\x1b[2J\x9bb\n"
+
+    class FakeEngine:
+        def generate(self, prompts, *_, **__):
+            return [Completion(token_ids=[1], text=said, finish_reason="stop") for _ in prompts]
+
+    monkeypatch.setattr("nopad.cli.generate._engine", lambda *_, **__: FakeEngine())
+    assert main(["x", "--prompt", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x9b" not in out and lines(out)[0]["text"] == said
+    assert main(["x", "--prompt", "a", "--text"]) == 0
+    assert capsys.readouterr().out == "a\\u001b[2J\\u009bb\n\n"
+    assert main(["x", "--prompt", "a", "--text", "--output", str(tmp_path / "o.txt")]) == 0
+    assert (tmp_path / "o.txt").read_text() == said + "\n"

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from nopad.__main__ import main
-from nopad.cli import pack_map
+from nopad.cli import pack_map, printable
 from nopad.cli.inspect_data import budget_table, pack_text, padding_waste
 from nopad.packing import Pack, Sample
 
@@ -37,7 +37,7 @@ def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
 
 def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkeypatch, capsys):
     """Streams that are not pretokenized split long samples; the parts are not samples."""
-    monkeypatch.setattr("nopad.packing.pipeline.PRETOKENIZE_UP_TO", 0)
+    monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", 0)
     monkeypatch.setattr("nopad.cli.inspect_data.MAX_STREAM_PACKS", 1000)
     path = tmp_path / "long.jsonl"
     rows = [{"input_ids": [1] * (200 if i % 3 == 0 else 10)} for i in range(300)]
@@ -77,7 +77,7 @@ def test_flat_tokens_are_inspected(tmp_path, capsys):
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_a_bad_row_stops_it_or_is_left_out_and_counted(data, small, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.pipeline.PRETOKENIZE_UP_TO", small)
+    monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", small)
     with data.open("a") as file:
         file.write('{"input_ids": []}\n')
     assert main(["inspect", str(data), "--budget", "128"]) == 2
@@ -150,3 +150,40 @@ def test_a_reader_that_has_read_enough_is_answered_as_by_sigpipe(data):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+ESCAPES = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\r\x08\u202e"
+CONTROLS = set("\x1b\x07\x9b\r\x08\u202e")
+
+
+def test_escape_sequences_of_the_data_are_shown_not_sent(tmp_path, capsys):
+    class Tokenizer:
+        def decode(self, ids):
+            return f"Once{ESCAPES}"
+
+    text = pack_text(Pack.of([Sample(np.array([5, 6]))], 8), Tokenizer())
+    assert not CONTROLS & set(text) and r"Once\u001b]52;c;" in text
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2]}) + '\n{"\x9b": \x9b}\n')
+    assert main(["inspect", str(path), "--on-error", "skip"]) == 0
+    assert main(["inspect", str(path)]) == 2
+    assert main(["inspect", str(tmp_path / f"none{ESCAPES}.jsonl")]) == 2
+    said = "".join(capsys.readouterr())
+    assert not CONTROLS & set(said) and r"none\u001b]52" in said
+
+
+def test_printable_text_stays_as_it_is():
+    text = "naïve 日本\t👩\u200d🚀\n"
+    assert printable(text) == text and printable("a\x1bb") == r"a\u001bb"
+
+
+def test_a_budget_beyond_memory_is_one_line(data, capsys):
+    assert main(["inspect", str(data), "--budget", "1000000000000"]) == 2
+    told = "nopad inspect: budget 1000000000000: a pack has at most 268435456 tokens\n"
+    assert capsys.readouterr().err == told
+
+
+def test_the_folder_one_stands_in_is_read(data, monkeypatch, capsys):
+    monkeypatch.chdir(data.parent)
+    assert main(["inspect", ".", "--budget", "128"]) == 0
+    assert "200 samples" in capsys.readouterr().out

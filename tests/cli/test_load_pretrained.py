@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from nopad.cli import load_pretrained
@@ -15,7 +19,7 @@ def test_a_tokenizer_may_lie_at_home(checkpoint_dir, monkeypatch):
 
 
 def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monkeypatch):
-    def unreachable(path):
+    def unreachable(path, **options):
         raise OSError("couldn't find it in the cached files.\nCheck your connection.")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
@@ -58,3 +62,30 @@ def test_the_device_of_a_model_is_the_current_one(monkeypatch, name, rank, index
     monkeypatch.setenv("LOCAL_RANK", rank)
     assert load_pretrained._device(name) == torch.device("cuda", index)
     assert current == [torch.device("cuda", index)]
+
+
+CODE = "import pathlib\npathlib.Path({mark!r}).touch()\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["doctor"], ["inspect"]])
+def test_code_of_a_checkpoint_is_never_run_and_nobody_is_asked(tmp_path, command):
+    """Transformers asks on standard input, unless it is told not to; `yes` answers."""
+    mark, folder = tmp_path / "ran", tmp_path / "model"
+    folder.mkdir()
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": "code.T"}
+    config = {"model_type": "ours", "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", None]}})
+    )
+    (folder / "model.safetensors").touch()
+    (folder / "code.py").write_text(CODE.format(mark=str(mark)))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    name, *options = command
+    given = [str(rows), "--tokenizer", str(folder)] if name == "inspect" else [str(folder)]
+    run = [sys.executable, "-m", "nopad", name, *given, *options]
+    done = subprocess.run(run, input="y\n" * 9, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and not mark.exists(), done.stderr
+    assert "[y/N]" not in done.stdout
+    assert "it needs Python code that comes with it, which nopad never runs" in done.stderr

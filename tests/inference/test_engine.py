@@ -116,6 +116,14 @@ def test_a_fault_of_the_engine_raises_and_the_next_call_works(tiny, where, monke
     assert engine.generate([prompt], GREEDY)[0].token_ids == want
 
 
+def test_a_name_is_neither_a_model_nor_a_tokenizer(tiny, tmp_path):
+    for name in ("gpt2", tmp_path):
+        with pytest.raises(ValueError, match="is a name, not a model: pass AutoModelForCausalLM"):
+            Engine(name)
+        with pytest.raises(ValueError, match="is a name: pass AutoTokenizer"):
+            Engine(tiny("llama"), tokenizer=name)
+
+
 def test_refused_models_say_why():
     from transformers import BloomConfig, BloomForCausalLM
 

@@ -6,15 +6,18 @@ checks that the other tests make, must fail on every one of them and pass withou
 
 import json
 
+import datasets
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Sample, make_sample, validate_token_ids
+from nopad.packing import sample as sample_module
 from nopad.packing.encoding import Encoder
+from nopad.packing.encoding import encoder as encoder_module
 from nopad.packing.ordering import Mixture, RankShard, shuffle_key
 from nopad.packing.planning import packer
 from nopad.packing.readers import planned, shard_reader, shuffled_rows, streamed
+from nopad.packing.sources import hf_datasets, paths, token_store
 from nopad.packing.sources import jsonl as jsonl_module
-from nopad.packing.sources import paths, token_store
 from nopad.packing.sources.source import IndexedSource
 from nopad.packing.state import progress, run_state, state_file
 
@@ -122,6 +125,15 @@ def check_rows(tmp_path):
     assert len(rows) == 2
     with pytest.raises(ValueError):
         paths.resolve_inside(tmp_path, "../x")
+    packed = {"input_ids": [[1, 2, 3], [4, 5]], "seq_lengths": [[1, 2], [2]]}
+    store = hf_datasets.token_arrays(datasets.Dataset.from_dict(packed), "x")
+    assert store[0].lengths.tolist() == [1, 2, 2]
+    with pytest.raises(ValueError):
+        make_sample([1, 2, 3], [2, 3, -100])
+    masked = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    cut = {"input_ids": [1, 2], "seq_lengths": [1, 1]}
+    for row in (masked, cut, {"text": "a", "prompt": "b", "completion": "c"}):
+        assert isinstance(encoder.encode([row])[0], ValueError)
     lengths = [np.full(300, 7), np.full(300, 7)]
     choices, _ = Mixture([3, 1]).draw(lengths)
     assert abs((choices == 0).mean() - 0.75) < 0.01
@@ -270,6 +282,12 @@ FAULTS = {
         validate_token_ids.__globals__, "validate_token_ids", lambda ids, name="":
             np.asarray(ids, np.float64).astype(np.int64)),
     "ids beyond the vocabulary pass": (validate_token_ids.__globals__, "_check_range", no_check),
+    "a packed row is one document": (
+        hf_datasets, "inner_starts", lambda columns, lengths: np.zeros(0, np.int64)),
+    "a packed row passes the encoder": (encoder_module, "check_not_packed", no_check),
+    "shifted labels pass": (sample_module, "check_labels", no_check),
+    "a mask of the loss is ignored": (encoder_module, "check_masks", no_check),
+    "text beside a prompt wins": (Encoder, "_check_columns", no_check),
     "the end mark is forgotten": (Encoder, "_append_eos", lambda self, ids: ids),
     "a key that stands twice passes": (
         jsonl_module, "_DECODER", json.JSONDecoder()),

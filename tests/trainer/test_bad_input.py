@@ -20,9 +20,9 @@ BAD = {
         lambda: PackedDataset([[5, 61, 7]], budget=32),
         "token 61 is outside the model's vocabulary of 61",
     ),
-    "labels of another vocabulary": (
+    "labels that are not their tokens": (
         lambda: PackedDataset([{"input_ids": [5, 6, 7], "labels": [5, 6, 99]}], budget=32),
-        "label 99 is outside the model's vocabulary of 61",
+        "the label of token 2 is 99, the token is 7",
     ),
     "no counted label": (
         lambda: PackedDataset([SILENT], budget=32),

@@ -210,3 +210,42 @@ def test_a_real_tokenizer_agrees(tokenizer):
     text = "".join(real.decode([t]) for t in sample.tokens[sample.labels != IGNORE_INDEX])
     assert "yes!" in text.replace(" ", "") and "again" not in text
     assert np.count_nonzero(sample.labels != IGNORE_INDEX) < len(sample) / 2
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"training": 0}, {"loss": 0.0}])
+def test_a_turn_that_says_it_does_not_count_is_no_label(tokenizer, name, flag):
+    tokenizer.chat_template = TEMPLATES[name]
+    chat = [*CHAT[:2], {**CHAT[2], **flag}, *CHAT[3:]]
+    thought = "<think>\n\n</think>\n\n" if name == "rewriting" else ""
+    assert counted(tokenizer, encode_chat(tokenizer, chat)) == [f"{thought}no, yes!<|im_end|>"]
+    last = [*CHAT[:4], {**CHAT[4], **flag}]
+    assert counted(tokenizer, encode_chat(tokenizer, last)) == ["yes!<|im_end|>"]
+    with pytest.raises(ValueError, match="no turn of the assistant is trained"):
+        encode_chat(tokenizer, [*CHAT[:2], {**CHAT[2], **flag}])
+
+
+@pytest.mark.parametrize("flag", [{"weight": 1}, {"train": True}, {"weight": None, "train": None}])
+def test_flags_that_change_nothing_are_accepted(tokenizer, flag):
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    chat = [{**m, **flag} if m["role"] == "assistant" else {**m, "weight": 0} for m in CHAT]
+    assert counted(tokenizer, encode_chat(tokenizer, chat)) == [
+        "yes!<|im_end|>",
+        "no, yes!<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turn", "flag", "told"),
+    [
+        (2, {"weight": 0.5}, "weight=0.5: pass 0 or 1"),
+        (2, {"train": "false"}, "train='false'"),
+        (2, {"train_detail": [{"begin_offset": 0}]}, "message 2 has train_detail"),
+        (1, {"train": True}, "the role user: only turns of the assistant are trained"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(tokenizer, turn, flag, told):
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    chat = [{**m, **flag} if t == turn else m for t, m in enumerate(CHAT)]
+    with pytest.raises(ValueError, match=told):
+        encode_chat(tokenizer, chat)

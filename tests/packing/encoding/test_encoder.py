@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from nopad.packing import IGNORE_INDEX, Sample
+from nopad.packing import IGNORE_INDEX, PackedDataset, Sample
 from nopad.packing.encoding import Encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -212,12 +212,38 @@ def test_tensors_are_rows_of_ids():
         one(Encoder(), torch.tensor([7.5]))
 
 
-@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("mask", ["loss_mask", "completion_mask", "assistant_masks"])
 def test_a_mask_that_would_be_passed_over_is_refused(mask):
     row = {"input_ids": [1, 2, 3], mask: [0, 1, 1]}
     with pytest.raises(ValueError, match=f"{mask} without labels"):
         one(Encoder(), row)
     assert one(Encoder(), {**row, "labels": [-100, 2, 3]}).labels.tolist() == [-100, 2, 3]
+    with pytest.raises(ValueError, match=f"a token that {mask} excludes has a label"):
+        one(Encoder(), {**row, "labels": [1, 2, 3]})
+    with pytest.raises(ValueError, match=f"{mask} must be 0 or 1 for each label"):
+        one(Encoder(), {**row, mask: [0.5, 1, 1], "labels": [-100, 2, 3]})
+
+
+def test_rows_that_say_twice_what_is_trained_are_refused(tokenizer):
+    pair, chat = {"prompt": "what", "completion": " fine"}, {"messages": [{"role": "user"}]}
+    for row in ({"text": "hello", **pair}, {"text": "hello", **chat}, {**pair, **chat}):
+        with pytest.raises(ValueError, match="of which one is trained on: remove the others"):
+            one(Encoder(tokenizer), row)
+    empty = {"text": None, **pair}
+    assert one(Encoder(tokenizer), empty).labels.tolist()[:2] == [IGNORE_INDEX, IGNORE_INDEX]
+    chosen = Encoder(tokenizer, text_column="prompt")
+    assert one(chosen, pair).tokens.tolist() == one(chosen, {"prompt": "what"}).tokens.tolist()
+    with pytest.raises(ValueError, match="loss_mask counts tokens, and the row has none"):
+        one(Encoder(tokenizer), {"text": "hello", "loss_mask": [1]})
+
+
+@pytest.mark.parametrize("labels", [[2, 3, 4, -100], [-100, 3, 4, -100], [3, -100, -100, -100]])
+def test_labels_that_were_shifted_already_are_refused(labels):
+    row = {"input_ids": [1, 2, 3, 4], "labels": labels}
+    with pytest.raises(ValueError, match="pass labels unshifted, the model shifts"):
+        one(Encoder(), row)
+    with pytest.raises(ValueError, match="pass labels unshifted"):
+        Sample(np.array([1, 2, 3, 4]), np.array(labels))
 
 
 def test_padding_is_not_taken_for_text():
@@ -246,3 +272,11 @@ def test_rows_without_chat_do_not_care_what_their_tools_are(tokenizer, tools):
     assert one(Encoder(tokenizer), row).tokens.tolist() == [1, 3, 2]
     pair = {"prompt": "what", "completion": " fine", "tools": tools}
     assert one(Encoder(tokenizer), pair).tokens.tolist() == [1, 5, 9, 2]
+
+
+def test_the_name_of_a_tokenizer_is_not_a_tokenizer(tmp_path):
+    for name in ("gpt2", tmp_path):
+        with pytest.raises(ValueError, match=r"is a name: pass AutoTokenizer\.from_pretrained\('"):
+            PackedDataset([{"text": "abc"}], tokenizer=name, budget=16)
+    with pytest.raises(ValueError, match="tokenizer is a int: pass a Hugging Face tokenizer"):
+        Encoder(7)

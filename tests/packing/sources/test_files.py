@@ -269,3 +269,29 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_jsonl(tmp_path / "rows.jsonl")
     assert len(list(open_source("~/rows.jsonl").read(0, 1))) == len(ROWS)
+
+
+@pytest.mark.parametrize("kind", ["flat", "megatron"])
+def test_a_token_file_that_shrinks_while_it_is_read_is_named(tmp_path, kind):
+    """Without the check the process ends with a bus error."""
+    if kind == "flat":
+        path = tmp_path / "x.bin"
+        np.tile(np.array([5, 6, 7, 0], np.uint16), 20_000).tofile(path)
+        data = PackedDataset(path, budget=1024, dtype="uint16", add_eos=0)
+    else:
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"x{suffix}").write_bytes((FIXTURES / f"megatron_u16{suffix}").read_bytes())
+        path, data = tmp_path / "x.bin", PackedDataset(tmp_path / "x", budget=64)
+    packs = iter(data)
+    next(packs)
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(2)
+    with pytest.raises(ValueError, match=r"x\.bin has 2 bytes, it had \d+ when it was opened"):
+        list(data)
+    with pytest.raises(ValueError, match="do not truncate a file while it is read"):
+        data.state_dict()
+    path.write_bytes(content)
+    count = sum(1 for _ in data)
+    path.unlink()  # the mapping stays
+    assert sum(1 for _ in data) == count

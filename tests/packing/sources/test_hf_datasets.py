@@ -192,6 +192,27 @@ def test_masks_that_would_be_passed_over_are_refused(rows):
         PackedDataset(answers, budget=256)
 
 
+def test_a_mask_beside_labels_must_agree_with_them(rows):
+    masks = [[0] + [1] * (len(row) - 1) for row in rows]
+    labels = [[-100, *row[1:]] for row in rows]
+    columns = {"input_ids": rows, "labels": labels, "loss_mask": masks}
+    assert parts(PackedDataset(datasets.Dataset.from_dict(columns), budget=256)) == sorted(rows)
+    labels[150][0] = rows[150][0]
+    with pytest.raises(ValueError, match="dataset: a token that loss_mask excludes has a label"):
+        PackedDataset(datasets.Dataset.from_dict(columns), budget=256)
+
+
+def test_shifted_labels_of_ready_tokens_are_named_or_left_out_and_counted():
+    rows = {"input_ids": [[1, 2], [3, 4, 5], [6, 7]], "labels": [[1, 2], [4, 5, -100], [-100, 7]]}
+    data, order = datasets.Dataset.from_dict(rows), {"shuffle": False, "strategy": "sequential"}
+    with pytest.raises(ValueError, match="dataset, document 1: the label of token 0 is 4"):
+        list(PackedDataset(data, budget=8, **order))
+    packs = PackedDataset(data, budget=8, on_error="skip", **order)
+    assert [pack.tokens.tolist() for pack in packs] == [[1, 2, 6, 7]]
+    reasons = ["dataset, document 1: a label is not its own token"]
+    assert packs.report()["skipped"] == {"rows": 1, "reasons": reasons}
+
+
 @pytest.mark.parametrize("mask", [1, None, "whole"])
 def test_a_mask_that_is_no_list_says_nothing_of_padding(rows, mask):
     data = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": [mask] * len(rows)})

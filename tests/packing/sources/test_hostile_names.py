@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from nopad.packing import PackedDataset
+from char_tokenizer import tokenize_chars
+from nopad.packing import PackedDataset, pipeline
 from nopad.packing.readers import shard_state
 from nopad.packing.readers.shard_state import compress_state, decompress_state
 from nopad.packing.sources import jsonl, parquet
@@ -115,11 +116,83 @@ def test_nesting_beyond_the_limit_is_refused_naming_it(tmp_path):
 
 
 def test_a_row_group_over_the_limit_is_refused_naming_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "GROUP_LIMIT", 1000)
+    monkeypatch.setattr(parquet, "BATCH_LIMIT", 1000)
     path = tmp_path / "rows.parquet"
     parquet.pq.write_table(pa.table({"input_ids": [np.arange(5000)]}), path)
     (row,) = parquet.ParquetSource([path]).read(0, 1)
     assert "the limit is 1000" in str(row.value)
+
+
+@pytest.mark.parametrize("form", ["gz", "zst", "parquet"])
+def test_a_source_is_small_by_what_comes_out_of_it(tmp_path, monkeypatch, form):
+    """What is small is encoded at once: a bomb would fill the memory."""
+    limit = 1 << 20
+    for module in (jsonl, parquet, pipeline):
+        monkeypatch.setattr(module, "SMALL_BYTES", limit)
+    sizes, kinds = {}, {}
+    for name, count in (("small", 10), ("bomb", 3000)):
+        rows = [{"text": "x" * 1000}] * count
+        path = tmp_path / f"{name}.jsonl.{form}"
+        if form == "parquet":
+            path = tmp_path / f"{name}.parquet"
+            parquet.pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            codec = {"gz": "gzip", "zst": "zstd"}[form]
+            path.write_bytes(pa.compress(data, codec=codec, asbytes=True))
+        data = PackedDataset(path, tokenizer=tokenize_chars, add_eos=0, budget=64)
+        sizes[name], kinds[name] = path.stat().st_size, type(data.reader).__name__
+    assert 5 * sizes["bomb"] < limit / 2
+    assert kinds == {"small": "PlannedPacks", "bomb": "StreamedPacks"}
+
+
+def test_a_row_group_comes_out_in_batches_within_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "BATCH_LIMIT", 8 << 20)
+    path = tmp_path / "rows.parquet"
+    text = pa.array(["x" * 100_000]).dictionary_encode()
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(3000, np.int32)), text.dictionary)
+    parquet.pq.write_table(pa.table({"text": column}), path, store_schema=False)
+    assert path.stat().st_size < 1 << 17
+    with parquet.pq.ParquetFile(path) as file:
+        batches = [batch.nbytes for batch in parquet._batches(file, 0)]
+    assert sum(batches) > 300_000_000 and max(batches) <= 8 << 20
+    source = parquet.ParquetSource([path])
+    rows = [sum(1 for _ in source.read(shard, 7)) for shard in range(7)]
+    assert sum(rows) == 3000 and source.num_bytes > 64 << 20
+
+
+def test_a_row_of_many_repeated_values_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "BATCH_LIMIT", 1 << 20)
+    path = tmp_path / "rows.parquet"
+    parquet.pq.write_table(pa.table({"input_ids": [np.zeros(1_000_000, np.int64)]}), path)
+    assert path.stat().st_size < 10_000
+    (row,) = parquet.ParquetSource([path]).read(0, 1)
+    assert "input_ids.list.element has 8000000 bytes" in str(row.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst"])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_compressed_file_of_no_bytes_is_named_once(tmp_path, name, shards):
+    (tmp_path / name).touch()
+    good = tmp_path / "zz.jsonl"
+    good.write_text('{"input_ids": [1, 2]}\n')
+    source = JsonlSource([tmp_path / name, good])
+    values = [row for shard in range(shards) for row in source.read(shard, shards)]
+    (bad,) = [row for row in values if isinstance(row.value, ValueError)]
+    assert "has no bytes: it is truncated" in str(bad.value) and name in str(bad.location)
+    assert [row.value for row in values if row is not bad] == [{"input_ids": [1, 2]}]
+    with pytest.raises(ValueError, match=name):
+        PackedDataset(tmp_path, budget=8)
+    assert PackedDataset(tmp_path, budget=8, on_error="skip").skipped.rows == 1
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    path, ids = tmp_path / "rows.parquet", pa.array([[1, 2]])
+    inner = pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], ["role", "role"])
+    for columns, names in (([ids, ids], ["input_ids"] * 2), ([inner], ["messages"])):
+        parquet.pq.write_table(pa.Table.from_arrays(columns, names), path)
+        (row,) = parquet.ParquetSource([path]).read(0, 1)
+        assert "appears twice" in str(row.value)
 
 
 def test_a_state_that_unfolds_beyond_the_limit_is_neither_written_nor_read(monkeypatch):

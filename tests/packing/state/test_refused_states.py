@@ -249,3 +249,50 @@ def test_a_state_of_one_rank_alone_does_not_continue_the_others():
 
 def test_a_shards_state_survives_its_short_text():
     assert decompress_state(compress_state({"packer": [1, 2]})) == {"packer": [1, 2]}
+
+
+FAR = 10**18
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+@pytest.mark.parametrize(
+    "change", [{"index": FAR}, {"index": 10**9}, {"epoch": FAR}, {"epoch_start": 10**9}]
+)
+def test_a_position_beyond_the_run_is_refused_at_once(epochs, change):
+    state = state_of(epochs=epochs)
+    state["position"] |= change
+    data = PackedDataset(ROWS, **BASE, epochs=epochs)
+    with pytest.raises(ValueError, match=r"beyond any run|contradict each other|not made by this"):
+        data.load_state_dict(state)
+        next(iter(data))
+
+
+@pytest.mark.parametrize("change", [{"num_packs": FAR}, {"num_packs": 10**9}, {"epoch": FAR}, {}])
+def test_a_workers_position_beyond_the_run_is_refused_at_once(change, monkeypatch):
+    worker = {"id": 0, "num_workers": 1, "num_packs": 1, "epoch": 0, "epoch_start": 0} | change
+    if not change:
+        del worker["epoch"]
+    state = {**state_of(epochs=None), "worker": worker}
+    data = PackedDataset(ROWS, **BASE, epochs=None)
+    info = type("Info", (), {"id": 0, "num_workers": 1})
+    monkeypatch.setattr("nopad.packing.dataset.get_worker_info", lambda: info)
+    with pytest.raises(ValueError, match=r"the state's worker|not made by this run"):
+        data.load_state_dict(state)
+        next(iter(data))
+
+
+@pytest.mark.parametrize("field", ["packs_since", "epoch"])
+@pytest.mark.parametrize("epochs", [1, None])
+def test_a_shard_beyond_its_feed_is_refused_at_once(field, epochs):
+    options = {"shards": 1, "shuffle": 4, "pretokenize": False, "epochs": epochs}
+    state = state_of(lambda: iter(ROWS * 40), **options)
+    cursor = state["shards"]["0"]
+    if field == "epoch" and epochs:
+        inner = decompress_state(cursor["state"])
+        cursor["state"] = compress_state({**inner, "epoch": FAR})
+    else:
+        cursor["packs_since"] = FAR
+    data = PackedDataset(lambda: iter(ROWS * 40), **BASE, **options)
+    data.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"shard 0 (ends before the position|is in epoch)"):
+        next(iter(data))

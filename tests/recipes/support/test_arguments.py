@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from nopad.recipes import pretrain, pretrain_lightning, sft, train_hf
+from nopad.recipes.support.arguments import read_yaml
 from nopad.recipes.support.hf_runner import training_arguments
 from nopad.recipes.support.run_dir import RunDir
 
@@ -146,3 +147,29 @@ def test_options_are_read_without_the_libraries_of_training():
         "sys.exit('transformers' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def bomb(levels: int = 30) -> str:
+    """A few hundred bytes of YAML that stand for 9 ** levels values."""
+    lines = ["a0: &a0 [1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join([*lines, f"budget: *a{levels - 1}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (bomb(), "line 2 is not valid YAML: aliases are not supported"),
+        ("a: &a {b: 1}\nc: {<<: *a}\n", "line 2 is not valid YAML: aliases are not supported"),
+        ("[" * 5000, r"nested too deeply|not valid YAML"),
+        ("budget: [[1]]\n", "budget must be a value or a list of values"),
+        ("budget: {a: 1}\n", "budget must be a value or a list of values"),
+        ("budget: 512\nbudget: 1024\n", "budget appears twice"),
+        ("learning-rate: 1\nlearning_rate: 2\n", "learning_rate appears twice"),
+    ],
+)
+def test_yaml_that_grows_or_contradicts_itself_is_refused_at_once(tmp_path, text, told):
+    path = tmp_path / "sft.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_yaml(path)

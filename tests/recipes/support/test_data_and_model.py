@@ -73,7 +73,7 @@ def test_fine_tuning_reads_data_by_the_same_options(tmp_path):
 
 
 def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nopad.packing.pipeline.PRETOKENIZE_UP_TO", 0)
+    monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", 0)
     argv = sft_argv(tmp_path, small_inputs.chats(tmp_path))
     with monkeypatch.context() as ranks:
         ranks.setenv("RANK", "1")
