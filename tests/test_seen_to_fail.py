@@ -143,8 +143,8 @@ FAULTS = {
     ),
     "the name is accepted for any type": (
         "attention/hf/test_model_support.py::"
-        "test_types_that_would_ignore_the_name_are_refused_where_they_are_built",
-        "nopad.attention.hf.model_types", "class_reason = lambda *_: None",
+        "test_types_that_would_ignore_the_name_are_refused_at_the_first_forward",
+        "nopad.attention.hf.mask_patch", "refuse_unsupported = lambda config: None",
     ),
     "a bomb is as large as its file": (
         "packing/sources/test_hostile_names.py::test_a_source_is_small_by_what_comes_out_of_it[gz]",

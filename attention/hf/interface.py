@@ -20,13 +20,11 @@ from ..varlen import Varlen, batch_cache, start_batch
 from .forward_context import current_varlen
 from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
-from .model_types import install_name_guard
 from .sequence_limits import sequence_limit
 
 
 def register() -> None:
     """Register the name with Transformers; importing `nopad.attention` does it."""
-    install_name_guard()
     AttentionInterface.register(ATTN_IMPLEMENTATION, attention)
     AttentionMaskInterface.register(ATTN_IMPLEMENTATION, refuse_mask)
 

@@ -38,6 +38,11 @@ def recording(silent: bool = False) -> Iterator[CallLog]:
         _active_log.reset(token)
 
 
+def is_recording() -> bool:
+    """Return whether calls are recorded: the model is being examined, not used."""
+    return _active_log.get() is not None
+
+
 def record_call(layer: int, source: str, shape: tuple[int, int, int]) -> bool:
     """Add a call to the active log, if there is one; return whether attention is silent."""
     log = _active_log.get()

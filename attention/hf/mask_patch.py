@@ -28,6 +28,9 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from .layer_check import is_recording
+from .model_types import refuse_unsupported
+
 log = logging.getLogger("nopad.attention")
 
 ATTN_IMPLEMENTATION = "nopad"
@@ -67,10 +70,14 @@ def document_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long(), index, right=True)[None]
 
 
-def refuse_mask(*, attention_mask: Tensor | None = None, **unused: Any) -> None:
-    """Refuse a padding mask and return None: the mask function of `nopad` in Transformers."""
+def refuse_mask(*, attention_mask: Tensor | None = None, config: Any = None, **unused: Any) -> None:
+    """Refuse a padding mask and return None: the mask function of `nopad` in Transformers.
+
+    A model that cannot be served is refused here as well, since it may call nothing else of ours.
+    """
     _check_no_mask(attention_mask)
     if not torch.compiler.is_compiling():  # compiled graphs drop the unused preparation anyway
+        _check_served(config)
         install_mask_patch()
 
 
@@ -107,6 +114,11 @@ def _log_moved() -> None:
     )
 
 
+def _check_served(config: Any) -> None:
+    if not is_recording():
+        refuse_unsupported(config)
+
+
 def _check_no_mask(mask: Any) -> None:
     if mask is not None and _masks_anything(mask):
         raise ValueError(_MASK_REFUSED)
@@ -129,6 +141,8 @@ def _wrap(original: Any) -> Any:
     ) -> tuple:
         if getattr(config, "_attn_implementation", None) == ATTN_IMPLEMENTATION:
             _check_no_mask(attention_mask)
+            if not torch.compiler.is_compiling():
+                _check_served(config)
             # Transformers returns early for a 4-D mask, in a tuple whose length its versions vary.
             early = original(config, inputs_embeds, _four_dims(inputs_embeds), *args, **kwargs)
             return (True, None, *early[2:])

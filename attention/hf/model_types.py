@@ -1,8 +1,8 @@
-"""Types of models that `nopad` cannot serve, by class and config; refused where a model is built.
+"""Types of models that `nopad` cannot serve, by class and config; refused at their first forward.
 
-Such a model would ignore the name and run its own attention across documents, or fail somewhere
-inside: most of these types call nothing of ours in their first forward. So registering the name
-with Transformers also wraps the method that accepts such names.
+Such a model would ignore the name and run its own attention across documents. Most types still ask
+for the mask of the name they were built with, and the mask function of `nopad` refuses them. Types
+without attention (Mamba, RWKV) ask for none: only our front ends and the doctor refuse these.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
-from functools import wraps
+from functools import cache
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from .mask_patch import ATTN_IMPLEMENTATION
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 KEEPS_STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
 NO_INTERFACE = "does not use the attention interface of Transformers"
@@ -39,7 +37,6 @@ _UNSUPPORTED_TYPES = {
     "counts its positions from pad_token_id + 1, a packed batch counts from 0",
 )  # fmt: skip
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "hybrid")
-_TARGET = "get_correct_attn_implementation"
 
 
 def config_reason(config: Any, paged: bool = True) -> str | None:
@@ -62,19 +59,12 @@ def config_reason(config: Any, paged: bool = True) -> str | None:
     return None
 
 
-def class_reason(model_class: Any, config: Any) -> str | None:
-    """Return why packed rows of a class that generates text cannot be attended to by `nopad`.
-
-    Other classes, such as the vision tower of a model, are not judged.
-    """
-    if not model_class.can_generate():
-        return None
-    if (reason := config_reason(config, paged=False)) is not None:
-        return reason
-    if not getattr(config, "sub_configs", None) and not has_interface(model_class.__mro__):
-        return f"{config.model_type} {NO_INTERFACE}"
+@cache
+def _class_reason(model_class: type, model_type: str) -> str | None:
+    if not has_interface(model_class.__mro__):
+        return f"{model_type} {NO_INTERFACE}"
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
-        return f"{config.model_type} {NO_POSITIONS}"
+        return f"{model_type} {NO_POSITIONS}"
     return None
 
 
@@ -85,22 +75,17 @@ def has_interface(classes: Iterable[type]) -> bool:
     return not files or any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-def install_name_guard() -> None:
-    """Have Transformers refuse the name for models that cannot be served, once."""
-    original = getattr(PreTrainedModel, _TARGET, None)
-    if original is None or hasattr(original, "nopad_original"):
+def refuse_unsupported(config: Any) -> None:
+    """Raise if `nopad` cannot serve text models of a config; the mask function calls it.
+
+    Configs of other models, such as the vision tower of a model, are not judged.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
         return
-
-    @wraps(original)
-    def checked(self: Any, requested_attention: Any, *args: Any, **kwargs: Any) -> Any:
-        if requested_attention == ATTN_IMPLEMENTATION:
-            reason = class_reason(type(self), self.config)
-            if reason is not None:
-                raise ValueError(
-                    f'attn_implementation="nopad" cannot serve this model: {reason}; build it with '
-                    "another one, and see `nopad doctor` before packing"
-                )
-        return original(self, requested_attention, *args, **kwargs)
-
-    checked.__dict__["nopad_original"] = original
-    setattr(PreTrainedModel, _TARGET, checked)
+    reason = config_reason(config, paged=False) or _class_reason(model_class, config.model_type)
+    if reason is not None:
+        raise ValueError(
+            f'attn_implementation="nopad" cannot serve this model: {reason}; build it with '
+            "another one, and see `nopad doctor` before packing"
+        )
