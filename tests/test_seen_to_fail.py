@@ -45,6 +45,10 @@ FAULTS = {
         "nopad.packing.ordering.rank_shard",
         "RankShard.round_end = lambda self, index, base: index + 1",
     ),
+    "a resumed run counts its steps anew": (
+        "trainer/with_hf/test_epochs_resumed.py", "nopad.trainer.with_hf.trainer",
+        "last_step = lambda args, *_: args.max_steps",
+    ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
         "StopRequest.should_stop = lambda self: False",

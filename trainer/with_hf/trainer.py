@@ -12,7 +12,6 @@ position; and the log shows fill, throughput and MFU.
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -31,6 +30,7 @@ from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..loss.attached_loss import attach_loss
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
+from .step_count import last_step, set_epochs
 from .stopping import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
@@ -64,6 +64,7 @@ class PackedTrainerMixin(_Base):
                 f"train_dataset is a {type(train_dataset).__name__}: wrap your data in "
                 "nopad.packing.PackedDataset, or use the trainer without PackedTrainerMixin"
             )
+        self._counts_epochs = args.max_steps <= 0
         smoothing = _adapt_arguments(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
@@ -115,6 +116,11 @@ class PackedTrainerMixin(_Base):
         )
         if self._resume_from is not None:
             load_data_state(self._loader, self._resume_from)
+            if self._counts_epochs:
+                state = self._loader.state()
+                self.args.max_steps = last_step(
+                    self.args, self.train_dataset, state, self._resume_from
+                )
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         if self.packed_check:
             with self.accelerator.autocast():
@@ -244,25 +250,5 @@ def _adapt_arguments(args: TrainingArguments, data: PackedDataset) -> float:
     args.average_tokens_across_devices = True  # the mean of the ranks' means is not exact
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
-        args.max_steps = _count_steps(args, data)
+        args.max_steps = set_epochs(args, data)
     return smoothing
-
-
-def _count_steps(args: TrainingArguments, data: PackedDataset) -> int:
-    """Count the steps of `num_train_epochs`, and rewind the data to its beginning."""
-    if not 0 < args.num_train_epochs < math.inf:
-        raise ValueError(
-            f"num_train_epochs={args.num_train_epochs}: it must be finite and above 0; or pass "
-            "max_steps="
-        )
-    if data.lengths is None:
-        raise ValueError(
-            "the packs of a stream cannot be counted before it is read: pass max_steps=, the "
-            "number of steps to train, in the arguments"
-        )
-    data.epochs = math.ceil(args.num_train_epochs)
-    data.rewind()
-    *full_epochs, last_epoch = (data.count(epoch) for epoch in range(data.epochs))
-    fraction = args.num_train_epochs - len(full_epochs)
-    per_rank = math.ceil((sum(full_epochs) + fraction * last_epoch) / args.world_size)
-    return math.ceil(per_rank / args.gradient_accumulation_steps)
