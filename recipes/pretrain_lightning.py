@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_lightning import (
         EvalCallback,
         PackedCallback,
@@ -96,6 +97,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         model = load_model(args, tokenizer)
         generation_eval = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
         evaluation = EvalCallback(generation_eval, console=True)
+        packed = PackedCallback(data, continue_on_nan=args.continue_on_nan)
         launch = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}
         trainer = pl.Trainer(
             **launch,
@@ -103,12 +105,13 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
             accumulate_grad_batches=args.accumulation,
             gradient_clip_val=1.0,
             log_every_n_steps=10,
-            callbacks=[PackedCallback(data), stop, checkpoints, evaluation],
+            callbacks=[packed, stop, checkpoints, evaluation],
             enable_model_summary=False,
             default_root_dir=args.output,
         )
         module = lightning_module(args, run_dir, model)
         trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+        check_weights(module.parameters(), f"step {trainer.global_step}")
         if finished := trainer.global_step == args.steps:
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
         if trainer.is_global_zero:

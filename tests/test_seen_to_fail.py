@@ -49,6 +49,16 @@ FAULTS = {
         "trainer/with_hf/test_epochs_resumed.py", "nopad.trainer.with_hf.trainer",
         "last_step = lambda args, *_: args.max_steps",
     ),
+    "nobody looks whether losses and weights are finite": (
+        "trainer/test_divergence.py", "nopad.trainer.monitoring.finite_check",
+        "FiniteCheck.end_step = lambda *_: None\ncheck_weights = lambda *_: None",
+    ),
+    "the newest checkpoint goes first": (
+        "trainer/test_checkpoint_rotation.py::"
+        "test_a_clock_set_back_does_not_delete_new_checkpoints",
+        "nopad.trainer.checkpoint_rotation",
+        "steps_to_delete = lambda steps, newest, limit, keep: sorted(steps)[limit:]",
+    ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
         "StopRequest.should_stop = lambda self: False",

@@ -25,7 +25,7 @@ RUN_FILES = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
 NOT_SAVED = {"resume", "output", "config"}
 CHANGEABLE = NOT_SAVED | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
-    "prompt", "log_every", "log_with", "keep",
+    "prompt", "log_every", "log_with", "keep", "continue_on_nan",
 }  # fmt: skip
 """Settings that may change on a resume.
 
@@ -40,6 +40,9 @@ def add_run_options(add: Any, recipe: str) -> None:
     add("--resume", nargs="?", const="last", metavar="FOLDER",
         help="continue this run, or the last one, with the settings it was started "
         "with")  # fmt: skip
+    add("--continue-on-nan", action="store_true",
+        help="train on after a loss that is not finite; weights that are not finite are never "
+        "saved")  # fmt: skip
 
 
 def find_run(recipe: str, name: str, output: Path | None) -> Path:

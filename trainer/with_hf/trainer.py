@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
 
 from ...packing import PackedDataset
 from ...runtime import barrier, rank, sum_over_ranks, unwrap_peft
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
+from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..loss.attached_loss import attach_loss
+from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
 from .step_count import last_step, set_epochs
@@ -48,6 +49,7 @@ class PackedTrainerMixin(_Base):
         *,
         z_loss: float = 0.0,
         check: bool = True,
+        continue_on_nan: bool = False,
         **kwargs: Any,
     ):
         """Take the trainer's arguments; `self.args` is a copy, yours are not changed.
@@ -57,6 +59,8 @@ class PackedTrainerMixin(_Base):
 
         z_loss: weight of the squared log-normalizer in the loss.
         check: before the first step, refuse runs that would train wrongly.
+        continue_on_nan: train on after a loss that is not finite, instead of raising
+            `NonFiniteError`; weights that are not finite are not saved.
         """
         args = copy(args) if args is not None else TrainingArguments()
         if not isinstance(train_dataset, PackedDataset):
@@ -76,6 +80,7 @@ class PackedTrainerMixin(_Base):
             self.attached_loss.keep_logits()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
+        self.finite_check = FiniteCheck(continue_on_nan)
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
@@ -150,11 +155,18 @@ class PackedTrainerMixin(_Base):
             resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._check_finite_end()
+            return output
         finally:  # the trainer does not inform callbacks of exceptions
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, StopCallback):
                     callback.request.release()
+
+    def _check_finite_end(self) -> None:
+        if not self.finite_check.continue_on_nan:
+            self.finite_check.flush()
+            check_weights(self.model.parameters(), f"step {self.state.global_step}")
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # The stock loop checks max_steps after a step, so a finished run that is resumed would
@@ -165,8 +177,11 @@ class PackedTrainerMixin(_Base):
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._loader is not None and self.meter is not None:
-            info, _ = self._loader.issued.popleft()
+            info, state = self._loader.issued.popleft()
             self.meter.add(info, inputs["labels"], self.attached_loss.token_losses)
+            self.finite_check.add(loss)
+            if state is not None:
+                self.finite_check.end_step(f"step {self.state.global_step + 1}")
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -207,8 +222,10 @@ class PackedTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run_dir = self._get_output_dir(trial=trial)
-        folder = Path(run_dir) / f"checkpoint-{self.state.global_step}"
+        run_dir, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
+        folder = run_dir / f"checkpoint-{step}"
+        if not self.finite_check.may_save(self.model, f"step {step}"):
+            return
         if rank() == 0:
             remove_manifest(folder)
         barrier()
@@ -225,7 +242,7 @@ class PackedTrainerMixin(_Base):
         if rank() == 0:
             write_manifest(folder)
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(run_dir, limit, best_model_checkpoint=best, use_mtime=True)
+            rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
 
 
 class PackedTrainer(PackedTrainerMixin, Trainer):
@@ -248,6 +265,7 @@ def _adapt_arguments(args: TrainingArguments, data: PackedDataset) -> float:
     args.per_device_train_batch_size = 1  # a batch is one pack, and the trainer counts it as one
     args.ignore_data_skip = True  # the data state restores the position without replaying
     args.average_tokens_across_devices = True  # the mean of the ranks' means is not exact
+    args.logging_nan_inf_filter = False  # it would log the loss of a diverged run as 0
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     if args.max_steps <= 0:
         args.max_steps = set_epochs(args, data)
