@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from nopad.cli import HelpFormatter, count, positive
 from nopad.recipes.support.arguments import parse_with_config
@@ -61,22 +60,13 @@ def lightning_module(args: Namespace, run_dir: RunDir, model):
     return CausalLM()
 
 
-def resume_path(path: Path) -> Path:
-    """Return the checkpoint to resume from; raise if it is missing or damaged."""
-    from nopad.trainer import check_archive
-
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: omit --resume to start a new run")
-    check_archive(path)
-    return path
-
-
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
     """Train; an error that the user can fix is a ValueError, OSError or ImportError."""
     args = parse_args(argv)
     run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from nopad.trainer import latest_intact_archive
     from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_lightning import (
         EvalCallback,
@@ -87,7 +77,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
 
     with hold_signals(), as_user_error(MisconfigurationException):
         stop = StopCallback(args.output / "last.ckpt")
-        ckpt_path = resume_path(args.output / "last.ckpt") if args.resume else None
+        ckpt_path = latest_intact_archive(args.output) if args.resume else None
         pl.seed_everything(args.seed, verbose=False)
         tokenizer, dataset, examples = load_data(args)
         data = PackedDataModule(dataset, num_workers=args.workers)

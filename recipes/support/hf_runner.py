@@ -80,13 +80,14 @@ def train_with_hf(
             run_dir.start_training(state.is_world_process_zero)
 
     with hold_signals():
+        stop = StopCallback()  # first: a signal must not wait for what follows
         trainer = PackedTrainer(
             model,
             training_arguments(args),
             PackedCollator(pad_to_budget=args.compile),
             data,
             processing_class=tokenizer,
-            callbacks=[StopCallback(), StartCallback()],
+            callbacks=[stop, StartCallback()],
             continue_on_nan=args.continue_on_nan,
         )
         if args.compile:
