@@ -68,6 +68,16 @@ FAULTS = {
         "test_a_signal_to_an_outer_request_is_heard_by_the_inner_one",
         "nopad.trainer.graceful_stop", "StopRequest._take_over = lambda *_: None",
     ),
+    "the last archive is taken as it is": (
+        "trainer/test_checkpoint_manifest.py::"
+        "test_the_archive_of_the_highest_step_is_taken_and_flipped_bits_are_noticed",
+        "nopad.trainer.checkpoint_manifest",
+        "latest_intact_archive = lambda folder: folder / 'last.ckpt'",
+    ),
+    "nobody locks the folder of a run": (
+        "recipes/support/test_run_lock.py::test_a_run_that_is_being_trained_is_not_resumed",
+        "nopad.recipes.support.run_lock", "lock_run = lambda folder: None",
+    ),
     "something is kept of every pack": (
         "packing/test_bounds.py::"
         "test_a_hundred_thousand_streamed_documents_do_not_grow_the_process",
