@@ -32,6 +32,7 @@ from .pipeline import (
     check_rank,
     check_values,
     data_fingerprint,
+    is_sequential,
     open_sources,
     state_settings,
 )
@@ -130,11 +131,16 @@ class PackedDataset(IterableDataset):
         self.settings = state_settings(self.reader, options, weights)
         self.rank, self.world_size = rank, world_size
         self.epochs, self.max_packs = epochs, max_packs
+        if not is_sequential(self.reader):
+            _ = self.fingerprint  # at once: files may change before the first state
         self._start_pass(0)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identify the data, so that a state of other data is rejected."""
+        """Identify the data as it was opened, so that a state of other data is rejected.
+
+        Iterables are identified at the first state: their rows are not read before they are needed.
+        """
         return data_fingerprint(self.reader)
 
     @property

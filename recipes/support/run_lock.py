@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import socket
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +38,6 @@ def lock_run(folder: Path) -> IO[str]:
             f"{folder} is being trained by {owner}: wait until it ends, or stop it first"
         ) from None
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
     file.flush()
     return file

@@ -249,3 +249,20 @@ def test_a_state_of_one_rank_alone_does_not_continue_the_others():
 
 def test_a_shards_state_survives_its_short_text():
     assert decompress_state(compress_state({"packer": [1, 2]})) == {"packer": [1, 2]}
+
+
+def test_a_file_that_changes_after_it_was_opened_is_refused_on_resume(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i:04}"}) + "\n" for i in range(40)))
+    options = {**BASE, "pretokenize": False, "shards": 2}
+    data = PackedDataset(path, **options)
+    path.write_text(path.read_text().replace("0039", "0038"))
+    state = data.state_dict()
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(path, **options).load_state_dict(state)
+
+
+def test_an_iterable_is_not_read_when_it_is_opened():
+    calls = []
+    PackedDataset(lambda: calls.append(1) or iter(ROWS), **{**BASE, "shards": 1})
+    assert calls == []
