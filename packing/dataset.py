@@ -129,8 +129,12 @@ class PackedDataset(IterableDataset):
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
-        self.rank, self.world_size = rank, world_size
-        self.epochs, self.max_packs = epochs, max_packs
+        self.rank, self.world_size, self.epochs, self.max_packs = (
+            rank,
+            world_size,
+            epochs,
+            max_packs,
+        )
         if not is_sequential(self.reader):
             _ = self.fingerprint  # at once: files may change before the first state
         self._start_pass(0)

@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     if args.resume:
         run.resume()
     run.train()
-    check_weights(run.model.parameters(), f"step {run.step}")
+    check_weights(run.model, f"step {run.step}")
     if run.losses:
         recent = run.losses[-50:]
         mean = sum(recent) / len(recent)

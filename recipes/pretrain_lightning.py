@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         )
         module = lightning_module(args, run_dir, model)
         trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-        check_weights(module.parameters(), f"step {trainer.global_step}")
+        check_weights(module, f"step {trainer.global_step}")
         if finished := trainer.global_step == args.steps:
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
         if trainer.is_global_zero:

@@ -101,7 +101,7 @@ def train_with_hf(
             evaluation = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
             trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
         trainer.train(resume_from_checkpoint=bool(args.resume) or None)
-        check_weights(trainer.model.parameters(), f"step {trainer.state.global_step}")
+        check_weights(trainer.model, f"step {trainer.state.global_step}")
         finished = trainer.state.global_step >= trainer.state.max_steps
         if finished:
             trainer.save_model()

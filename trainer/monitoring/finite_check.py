@@ -10,11 +10,10 @@ is before the optimizer uses the gradient where the trainer permits it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...runtime import sum_over_ranks, world_size
 from .preflight import print_banner
@@ -65,11 +64,11 @@ class FiniteCheck:
         if pending is not None:
             raise_if_not_finite(float(pending[1]), pending[0])
 
-    def may_save(self, model: nn.Module, place: str) -> bool:
+    def may_save(self, model: Any, place: str) -> bool:
         """Return whether the weights are finite; raise if they are not and training must stop."""
         self.flush()
         try:
-            check_weights(model.parameters(), place)
+            check_weights(model, place)
         except NonFiniteError as error:
             if not self.continue_on_nan:
                 raise
@@ -87,9 +86,9 @@ def raise_if_not_finite(loss: float, place: str) -> None:
         )
 
 
-def check_weights(parameters: Iterable[Any], place: str) -> None:
+def check_weights(model: Any, place: str) -> None:
     """Raise if a weight is not finite on any rank; call it on every rank."""
-    shards = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)
+    shards = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
     # A sum needs no memory, and is not finite if any entry is not.
     sums = [
         p.detach().sum(dtype=torch.float32)

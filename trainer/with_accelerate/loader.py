@@ -109,7 +109,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         def save_finite(*args: Any, **kwargs: Any) -> Any:
             self.finite_check.flush()
             for model in self.accelerator._models:
-                check_weights(model.parameters(), str(self.last_pack or "no step"))
+                check_weights(model, str(self.last_pack or "no step"))
             return save(*args, **kwargs)
 
         self.accelerator.save_state = save_finite

@@ -166,7 +166,7 @@ class PackedTrainerMixin(_Base):
     def _check_finite_end(self) -> None:
         if not self.finite_check.continue_on_nan:
             self.finite_check.flush()
-            check_weights(self.model.parameters(), f"step {self.state.global_step}")
+            check_weights(self.model, f"step {self.state.global_step}")
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # The stock loop checks max_steps after a step, so a finished run that is resumed would

@@ -238,7 +238,7 @@ class PackedCallback(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.finite_check.continue_on_nan:
             self.finite_check.flush()
-            check_weights(pl_module.parameters(), f"step {trainer.global_step}")
+            check_weights(pl_module, f"step {trainer.global_step}")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
