@@ -129,14 +129,9 @@ class PackedDataset(IterableDataset):
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
-        self.rank, self.world_size, self.epochs, self.max_packs = (
-            rank,
-            world_size,
-            epochs,
-            max_packs,
-        )
-        if not is_sequential(self.reader):
-            _ = self.fingerprint  # at once: files may change before the first state
+        self.rank, self.world_size = rank, world_size
+        self.epochs, self.max_packs = epochs, max_packs
+        self._identify()
         self._start_pass(0)
 
     @cached_property
@@ -146,6 +141,11 @@ class PackedDataset(IterableDataset):
         Iterables are identified at the first state: their rows are not read before they are needed.
         """
         return data_fingerprint(self.reader)
+
+    def _identify(self) -> None:
+        """Take the fingerprint at once: files may change before the first state."""
+        if not is_sequential(self.reader):
+            _ = self.fingerprint
 
     @property
     def stream_settings(self) -> StreamSettings | None:
