@@ -33,6 +33,7 @@ from .pipeline import (
     check_rank,
     check_values,
     data_fingerprint,
+    is_sequential,
     open_sources,
     state_settings,
 )
@@ -132,12 +133,21 @@ class PackedDataset(IterableDataset):
         self.settings = state_settings(self.reader, options, weights)
         self.rank, self.world_size = rank, world_size
         self.epochs, self.max_packs = epochs, max_packs
+        self._identify()
         self._start_pass(0)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identify the data, so that a state of other data is rejected."""
+        """Identify the data as it was opened, so that a state of other data is rejected.
+
+        Iterables are identified at the first state: their rows are not read before they are needed.
+        """
         return data_fingerprint(self.reader)
+
+    def _identify(self) -> None:
+        """Take the fingerprint at once: files may change before the first state."""
+        if not is_sequential(self.reader):
+            _ = self.fingerprint
 
     @property
     def stream_settings(self) -> StreamSettings | None:

@@ -161,6 +161,13 @@ def data_fingerprint(packs: PlannedPacks | StreamedPacks) -> str:
     return Fingerprint(*(source.fingerprint() for source in packs.settings.sources)).text()
 
 
+def is_sequential(packs: PlannedPacks | StreamedPacks) -> bool:
+    """Return whether rows can only be read in their order, from an iterable of the user's."""
+    if isinstance(packs, PlannedPacks):
+        return False
+    return any(source.sequential_only for source in packs.settings.sources)
+
+
 def check_counts(**settings: int | None) -> list[int | None]:
     """Return settings that are None or at least 1."""
     for name, value in settings.items():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
 
@@ -125,7 +124,12 @@ class Pretraining:
         self.loss = attach_loss(model)
         on_gpu = accelerator.device.type == "cuda"
         optimizer, scheduler = build_optimizer(args, model, fused=on_gpu)
-        self.loader = PackedAccelerateLoader(accelerator, dataset, num_workers=args.workers)
+        self.loader = PackedAccelerateLoader(
+            accelerator,
+            dataset,
+            num_workers=args.workers,
+            continue_on_nan=args.continue_on_nan,
+        )
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
         )
@@ -220,10 +224,11 @@ class Pretraining:
     def log_step(self, bar, losses: list) -> None:
         """Update the progress bar, the tracker and log.jsonl."""
         import torch
+        from nopad.trainer.monitoring import raise_if_not_finite
 
         loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss is {loss} at step {self.step}: lower --learning-rate")
+        if not self.args.continue_on_nan:
+            raise_if_not_finite(loss, f"step {self.step}")
         self.losses.append(loss)
         values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
         is_early, is_last = len(self.losses) < RATE_INTERVAL, self.step == self.args.steps
@@ -250,6 +255,8 @@ class Pretraining:
 
     def save(self) -> None:
         """Write a checkpoint to resume from, which `from_pretrained` loads as a model too."""
+        if not self.loader.finite_check.may_save(self.model, f"step {self.step}"):
+            return
         path = self.run_dir.unfinished_path(self.step)
         if self.accelerator.is_main_process:
             self.run_dir.remove_unfinished()
@@ -267,11 +274,14 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     args = parse_args(argv)
     run_dir = RunDir.from_args("pretrain", args, progress)
     accelerator = create_accelerator(args)
+    from nopad.trainer.monitoring import check_weights
+
     run = Pretraining(args, run_dir, accelerator)
     run.print_summary()
     if args.resume:
         run.resume()
     run.train()
+    check_weights(run.model, f"step {run.step}")
     if run.losses:
         recent = run.losses[-50:]
         mean = sum(recent) / len(recent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from nopad.cli import HelpFormatter, count, positive
 from nopad.recipes.support.arguments import parse_with_config
@@ -61,22 +60,14 @@ def lightning_module(args: Namespace, run_dir: RunDir, model):
     return CausalLM()
 
 
-def resume_path(path: Path) -> Path:
-    """Return the checkpoint to resume from; raise if it is missing or damaged."""
-    from nopad.trainer import check_archive
-
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: omit --resume to start a new run")
-    check_archive(path)
-    return path
-
-
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
     """Train; an error that the user can fix is a ValueError, OSError or ImportError."""
     args = parse_args(argv)
     run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from nopad.trainer import latest_intact_archive
+    from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_lightning import (
         EvalCallback,
         PackedCallback,
@@ -86,7 +77,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
 
     with hold_signals(), as_user_error(MisconfigurationException):
         stop = StopCallback(args.output / "last.ckpt")
-        ckpt_path = resume_path(args.output / "last.ckpt") if args.resume else None
+        ckpt_path = latest_intact_archive(args.output) if args.resume else None
         pl.seed_everything(args.seed, verbose=False)
         tokenizer, dataset, examples = load_data(args)
         data = PackedDataModule(dataset, num_workers=args.workers)
@@ -96,6 +87,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         model = load_model(args, tokenizer)
         generation_eval = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
         evaluation = EvalCallback(generation_eval, console=True)
+        packed = PackedCallback(data, continue_on_nan=args.continue_on_nan)
         launch = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}
         trainer = pl.Trainer(
             **launch,
@@ -103,12 +95,13 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
             accumulate_grad_batches=args.accumulation,
             gradient_clip_val=1.0,
             log_every_n_steps=10,
-            callbacks=[PackedCallback(data), stop, checkpoints, evaluation],
+            callbacks=[packed, stop, checkpoints, evaluation],
             enable_model_summary=False,
             default_root_dir=args.output,
         )
         module = lightning_module(args, run_dir, model)
         trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+        check_weights(module, f"step {trainer.global_step}")
         if finished := trainer.global_step == args.steps:
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
         if trainer.is_global_zero:

@@ -21,10 +21,12 @@ class RankError(RuntimeError):
     """Another rank failed; its message names the rank and the error."""
 
 
-def sum_over_ranks(value: float) -> torch.Tensor:
+def sum_over_ranks(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, on the device of the process group, without a host sync."""
     device = "cuda" if world_size() > 1 and dist.get_backend() == "nccl" else "cpu"
-    total = torch.tensor(float(value), dtype=torch.float64, device=device)
+    if not torch.is_tensor(value):
+        value = torch.tensor(float(value), dtype=torch.float64)
+    total = value.to(device, torch.float64, copy=True)
     if world_size() > 1:
         dist.all_reduce(total)
     return total

@@ -68,7 +68,8 @@ LAYERS = {
     ],
     "trainer": [
         {"with_hf", "with_lightning", "with_accelerate"}, {"evaluation"}, {"monitoring"},
-        {"data"}, {"loss", "fused"}, {"checkpoint_manifest", "fsdp_unshard", "graceful_stop"},
+        {"data"}, {"loss", "fused"},
+        {"checkpoint_manifest", "checkpoint_rotation", "fsdp_unshard", "graceful_stop"},
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},

@@ -45,9 +45,48 @@ FAULTS = {
         "nopad.packing.ordering.rank_shard",
         "RankShard.round_end = lambda self, index, base: index + 1",
     ),
+    "a resumed run counts its steps anew": (
+        "trainer/with_hf/test_epochs_resumed.py", "nopad.trainer.with_hf.trainer",
+        "last_step = lambda args, *_: args.max_steps",
+    ),
+    "nobody looks whether losses and weights are finite": (
+        "trainer/test_divergence.py", "nopad.trainer.monitoring.finite_check",
+        "FiniteCheck.end_step = lambda *_: None\ncheck_weights = lambda *_: None",
+    ),
+    "the newest checkpoint goes first": (
+        "trainer/test_checkpoint_rotation.py::"
+        "test_a_clock_set_back_does_not_delete_new_checkpoints",
+        "nopad.trainer.checkpoint_rotation",
+        "steps_to_delete = lambda steps, newest, limit, keep: sorted(steps)[limit:]",
+    ),
     "a signal is heard and forgotten": (
         "trainer/test_graceful_stop.py", "nopad.trainer.graceful_stop",
         "StopRequest.should_stop = lambda self: False",
+    ),
+    "a signal before the training is lost": (
+        "trainer/test_graceful_stop.py::"
+        "test_a_signal_to_an_outer_request_is_heard_by_the_inner_one",
+        "nopad.trainer.graceful_stop", "StopRequest._take_over = lambda *_: None",
+    ),
+    "the last archive is taken as it is": (
+        "trainer/test_checkpoint_manifest.py::"
+        "test_the_archive_of_the_highest_step_is_taken_and_flipped_bits_are_noticed",
+        "nopad.trainer.checkpoint_manifest",
+        "latest_intact_archive = lambda folder: folder / 'last.ckpt'",
+    ),
+    "nobody locks the folder of a run": (
+        "recipes/support/test_run_lock.py::test_a_run_that_is_being_trained_is_not_resumed",
+        "nopad.recipes.support.run_lock", "lock_run = lambda folder: None",
+    ),
+    "the fingerprint is taken at the first state": (
+        "packing/state/test_refused_states.py::"
+        "test_a_file_that_changes_after_it_was_opened_is_refused_on_resume",
+        "nopad.packing.pipeline", "is_sequential = lambda packs: True",
+    ),
+    "ranks are not compared": (
+        "trainer/data/test_loader.py::"
+        "test_ranks_with_other_data_or_settings_are_told_before_the_first_step",
+        "nopad.trainer.data.loader", "PackedLoader._check_same_data = lambda self: None",
     ),
     "something is kept of every pack": (
         "packing/test_bounds.py::"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         MANIFEST_NAME,
         check_archive,
         find_manifest,
+        latest_intact_archive,
         latest_intact_checkpoint,
         write_manifest,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "compile_layers",
     "find_manifest",
     "fuse_layers",
+    "latest_intact_archive",
     "latest_intact_checkpoint",
     "linear_cross_entropy",
     "write_manifest",
@@ -55,6 +57,7 @@ _MODULES = {
         "MANIFEST_NAME",
         "check_archive",
         "find_manifest",
+        "latest_intact_archive",
         "latest_intact_checkpoint",
         "write_manifest",
     ),

@@ -13,6 +13,9 @@ import hashlib
 import zipfile
 from pathlib import Path
 
+import torch
+from tqdm import tqdm
+
 from ..packing.state import fsync_path, read_state, write_state
 
 MANIFEST_NAME = "nopad_manifest.json"
@@ -71,6 +74,41 @@ def latest_intact_checkpoint(folder: Path) -> Path:
     raise ValueError(
         f"{folder} has no intact checkpoint{''.join(damages)}; start over without resuming"
     )
+
+
+def latest_intact_archive(folder: Path) -> Path:
+    """Return the single-file checkpoint (`*.ckpt`, as Lightning writes it) of the highest step.
+
+    Damaged ones are skipped: a kill may have interrupted the save of any of them.
+    """
+    steps, damages = {}, []
+    for path in sorted(folder.glob("*.ckpt")):
+        try:
+            steps[path] = _archive_step(path)
+        except ValueError as error:
+            damages.append(f"; {error}")
+    for path in sorted(steps, key=lambda path: (steps[path], path.name == "last.ckpt"))[::-1]:
+        try:
+            check_archive(path)
+        except ValueError as error:
+            damages.append(f"; {error}")
+            continue
+        if damages:
+            tqdm.write(f"resuming from {path}, step {steps[path]}{''.join(damages)}")
+        return path
+    raise ValueError(
+        f"{folder} has no intact checkpoint{''.join(damages)}; start over without resuming"
+    )
+
+
+def _archive_step(path: Path) -> int:
+    """Return the step of a single-file checkpoint, without reading its tensors."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return int(checkpoint["global_step"])
+    except Exception as error:  # torch raises anything on damaged files
+        reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
+        raise ValueError(f"{path} is not an intact checkpoint: {reason}") from None
 
 
 def check_archive(path: Path) -> None:

@@ -42,12 +42,22 @@ class StopRequest:
         self.listen()
 
     def listen(self) -> None:
-        """Install the handlers, again if another library has replaced them since."""
+        """Install the handlers, again if another library has replaced them since.
+
+        A signal that another request has received in the meantime is this one's too.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                self._previous_handlers.setdefault(number, signal.getsignal(number))
+                handler = signal.getsignal(number)
+                self._previous_handlers.setdefault(number, handler)
                 signal.signal(number, self._on_signal)
+                self._take_over(getattr(handler, "__self__", None))
             self._second_signal.listen()
+
+    def _take_over(self, other: Any) -> None:
+        if isinstance(other, StopRequest) and other.received is not None:
+            self.received = self.received or other.received
+            self._received_at = self._received_at or other._received_at
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

@@ -33,7 +33,8 @@ class ListSource(IndexedSource):
     def fingerprint(self):
         fingerprint = Fingerprint("list", len(self.list))
         for number in range(len(self.list)):
-            fingerprint.row(self.list[number])
+            row = row_or_error(self.list, number)  # raised again when the rows are read
+            fingerprint.row(str(row) if isinstance(row, ValueError) else row)
         return fingerprint.text()
 
 

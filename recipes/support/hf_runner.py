@@ -71,6 +71,7 @@ def train_with_hf(
     """
     from nopad.collators import PackedCollator
     from nopad.trainer.fused import compile_layers, fuse_layers
+    from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
 
@@ -79,13 +80,15 @@ def train_with_hf(
             run_dir.start_training(state.is_world_process_zero)
 
     with hold_signals():
+        stop = StopCallback()  # first: a signal must not wait for what follows
         trainer = PackedTrainer(
             model,
             training_arguments(args),
             PackedCollator(pad_to_budget=args.compile),
             data,
             processing_class=tokenizer,
-            callbacks=[StopCallback(), StartCallback()],
+            callbacks=[stop, StartCallback()],
+            continue_on_nan=args.continue_on_nan,
         )
         if args.compile:
             compile_layers(model)
@@ -98,6 +101,7 @@ def train_with_hf(
             evaluation = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
             trainer.add_callback(EvalCallback(trainer, evaluation, console=True))
         trainer.train(resume_from_checkpoint=bool(args.resume) or None)
+        check_weights(trainer.model, f"step {trainer.state.global_step}")
         finished = trainer.state.global_step >= trainer.state.max_steps
         if finished:
             trainer.save_model()

@@ -1,6 +1,7 @@
 """The folder of a run; its checkpoints appear under their names only when complete.
 
 runs/pretrain-1/run.json            the settings that the run was started with
+runs/pretrain-1/run.lock            locked while a process trains in the folder
 runs/pretrain-1/log.jsonl           the loss of every step; rates of the first and every tenth step
 runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 
@@ -17,7 +18,9 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from nopad.recipes.support.run_lock import is_main_process, lock_run
 
 RUNS_DIR = Path("runs")
 RUN_FILES = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
@@ -25,7 +28,7 @@ RUN_FILES = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
 NOT_SAVED = {"resume", "output", "config"}
 CHANGEABLE = NOT_SAVED | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
-    "prompt", "log_every", "log_with", "keep",
+    "prompt", "log_every", "log_with", "keep", "continue_on_nan",
 }  # fmt: skip
 """Settings that may change on a resume.
 
@@ -40,6 +43,9 @@ def add_run_options(add: Any, recipe: str) -> None:
     add("--resume", nargs="?", const="last", metavar="FOLDER",
         help="continue this run, or the last one, with the settings it was started "
         "with")  # fmt: skip
+    add("--continue-on-nan", action="store_true",
+        help="train on after a loss that is not finite; weights that are not finite are never "
+        "saved")  # fmt: skip
 
 
 def find_run(recipe: str, name: str, output: Path | None) -> Path:
@@ -115,6 +121,7 @@ class RunDir:
         self.path, self.settings, self.created = path, settings, created
         self.progress = progress or RunProgress()
         self.restarts_at_zero = False
+        self._lock: IO[str] | None = None
 
     @classmethod
     def from_args(
@@ -128,9 +135,16 @@ class RunDir:
         path = args.output if args.resume else new_path(recipe, args.output)
         run_dir = cls(path, settings, progress, created=bool(args.resume))
         args.output = path
+        if args.resume and is_main_process():
+            run_dir.lock()
         if args.resume and not run_dir.has_checkpoint():
             args.resume, run_dir.restarts_at_zero = None, True
         return run_dir
+
+    def lock(self) -> None:
+        """Lock the folder, unless that is done; raise if another process trains in it."""
+        if self._lock is None:
+            self._lock = lock_run(self.path)
 
     def start_training(self, is_main_process: bool) -> None:
         """Record, on every rank, that the first step starts; the main process writes run.json."""
@@ -153,6 +167,7 @@ class RunDir:
         if self.created:
             return
         self.path.mkdir(parents=True, exist_ok=True)
+        self.lock()
         try:
             with (self.path / "run.json").open("x") as file:  # of two processes, one succeeds
                 file.write(json.dumps(self.settings, indent=2) + "\n")

@@ -1,7 +1,8 @@
 """Entry point of recipes: exit status, one-line user errors, signals during shutdown.
 
 An error before the first training step is the user's to fix: it is printed as one line, and the
-exit status is 2. An error during training keeps its traceback.
+exit status is 2. A training that diverged is told in one line, with 1. Any other error during
+training keeps its traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def run_recipe(recipe: str, main: Main, argv: list[str] | None = None) -> int:
 
 
 def exit_status(recipe: str, main: Main, argv: list[str] | None = None) -> int:
-    """Run a recipe; print an error that the user can fix as one line and return 2."""
+    """Run a recipe; print an error that the user can fix as one line and return 2 or 1."""
     progress = RunProgress()
     try:
         main(argv, progress)
@@ -52,6 +53,14 @@ def exit_status(recipe: str, main: Main, argv: list[str] | None = None) -> int:
         message = printable(" ".join(user_message(error).split()))
         print(f"{recipe}: {message}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        from nopad.trainer.monitoring import NonFiniteError
+        from tqdm import tqdm
+
+        if not isinstance(error, NonFiniteError):
+            raise
+        tqdm.write(f"{recipe}: {error}", file=sys.stderr)  # above an open progress bar
+        return 1
     return 0
 
 

@@ -89,6 +89,39 @@ def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monke
             signal.signal(number, handler)
 
 
+def test_a_torn_last_checkpoint_is_resumed_from_the_one_beside_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    inputs = [*small_args(tmp_path), "--accelerator", "cpu", "--steps", "3", "--save-every", "2"]
+    run_main("pretrain_lightning", inputs)
+    last = tmp_path / "runs" / "pretrain_lightning-1" / "last.ckpt"
+    wanted = torch.load(last, weights_only=True)["state_dict"]
+    last.write_bytes(last.read_bytes()[:5000])
+    run_main("pretrain_lightning", ["--resume"])
+    out = capsys.readouterr().out
+    assert "step=2.ckpt, step 2; " in out and "done: runs/pretrain_lightning-1, step 3" in out
+    found = torch.load(last, weights_only=True)["state_dict"]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypatch, capsys):
+    from nopad.recipes.support import hf_runner
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    arguments = hf_runner.training_arguments
+
+    def signalled(args):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return arguments(args)
+
+    monkeypatch.setattr(hf_runner, "training_arguments", signalled)
+    run_main("train_hf", [*small_args(tmp_path), "--steps", "5"])
+    assert "stopped, continue with --resume: runs/train_hf-1, step 1" in capsys.readouterr().out
+    monkeypatch.setattr(hf_runner, "training_arguments", arguments)
+    run_main("train_hf", ["--resume"])
+    assert "done: runs/train_hf-1, step 5" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("recipe", ["pretrain", "train_hf", "pretrain_lightning"])
 def test_text_for_a_tokenizer_without_an_end_token_is_refused(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from nopad.trainer.checkpoint_manifest import (
     check_archive,
     find_damage,
     find_manifest,
+    latest_intact_archive,
     latest_intact_checkpoint,
     remove_manifest,
     write_manifest,
@@ -119,3 +120,32 @@ def test_checkpoints_with_the_old_name_of_the_manifest_are_read_and_checked(fold
     assert find_damage(checkpoint) is None
     remove_manifest(checkpoint)
     assert find_manifest(checkpoint) is None and "interrupted" in str(find_damage(checkpoint))
+
+
+def archives(folder, **steps: int) -> None:
+    for name, step in steps.items():
+        checkpoint = {"global_step": step, "state_dict": {"w": torch.arange(5000.0)}}
+        torch.save(checkpoint, folder / f"{name.replace('_', '=')}.ckpt")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_a_torn_archive_is_skipped_for_the_intact_one_beside_it(part, tmp_path, capsys):
+    archives(tmp_path, last=8, step_8=8, step_4=4)
+    assert latest_intact_archive(tmp_path) == tmp_path / "last.ckpt"
+    data = (tmp_path / "last.ckpt").read_bytes()
+    (tmp_path / "last.ckpt").write_bytes(data[: int(part * len(data))])
+    assert latest_intact_archive(tmp_path) == tmp_path / "step=8.ckpt"
+    said = capsys.readouterr().out
+    assert "step=8.ckpt, step 8; " in said and "last.ckpt is not an intact checkpoint" in said
+
+
+def test_the_archive_of_the_highest_step_is_taken_and_flipped_bits_are_noticed(tmp_path):
+    archives(tmp_path, last=4, step_8=8)
+    assert latest_intact_archive(tmp_path) == tmp_path / "step=8.ckpt"
+    data = bytearray((tmp_path / "step=8.ckpt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "step=8.ckpt").write_bytes(data)
+    assert latest_intact_archive(tmp_path) == tmp_path / "last.ckpt"
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no intact checkpoint; .*last\.ckpt is.*step=8\.ckpt is"):
+        latest_intact_archive(tmp_path)

@@ -89,6 +89,18 @@ def test_what_was_asked_is_forgotten_when_the_signals_are_given_back():
         request.release()
 
 
+def test_a_signal_to_an_outer_request_is_heard_by_the_inner_one():
+    outer = StopRequest()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        inner = StopRequest()
+        assert inner.should_stop() and inner.received == signal.SIGUSR1
+        inner.release()
+        assert outer.should_stop(), "the inner request took it away"
+    finally:
+        outer.release()
+
+
 def test_a_signal_is_heard_though_nobody_reads_what_is_said(monkeypatch):
     def write(descriptor, text):
         raise BrokenPipeError

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
-from ...runtime import sum_over_ranks, world_size
+from ...runtime import gather_objects, sum_over_ranks, world_size
 from .model_limits import ModelLimits
 from .worker_watch import WorkerWatch
 
@@ -123,6 +123,8 @@ class PackedLoader:
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self._state: dict | None = None
+        self._same_data = False
+        """Whether all ranks were found to have the same data."""
         self._last_read: PackInfo | None = None
         self._overflow_counts: tuple[Any, dict[str, int]] = None, {}
         self._packs_of_epoch: tuple[Any, int] = None, 1
@@ -140,6 +142,7 @@ class PackedLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
+        self._check_same_data()
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
         self.dataset.start_next_pass()
@@ -151,6 +154,21 @@ class PackedLoader:
             yield from self._issue(step, is_last)
         self.dataset.end_pass()
         self._state = None
+
+    def _check_same_data(self) -> None:
+        """Raise on all ranks if one has other data or settings; compared at the first iteration."""
+        if self._same_data:
+            return
+        self._same_data = True
+        own = {"fingerprint": self.dataset.fingerprint, **self.dataset.settings}
+        first, *others = gather_objects(own)
+        for rank, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"the data differs between ranks: {name} is {value} on rank 0, "
+                        f"{other[name]} on rank {rank}; open the same data on every rank"
+                    )
 
     def state(self) -> dict:
         """Return this rank's view of the data state after the last step that was issued."""
@@ -254,6 +272,7 @@ class EvaluationLoader(PackedLoader):
         self._items_per_pack: Any = None
 
     def __iter__(self) -> Iterator[Batch]:
+        self._check_same_data()
         if self._items_per_pack is None:
             self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))

@@ -1,11 +1,16 @@
 """Checks before the first step, and throughput during training."""
 
+from .finite_check import FiniteCheck, NonFiniteError, check_weights, raise_if_not_finite
 from .flops import ModelFlops
 from .preflight import check_run
 from .throughput import ThroughputMeter
 
 __all__ = [
+    "FiniteCheck",
     "ModelFlops",
+    "NonFiniteError",
     "ThroughputMeter",
     "check_run",
+    "check_weights",
+    "raise_if_not_finite",
 ]

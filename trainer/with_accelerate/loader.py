@@ -15,6 +15,7 @@ this loader is not a torch DataLoader, so `prepare` returns it unchanged. `save_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ...packing import Pack, PackedDataset
 from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
+from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 
 
@@ -43,11 +45,14 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         collator: Callable[[Pack], Batch] | None = None,
         *,
         check: bool = True,
+        continue_on_nan: bool = False,
         **options: Any,
     ):
         """Take device and accumulation steps from the accelerator.
 
         check: before the first step, refuse runs that would train the prepared model wrongly.
+        continue_on_nan: continue after a loss that is not finite, instead of raising
+            `NonFiniteError`; `save_state` still refuses weights that are not finite.
         options: num_workers, drop_last; see `PackedLoader`.
         """
         _check_accelerator(accelerator)
@@ -61,6 +66,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.accelerator = accelerator
         self.gradient_state = GradientState()
         self._needs_check = check
+        self.finite_check = FiniteCheck(continue_on_nan)
+        self._guard_saves()
         index = _num_loaders(accelerator)
         accelerator.__dict__["nopad_num_loaders"] = index + 1
         self._state_file = STATE_FILE.replace(".", f"_{index}.") if index else STATE_FILE
@@ -77,17 +84,48 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.accelerator.step = 0
         self.begin()
         try:
-            yield from super().__iter__()
+            models = self._causal_lms()
+            for number, batch in enumerate(super().__iter__(), start=1):
+                yield batch
+                self._add_losses(models)
+                if number % self.accumulation_steps == 0:
+                    self.finite_check.end_step(str(self.last_pack))
+            self.finite_check.flush()
         finally:
             self.end()
 
+    def _add_losses(self, models: list[Any]) -> None:
+        """Add the losses of the batch that was trained last to the check."""
+        for model in models:
+            losses = getattr(getattr(model, "nopad_loss", None), "token_losses", None)
+            if losses is not None:
+                self.finite_check.add(losses)
+
+    def _guard_saves(self) -> None:
+        """Have `save_state` refuse weights that are not finite, before it deletes older ones.
+
+        A hook would be too late: Accelerate deletes for `total_limit` first.
+        """
+        save = self.accelerator.save_state
+
+        @wraps(save)
+        def save_finite(*args: Any, **kwargs: Any) -> Any:
+            self.finite_check.flush()
+            for model in self.accelerator._models:
+                check_weights(model, str(self.last_pack or "no step"))
+            return save(*args, **kwargs)
+
+        self.accelerator.save_state = save_finite
+
+    def _causal_lms(self) -> list[Any]:
+        models = (self.accelerator.unwrap_model(model) for model in self.accelerator._models)
+        return [lm for lm in map(unwrap_peft, models) if hasattr(lm, "get_output_embeddings")]
+
     def _check(self) -> None:
-        for prepared in self.accelerator._models:
-            model = unwrap_peft(self.accelerator.unwrap_model(prepared))
-            if hasattr(model, "get_output_embeddings"):
-                with self.accelerator.autocast():
-                    print_banner(check_run(model, self.dataset, self.collator))
-                check_first_batches(self, model)
+        for model in self._causal_lms():
+            with self.accelerator.autocast():
+                print_banner(check_run(model, self.dataset, self.collator))
+            check_first_batches(self, model)
 
     def to_device(self, batch: Batch) -> Batch:
         moved: Any = send_to_device(batch, self.accelerator.device, non_blocking=True)

@@ -8,7 +8,6 @@ All other arguments are read by the stock trainer and keep their meaning.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +137,7 @@ def adapt_arguments(args: TrainingArguments, data: PackedDataset, given: dict[st
     args.per_device_train_batch_size = 1  # a batch is one pack, and the trainer counts it as one
     args.per_device_eval_batch_size = 1
     args.ignore_data_skip = True  # the data state restores the position without replaying
+    args.logging_nan_inf_filter = False  # it would log the loss of a diverged run as 0
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     return smoothing
 
@@ -173,22 +173,3 @@ def _keeps_length(max_length: int | None, settings: dict) -> bool:
     if max_length is None:
         return settings["overflow"] in ("split", "error")
     return max_length == settings["budget"] and settings["overflow"] == "truncate"
-
-
-def count_steps(args: TrainingArguments, data: PackedDataset, first_epoch: int = 0) -> int:
-    """Count the steps of `num_train_epochs` from an epoch on."""
-    if not 0 < args.num_train_epochs < math.inf:
-        raise ValueError(
-            f"num_train_epochs={args.num_train_epochs}: it must be finite and above 0; or pass "
-            "max_steps="
-        )
-    if data.lengths is None:
-        raise ValueError(
-            "the packs of a stream cannot be counted before it is read: pass max_steps=, the "
-            "number of steps to train, in the arguments"
-        )
-    epochs = math.ceil(args.num_train_epochs)
-    *full_epochs, last_epoch = (data.count(first_epoch + epoch) for epoch in range(epochs))
-    fraction = args.num_train_epochs - len(full_epochs)
-    per_rank = math.ceil((sum(full_epochs) + fraction * last_epoch) / args.world_size)
-    return math.ceil(per_rank / args.gradient_accumulation_steps)

@@ -12,7 +12,6 @@ position; and the log shows fill, throughput and MFU.
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -23,19 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
 
 from ...packing import PackedDataset
 from ...runtime import barrier, rank, refuse_model_parallel, sum_over_ranks, unwrap_peft
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
+from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.model_limits import ModelLimits
 from ..loss.attached_loss import attach_loss
+from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
-from .arguments import adapt_arguments, count_steps
+from .arguments import adapt_arguments
 from .eval_set import pack_like
+from .step_count import last_step, pass_steps, set_epochs
 from .stopping import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
@@ -53,6 +54,7 @@ class PackedTrainerMixin(_Base):
         *,
         z_loss: float = 0.0,
         check: bool = True,
+        continue_on_nan: bool = False,
         **kwargs: Any,
     ):
         """Take the trainer's arguments; `self.args` is a copy, yours are not changed.
@@ -67,6 +69,8 @@ class PackedTrainerMixin(_Base):
 
         z_loss: weight of the squared log-normalizer in the loss.
         check: before the first step, refuse runs that would train wrongly.
+        continue_on_nan: train on after a loss that is not finite, instead of raising
+            `NonFiniteError`; weights that are not finite are not saved.
         """
         args = copy(args) if args is not None else TrainingArguments()
         if not isinstance(train_dataset, PackedDataset):
@@ -77,12 +81,10 @@ class PackedTrainerMixin(_Base):
         name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
         known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
         refuse_model_parallel(name, known, parallelism)
-        smoothing = adapt_arguments(args, train_dataset, kwargs)
         self._counts_epochs = args.max_steps <= 0
+        smoothing = adapt_arguments(args, train_dataset, kwargs)
         if self._counts_epochs:
-            args.max_steps = count_steps(args, train_dataset)
-            train_dataset.epochs = math.ceil(args.num_train_epochs)
-            train_dataset.rewind()
+            args.max_steps = set_epochs(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
         made: Any = self.model  # by now, from a path or model_init as well
@@ -93,6 +95,7 @@ class PackedTrainerMixin(_Base):
         self._attach_loss()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
+        self.finite_check = FiniteCheck(continue_on_nan)
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
@@ -137,6 +140,11 @@ class PackedTrainerMixin(_Base):
         )
         if self._resume_from is not None:
             load_data_state(self._loader, self._resume_from)
+            if self._counts_epochs:
+                state = self._loader.state()
+                self.args.max_steps = last_step(
+                    self.args, self.train_dataset, state, self._resume_from
+                )
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         if self.attached_loss.model is not model:  # `model_init` has made another one
             self._attach_loss()
@@ -174,7 +182,9 @@ class PackedTrainerMixin(_Base):
         elif self._resume_from is None and self._loader is not None:
             self._continue_data(self._loader.state())
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._check_finite_end()
+            return output
         finally:  # the trainer does not inform callbacks of exceptions
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, StopCallback):
@@ -188,7 +198,12 @@ class PackedTrainerMixin(_Base):
         data.end_pass()
         data.start_next_pass()
         first_epoch = data.state_dict()["position"]["epoch"]
-        self.args.max_steps = count_steps(self.args, data, first_epoch)
+        self.args.max_steps = pass_steps(self.args, data, first_epoch)
+
+    def _check_finite_end(self) -> None:
+        if not self.finite_check.continue_on_nan:
+            self.finite_check.flush()
+            check_weights(self.model, f"step {self.state.global_step}")
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # The stock loop checks max_steps after a step, so a finished run that is resumed would
@@ -199,8 +214,11 @@ class PackedTrainerMixin(_Base):
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._loader is not None and self.meter is not None:
-            info, _ = self._loader.issued.popleft()
+            info, state = self._loader.issued.popleft()
             self.meter.add(info, inputs["labels"], self.attached_loss.token_losses)
+            self.finite_check.add(loss)
+            if state is not None:
+                self.finite_check.end_step(f"step {self.state.global_step + 1}")
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -241,8 +259,10 @@ class PackedTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run_dir = self._get_output_dir(trial=trial)
-        folder = Path(run_dir) / f"checkpoint-{self.state.global_step}"
+        run_dir, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
+        folder = run_dir / f"checkpoint-{step}"
+        if not self.finite_check.may_save(self.model, f"step {step}"):
+            return
         if rank() == 0:
             remove_manifest(folder)
         barrier()
@@ -259,7 +279,7 @@ class PackedTrainerMixin(_Base):
         if rank() == 0:
             write_manifest(folder)
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(run_dir, limit, best_model_checkpoint=best, use_mtime=True)
+            rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
 
 
 class PackedTrainer(PackedTrainerMixin, Trainer):

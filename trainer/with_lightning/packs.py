@@ -27,8 +27,10 @@ from ..data.data_state import gather_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..data.model_limits import ModelLimits
 from ..loss.attached_loss import attach_loss
+from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 from ..monitoring.throughput import ThroughputMeter
+from .finite_saves import guard_saves
 from .hooks import causal_lm, pl
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
@@ -136,14 +138,18 @@ class PackedCallback(pl.Callback):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         check: bool = True,
+        continue_on_nan: bool = False,
     ):
         """Take the options of the loss.
 
         label_smoothing: fraction of each label that is spread over the vocabulary.
         z_loss: weight of the squared log-normalizer in the loss.
         check: before the first step, refuse runs that would train wrongly.
+        continue_on_nan: train on after a loss that is not finite, instead of raising
+            `NonFiniteError`; weights that are not finite are not saved.
         """
         self.data, self.check = data, check
+        self.finite_check = FiniteCheck(continue_on_nan)
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = ThroughputMeter()
         self._measured_loader: LightningPackedLoader | None = None
@@ -158,6 +164,7 @@ class PackedCallback(pl.Callback):
         _refuse_shared_model(trainer)
         if stage == "fit":
             self._rng_states = None
+            guard_saves(trainer, self.finite_check)
         if stage != "predict":
             self._loss = attach_loss(causal_lm(pl_module), **self.options)
 
@@ -220,6 +227,9 @@ class PackedCallback(pl.Callback):
         if state is None:
             return
         losses, self._micro_losses = self._micro_losses, []
+        for loss in losses:
+            self.finite_check.add(loss)
+        self.finite_check.end_step(f"step {trainer.global_step}")
         every = trainer.log_every_n_steps  # 0 means never
         if every and trainer.global_step % every == 0:
             self._log_step(pl_module, losses)
@@ -232,6 +242,11 @@ class PackedCallback(pl.Callback):
         if losses:
             pl_module.log("pack/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
         self.meter.reset()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.finite_check.continue_on_nan:
+            self.finite_check.flush()
+            check_weights(pl_module, f"step {trainer.global_step}")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict

@@ -296,3 +296,20 @@ def test_a_shard_beyond_its_feed_is_refused_at_once(field, epochs):
     data.load_state_dict(state)
     with pytest.raises(ValueError, match=r"shard 0 (ends before the position|is in epoch)"):
         next(iter(data))
+
+
+def test_a_file_that_changes_after_it_was_opened_is_refused_on_resume(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i:04}"}) + "\n" for i in range(40)))
+    options = {**BASE, "pretokenize": False, "shards": 2}
+    data = PackedDataset(path, **options)
+    path.write_text(path.read_text().replace("0039", "0038"))
+    state = data.state_dict()
+    with pytest.raises(ValueError, match="made with other data"):
+        PackedDataset(path, **options).load_state_dict(state)
+
+
+def test_an_iterable_is_not_read_when_it_is_opened():
+    calls = []
+    PackedDataset(lambda: calls.append(1) or iter(ROWS), **{**BASE, "shards": 1})
+    assert calls == []

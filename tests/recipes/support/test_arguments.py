@@ -124,7 +124,7 @@ def test_an_impossible_number_is_refused_before_any_work(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         pretrain_lightning.main(wrong.split())
     assert (
-        f"{wrong.split()[0]}: '{wrong.split()[1]}': pass an integer >=" in capsys.readouterr().err
+        f"{wrong.split()[0]}: '{wrong.split()[1]}': pass an integer >= " in capsys.readouterr().err
     )
 
 

@@ -85,10 +85,10 @@ def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, caps
 
 
 def _count_steps(packs) -> None:
-    from nopad.trainer.with_hf.trainer import _count_steps
+    from nopad.trainer.with_hf.step_count import set_epochs
     from transformers import TrainingArguments
 
-    _count_steps(TrainingArguments(num_train_epochs=1.0), packs)
+    set_epochs(TrainingArguments(num_train_epochs=1.0), packs)
 
 
 def test_fine_tuning_takes_the_column_that_its_errors_speak_of(tmp_path, capsys):

@@ -166,4 +166,4 @@ def test_what_a_run_was_started_with_is_written_once_and_at_once(tmp_path):
     RunDir(tmp_path, {"seed": 7}).create()
     RunDir(tmp_path, {"seed": 8}, created=True).create()
     assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 7}
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json", "run.lock"]

@@ -176,3 +176,17 @@ def test_other_data_is_refused_on_resume(tmp_path):
         load_data_state(PackedLoader(tiny_run.dataset(seed=4)), tmp_path)
     with pytest.raises(ValueError, match=r"has no nopad_data\.json"):
         load_data_state(PackedLoader(tiny_run.dataset()), tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("make", [PackedLoader, EvaluationLoader])
+def test_ranks_with_other_data_or_settings_are_told_before_the_first_step(make, monkeypatch):
+    from nopad.trainer.data import loader as module
+
+    for other, name in ((tiny_run.dataset(41), "fingerprint"), (tiny_run.dataset(seed=9), "seed")):
+        theirs = {"fingerprint": other.fingerprint, **other.settings}
+        monkeypatch.setattr(module, "gather_objects", lambda own, theirs=theirs: [own, own, theirs])
+        message = (
+            rf"differs between ranks: {name} is .* on rank 0, .* on rank 2; open the same data"
+        )
+        with pytest.raises(ValueError, match=message):
+            next(iter(make(tiny_run.dataset())))

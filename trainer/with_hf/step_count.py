@@ -1,0 +1,79 @@
+"""Count the optimizer steps of `num_train_epochs` from the packs that are left to train.
+
+    packs of the epochs ─ packs trained ─▶ packs left ─▶ rounds of all ranks ─▶ steps left
+    last step = step of the checkpoint + steps left
+
+A resumed run may have other ranks or another accumulation than before, so the steps that it took
+say nothing about the packs that are left.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ...packing import PackedDataset
+from ..monitoring.preflight import print_banner
+
+BEGINNING = {"epoch": 0, "epoch_start": 0, "index": 0}
+
+
+def set_epochs(args: TrainingArguments, data: PackedDataset) -> int:
+    """Let the data have `num_train_epochs` epochs, rewind it, and return the steps of all."""
+    if not 0 < args.num_train_epochs < math.inf:
+        raise ValueError(
+            f"num_train_epochs={args.num_train_epochs}: it must be finite and above 0; or pass "
+            "max_steps="
+        )
+    if data.lengths is None:
+        raise ValueError(
+            "the packs of a stream cannot be counted before it is read: pass max_steps=, the "
+            "number of steps to train, in the arguments"
+        )
+    data.epochs = math.ceil(args.num_train_epochs)
+    data.rewind()
+    return _steps(_packs_left(args.num_train_epochs, data, BEGINNING), args)
+
+
+def pass_steps(args: TrainingArguments, data: PackedDataset, first_epoch: int) -> int:
+    """Count the steps of `num_train_epochs` from the beginning of an epoch."""
+    start = BEGINNING | {"epoch": first_epoch}
+    return _steps(_packs_left(first_epoch + args.num_train_epochs, data, start), args)
+
+
+def last_step(args: TrainingArguments, data: PackedDataset, state: dict, checkpoint: Path) -> int:
+    """Return the step after which a resumed run has trained all packs of its epochs.
+
+    state: the data state of the checkpoint.
+    """
+    saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    left = 0
+    if not state["finished"]:
+        left = _packs_left(args.num_train_epochs, data, state["position"])
+    step = saved.global_step + _steps(left, args)
+    if step != saved.max_steps:
+        print_banner([
+            f"{left:,} packs are left: training and its schedule end at step {step:,}, "
+            f"not {saved.max_steps:,}"
+        ])  # fmt: skip
+    return step
+
+
+def _packs_left(epochs: float, data: PackedDataset, position: dict[str, Any]) -> int:
+    """Count the packs from a position to the end of the epochs; the last one may be a fraction."""
+    last, end = math.ceil(epochs) - 1, position["epoch_start"]
+    for epoch in range(position["epoch"], last + 1):
+        share = epochs - last if epoch == last else 1
+        end += math.ceil(share * data.count(epoch))
+    if data.max_packs is not None:
+        end = min(end, data.max_packs)
+    return max(0, end - position["index"])
+
+
+def _steps(packs: int, args: TrainingArguments) -> int:
+    """Count steps: each takes `gradient_accumulation_steps` packs on every rank."""
+    return math.ceil(math.ceil(packs / args.world_size) / args.gradient_accumulation_steps)
