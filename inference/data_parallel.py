@@ -16,6 +16,7 @@ from typing import Any
 from ..runtime import all_ranks_or_none, rank, world_size
 from .engine import Engine
 from .live_model.lockstep import gathers_parameters, lockstep
+from .live_model.model_lock import model_lock
 from .requests.outputs import Completion, Score
 from .requests.request_builder import Params, broadcast_params
 from .requests.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class DataParallelEngine:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self._lock = model_lock(engine._model)
 
     def generate(
         self,
@@ -75,9 +77,17 @@ class DataParallelEngine:
     def _run(self, work: Work, costs: list[float], prompts: Sequence[Prompt]) -> list[Any]:
         """Run on all ranks; equal prompts stay on one rank, where they share their prefix."""
         keys = [repr(prompt) for prompt in prompts]
-        return run_on_all_ranks(
-            self._in_lockstep(work), partition_by_cost(costs, world_size(), keys)
-        )
+        shards = partition_by_cost(costs, world_size(), keys)
+        # Two threads would meet the other ranks in any order, so the second one cannot wait here.
+        if not self._lock.acquire(blocking=world_size() == 1):
+            raise RuntimeError(
+                "another thread generates on all ranks: make such calls one after the other, in "
+                "the same order on every rank"
+            )
+        try:
+            return run_on_all_ranks(self._in_lockstep(work), shards)
+        finally:
+            self._lock.release()
 
     def _in_lockstep(self, work: Work) -> Work:
         """If forwards gather parameters (FSDP2), make all ranks run every forward together."""

@@ -71,7 +71,7 @@ LAYERS = {
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
-        {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"}, {"scheduling"},
+        {"request_runner"}, {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"}, {"scheduling"},
         {"metrics"}, {"requests"}, {"live_model"},
     ],
     "recipes": [

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...runtime import preserve_rng
+from .model_lock import model_lock
 
 ATTENTION = "nopad"
 
@@ -25,13 +26,14 @@ def borrow_model(
     autocast: torch.dtype | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> Iterator[None]:
-    """Set a model up for generation, and leave no trace on exit.
+    """Set a model up for generation, and leave no trace on exit; other threads wait meanwhile.
 
     modules: all modules of the model, if the caller has them: collecting them takes time.
     """
     device = next(model.parameters()).device
     modules = list(model.modules()) if modules is None else modules
     with ExitStack() as stack:
+        stack.enter_context(model_lock(model))
         # Tensors created here, such as cache pages, outlive the caller's inference mode.
         stack.enter_context(torch.inference_mode(False))
         if device.type == "cuda":  # kernels run on the current device, not on that of their data

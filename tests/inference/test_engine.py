@@ -243,7 +243,7 @@ def test_settings_that_cannot_be_meant_raise(tiny):
         with pytest.raises(ValueError, match=r"memory|page"):
             Engine(model, **bad).generate([[3]], GREEDY)
     for bad in ({"max_num_seqs": -2}, {"max_num_seqs": 0}, {"max_num_batched_tokens": 1.5}):
-        with pytest.raises(ValueError, match="whole number"):
+        with pytest.raises(ValueError, match="must be an integer"):
             Engine(model, **bad)
     with pytest.raises(ValueError, match="list of prompts"):
         Engine(model).generate("one string", GREEDY)
