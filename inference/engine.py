@@ -56,9 +56,10 @@ class Engine:
     Calls from several threads, also of several engines on one model, run one after the other. Do
     not train the model in another thread while a call runs: its attention is the engine's then.
 
-    Weights may change and adapters may be switched between calls: cached prefixes of other weights
-    are dropped. A write of few elements through `.data` may go unnoticed, since only a sample of
-    the values is compared: write under `torch.no_grad()`, which is noticed, or call `release()`.
+    Weights, adapters, hooks, forwards and attributes may change between calls: cached prefixes of
+    another model are dropped. Only a sample of the values is compared after a write through `.data`
+    of few elements: write under `torch.no_grad()`, which is always noticed, or call
+    `reset_prefix_cache()`; inference/README.md lists what else is out of sight.
 
     memory: bytes, a fraction of the free memory, or "spare": what training leaves.
     page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
