@@ -11,15 +11,16 @@ on all. The results do not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..runtime import all_ranks_or_none, rank, world_size
 from .engine import Engine
 from .live_model.lockstep import gathers_parameters, lockstep
 from .live_model.model_lock import model_lock
+from .requests.draws import shared_draws
 from .requests.outputs import Completion, Score
 from .requests.request_builder import Params, broadcast_params
-from .requests.sampling_params import SamplingParams
 from .requests.scoring import check_pairs
 from .requests.tokenization import Prompt
 
@@ -36,24 +37,26 @@ class DataParallelEngine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         params: Params | Sequence[Params] = None,
         *,
         deadline: float | Sequence[float | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt, on all ranks; every rank gets all completions."""
         specs = broadcast_params(prompts, params, deadline=deadline)
-        costs = [_num_tokens(spec.prompt) + _max_tokens(spec.params) for spec in specs]
+        costs = [_num_tokens(spec.prompt) + spec.params.max_tokens for spec in specs]
+        draws = shared_draws()
 
         def work(indices: list[int]) -> list[Completion]:
             own = [specs[i] for i in indices]
             return self.engine.generate(
                 [spec.prompt for spec in own],
                 [spec.params for spec in own],
-                deadline=[spec.deadline for spec in own],
+                deadline=[spec.seconds for spec in own],
+                _draws=replace(draws, indices=indices),
             )
 
-        return self._run(work, costs, prompts)
+        return self._run(work, costs, [spec.prompt for spec in specs])
 
     def score(
         self,
@@ -63,7 +66,7 @@ class DataParallelEngine:
         deadline: float | None = None,
     ) -> list[Any]:
         """Score as `Engine.score`, on all ranks; a context's continuations stay on one rank."""
-        check_pairs(contexts, continuations)
+        contexts, continuations = check_pairs(contexts, continuations)
         pairs = zip(contexts, continuations, strict=True)
         costs = [_num_tokens(context) + _num_tokens(after) for context, after in pairs]
 
@@ -145,7 +148,7 @@ def _num_tokens(prompt: Any) -> float:
     """Estimated number of tokens: a quarter per character; 1 for anything without a length."""
     if isinstance(prompt, str):
         return len(prompt) / 4
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         return sum(_num_tokens(value) for value in prompt.values())
     if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
         return sum(_num_tokens(part) for part in prompt)
@@ -153,10 +156,3 @@ def _num_tokens(prompt: Any) -> float:
         return len(prompt)
     except TypeError:
         return 1
-
-
-def _max_tokens(params: Any) -> int:
-    if isinstance(params, SamplingParams):
-        return params.max_tokens
-    value = params.get("max_tokens") if isinstance(params, Mapping) else None
-    return value if isinstance(value, int) else SamplingParams().max_tokens

@@ -10,8 +10,8 @@ unchanged. Pages, CUDA graphs and cached prefixes are kept for the next call, wi
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,25 +26,23 @@ from .live_model.model_lock import exclusive, model_lock
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .request_runner import RequestRunner
+from .requests.draws import Draws, own_draws
 from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion, Score, StreamEvent
 from .requests.request import Request
 from .requests.request_builder import (
+    EncodedPrompt,
     Params,
-    PromptSpec,
     RequestBuilder,
     broadcast_params,
     deadline_seconds,
 )
 from .requests.request_group import RequestGroup, longest_first
 from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
-from .requests.tokenization import Prompt, TokenizerAdapter, prompt_hash
+from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 from .settings import check_dtype, check_positive, check_seed, resolve_settings
-
-_MAX_REPEAT_COUNTS = 1 << 16
-"""Prompts whose repeats are counted; an engine that is never idle must not grow."""
 
 
 class Engine:
@@ -69,7 +67,7 @@ class Engine:
     max_waiting: requests that may be queued; None: any number.
     keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
     dtype: compute in this dtype, although the weights are wider; default: as autocast says.
-    seed: of requests without one.
+    seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
     cuda_graphs: on a GPU, run decode steps as CUDA graphs; False saves their memory and capture.
     debug: check the bookkeeping of every step.
     """
@@ -121,38 +119,41 @@ class Engine:
         self._lock = model_lock(self._model)
         self._events = EventQueue()
         """Events of requests from `add_request`, until `step` returns them."""
-        self._repeat_counts: Counter[int] = Counter()
-        """How often each prompt was added since the engine was last idle, by its hash."""
 
-    @exclusive
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         params: Params | Sequence[Params] = None,
         *,
         priority: int | Sequence[int] = 0,
         deadline: float | Sequence[float | None] | None = None,
         progress: bool = False,
+        _draws: Draws | None = None,
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order of the prompts.
 
         Full garbage collection is deferred until this returns.
 
+        prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
         params: one for all prompts, or one for each.
         priority: lower runs first; one for all, or one for each.
         deadline: seconds after which requests return what they have; one for all, or one for each.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=not progress, unit="req")
-        with bar, defer_full_gc(), self._runner.borrow_model():
-            self._runner.start_trace()
-            groups = self._build_requests(specs)
-            completions = self._runner.run_to_completion(groups, bar.update)
-            return [completions[group.id] for group in groups]
+        with self._lock, bar:
+            encoded = self._builder.encode(specs)
+            draws = own_draws(self._model) if _draws is None else _draws
+            with defer_full_gc(), self._runner.borrow_model():
+                self._runner.start_trace()
+                groups = self._build_requests(encoded, draws)
+                completions = self._runner.run_to_completion(groups, bar.update)
+                return [completions[group.id] for group in groups]
 
+    @exclusive
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         params: Params | Sequence[Params] = None,
         *,
         priority: int | Sequence[int] = 0,
@@ -163,11 +164,14 @@ class Engine:
         The model is borrowed only while a step runs; between two events it is in the trainer's
         state. Other calls and streams may run in between; each gets its own events.
         """
-        specs = broadcast_params(prompts, params, priority, deadline)
+        encoded = self._builder.encode(broadcast_params(prompts, params, priority, deadline))
+        return self._stream(encoded, own_draws(self._model))
+
+    def _stream(self, encoded: list[EncodedPrompt], draws: Draws) -> Iterator[StreamEvent]:
         events = EventQueue()
         with self._lock, self._runner.borrow_model():
             self._runner.start_trace()
-            groups = self._build_requests(specs, streaming=True)
+            groups = self._build_requests(encoded, draws, streaming=True)
             self._outputs.add(groups, events)
         backlog, index_of = longest_first(groups), {group.id: i for i, group in enumerate(groups)}
         num_open = len(groups)
@@ -195,24 +199,16 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queue a request for `step`; the returned id names it in events and for `abort`.
-
-        A prompt added again while requests are active is sampled differently, unless it names a
-        seed; once all are done, the random numbers start over.
-        """
-        if not self._outputs.has_requests() or len(self._repeat_counts) > _MAX_REPEAT_COUNTS:
-            self._repeat_counts.clear()
+        """Queue a request for `step`; the returned id names it in events and for `abort`."""
+        encoded = self._builder.encode(broadcast_params([prompt], params, priority, deadline))
         check: WeightsCheck = "full"
         if self._executor is not None and self._loop.busy:
             # If several requests are added in a row, only the first compares a sample.
             check = "sample" if self._runner.stepped_since_check else "counters"
         with self._runner.borrow_model(check):
-            specs = [PromptSpec(prompt, params, priority, deadline)]
-            (group,) = self._build_requests(specs, streaming=True, repeats=self._repeat_counts)
+            (group,) = self._build_requests(encoded, own_draws(self._model), streaming=True)
             error = self._loop.scheduler.queue_error(len(group.requests))
             if not group.done and error is not None:
-                # A rejected prompt may be added again, with the same random numbers.
-                self._repeat_counts[prompt_hash(group.requests[0].prompt_token_ids)] -= 1
                 group.fail(error)
             self._outputs.add([group], self._events)
             self._runner.queue(group.requests)
@@ -321,13 +317,10 @@ class Engine:
                 self._runner.run_step()
 
     def _build_requests(
-        self,
-        specs: list[PromptSpec],
-        streaming: bool = False,
-        repeats: Counter[int] | None = None,
+        self, encoded: list[EncodedPrompt], draws: Draws, streaming: bool = False
     ) -> list[RequestGroup]:
         now, cache_tokens = self._loop.clock(), self._session.cache_tokens
-        return self._builder.generation_requests(specs, now, cache_tokens, streaming, repeats)
+        return self._builder.generation_requests(encoded, draws, now, cache_tokens, streaming)
 
     @exclusive
     def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:

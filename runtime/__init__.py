@@ -1,6 +1,13 @@
 """What training and generation share about the process and the model; nothing but torch."""
 
 from .collectives import RankError, all_ranks_or_none, barrier, gather_objects, sum_over_ranks
+from .draw_streams import (
+    draw_counts,
+    draw_stream,
+    load_draw_counts,
+    merge_draw_counts,
+    number_call,
+)
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
@@ -12,11 +19,16 @@ __all__ = [
     "all_ranks_or_none",
     "barrier",
     "destroy_group",
+    "draw_counts",
+    "draw_stream",
     "gather_objects",
     "gather_rng_states",
     "global_of",
     "init_group",
+    "load_draw_counts",
     "load_rng_states",
+    "merge_draw_counts",
+    "number_call",
     "preserve_rng",
     "rank",
     "rebind_global",

@@ -23,7 +23,7 @@ from typing import Any
 from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
-from ...runtime import preserve_rng
+from ...runtime import draw_stream, preserve_rng
 from ..engine import Engine
 from .engine_lm import EngineLM
 
@@ -115,7 +115,12 @@ class Harness:
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
         """Evaluate; return the results as `lm_eval` does; samples: include every sample."""
         until = float("inf") if deadline is None else time.monotonic() + deadline
-        with _one_evaluation, preserve_rng(self._device), _single_process():
+        with (
+            _one_evaluation,
+            draw_stream("harness"),
+            preserve_rng(self._device),
+            _single_process(),
+        ):
             self.lm.set_deadline(until)
             for task in self._tasks["tasks"].values():
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)

@@ -31,7 +31,7 @@ REQUESTS = [
     ("hello there, you", GREEDY | {"max_tokens": 9, "stop": ["\N{REPLACEMENT CHARACTER}"]}),
     ("x", {"temperature": 1.0, "max_tokens": 5, "seed": 3, "n": 2}),
     ("some longer text that takes three pages of sixteen", GREEDY | {"max_tokens": 1}),
-    ("hello", GREEDY | {"max_tokens": 0}),
+    ("", GREEDY),
     ("some longer text that takes three pages", {"temperature": 0.7, "max_tokens": 14, "seed": 1}),
 ]
 SCORED = [("hello there", ", you"), ("x", "yz")]

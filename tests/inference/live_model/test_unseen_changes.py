@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -103,11 +104,11 @@ def test_a_sample_is_spread_over_rows_and_columns(shape):
     taken = torch.arange(0, count, stride)
     gap = max(1, count // 24)
     edges = [-1, *taken.tolist(), count]
-    assert all(b - a <= gap + 1 for a, b in zip(edges, edges[1:], strict=False))
+    assert all(b - a <= gap + 1 for a, b in pairwise(edges))
     seen = sorted(set((taken % columns).tolist()))
     assert len(taken) < 300
     limit = max(1, columns // 8)
-    assert all(b - a <= limit + 1 for a, b in zip([-1, *seen], [*seen, columns], strict=False))
+    assert all(b - a <= limit + 1 for a, b in pairwise([-1, *seen, columns]))
 
 
 def test_a_look_at_a_model_takes_no_launch_per_tensor(model):
