@@ -1,9 +1,10 @@
 """Use a model that is being trained, and return it unchanged.
 
 Everything the engine changes for its forwards is saved first and restored in any case: the training
-flag of each submodule, the attention implementation, the random states (Python, NumPy, torch on
-each device), the current device, autocast and gradient mode. Gradients, weights, dtypes and hooks
-are not touched; gradient checkpointing is inactive in layers that are not in training mode.
+flag of each submodule, compiled forwards, the attention implementation, the random states (Python,
+NumPy, torch on each device), the current device, autocast and gradient mode. Gradients, weights,
+dtypes and hooks are not touched; gradient checkpointing is inactive in layers that are not in
+training mode.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ...runtime import preserve_rng
+from .eager_calls import eager_calls
 from .model_lock import model_lock
 
 ATTENTION = "nopad"
@@ -39,6 +41,7 @@ def borrow_model(
         if device.type == "cuda":  # kernels run on the current device, not on that of their data
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(preserve_rng(device))
+        stack.enter_context(eager_calls(modules))
         stack.enter_context(_eval_mode(modules))
         stack.enter_context(_use_nopad_attention(modules))
         stack.enter_context(torch.no_grad())
@@ -51,8 +54,9 @@ def borrow_model(
 
 @contextmanager
 def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    # Set the flag itself: some modules override train() and eval() and do more there.
-    training = [vars(module) for module in modules if module.training]
+    # Set the flag itself: some modules override train() and eval() and do more there, and
+    # wrappers of torch.compile have none of their own.
+    training = [attributes for attributes in map(vars, modules) if attributes.get("training")]
     try:
         for attributes in training:
             attributes["training"] = False
