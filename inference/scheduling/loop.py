@@ -26,7 +26,6 @@ from .cache_checker import CacheChecker
 from .scheduler import Scheduler, SchedulerOutput
 from .step import Step, StepOutput, build_step
 
-
 NOT_FINITE = "the model's logits are not numbers (NaN or infinite)"
 
 

@@ -1,4 +1,4 @@
-"""A model that is compiled for training generates as it does without: the engine runs it eagerly."""
+"""A model that is compiled for training generates as it does without: it runs eagerly."""
 
 from __future__ import annotations
 
