@@ -44,6 +44,8 @@ class DataParallelEngine:
     ) -> list[Completion]:
         """Complete every prompt, on all ranks; every rank gets all completions."""
         specs = broadcast_params(prompts, params, deadline=deadline)
+        prompts = [spec.prompt for spec in specs]
+        self.engine._tokenizer.check_batch(prompts)  # of a part, fewer rows may show the padding
         costs = [_num_tokens(spec.prompt) + spec.params.max_tokens for spec in specs]
         draws = shared_draws()
 
@@ -56,7 +58,7 @@ class DataParallelEngine:
                 _draws=replace(draws, indices=indices),
             )
 
-        return self._run(work, costs, [spec.prompt for spec in specs])
+        return self._run(work, costs, prompts)
 
     def score(
         self,

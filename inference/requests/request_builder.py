@@ -54,6 +54,7 @@ class RequestBuilder:
 
     def encode(self, specs: Sequence[PromptSpec]) -> list[EncodedPrompt]:
         """Tokenize prompts and check their parameters; a fault of the call raises."""
+        self._tokenizer.check_batch([spec.prompt for spec in specs])
         checked: dict[int, SamplingParams] = {}  # by object: prompts usually share their params
         encoded = []
         for index, (prompt, params, priority, seconds) in enumerate(specs):

@@ -41,7 +41,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after end-of-text tokens."""
     seed: int | None = None
-    """Random numbers depend on (seed, request, position) alone; None: the engine's seed."""
+    """Random numbers depend on (seed, prompt, position) alone; None: fresh ones in every call."""
     n: int = 1
     """Number of completions of this prompt."""
     logprobs: int | None = None

@@ -28,6 +28,7 @@ def flatten_pairs(
 ) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Any]]]:
     """Flatten contexts and continuations to jobs; the second value regroups their scores."""
     contexts, continuations = check_pairs(contexts, continuations)
+    tokenizer.check_batch(contexts)
     jobs: list[ScoreJob] = []
     counts: list[int | None] = []
     for context, value in zip(contexts, continuations, strict=True):

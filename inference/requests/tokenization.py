@@ -135,22 +135,34 @@ class TokenizerAdapter:
             raise RequestError(self._out_of_vocab(bad))
         return np.ascontiguousarray(array, dtype=np.int64)
 
-    def _check_padding(self, ids: Any) -> None:
-        """Refuse ids that start or end with padding: the model would read it as text.
+    def check_batch(self, prompts: Sequence[Any]) -> None:
+        """Refuse rows of ids of one length of which some start or end with padding.
 
-        Where the padding token also begins or ends texts, one of it may be meant.
+        A single prompt may hold one padding token by chance, or where it also ends texts.
         """
         pad = self._pad_token_id
-        if pad is None or not hasattr(ids, "__len__") or len(ids) < 2:
+        if pad is None or pad in self.eos_token_ids or pad == self._bos_token_id:
             return
-        most = 1 if pad in self.eos_token_ids or pad == self._bos_token_id else 0
-        for end, found in (("starts", ids[: most + 1]), ("ends", ids[-1 - most :])):
-            if len(found) > most and all(_is_id(token, pad) for token in found):
-                raise ValueError(
-                    f"a prompt {end} with the padding token {pad}, which the model would read as "
-                    "text: pass the tokenizer's whole output, with its attention_mask, or do not "
-                    "pad"
-                )
+        rows = [_ids_without_mask(prompt) for prompt in prompts]
+        if len(rows) < 2 or any(row is None for row in rows) or len({*map(len, rows)}) > 1:
+            return
+        for index, row in enumerate(rows):
+            if len(row) > 1 and (_is_id(row[0], pad) or _is_id(row[-1], pad)):
+                raise ValueError(f"prompt {index}: {self._padded(pad)}")
+
+    def _check_padding(self, ids: Any) -> None:
+        """Refuse ids that start or end with several padding tokens."""
+        pad = self._pad_token_id
+        if pad is None or not hasattr(ids, "__len__") or len(ids) < 3:
+            return
+        if any(all(_is_id(token, pad) for token in end) for end in (ids[:2], ids[-2:])):
+            raise ValueError(self._padded(pad))
+
+    def _padded(self, pad: int) -> str:
+        return (
+            f"it starts or ends with the padding token {pad}, which the model would read as text: "
+            "pass the tokenizer's whole output, with its attention_mask, or do not pad"
+        )
 
     @property
     def _pad_token_id(self) -> int | None:
@@ -189,6 +201,15 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
 
 def _has_mask(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
+
+
+def _ids_without_mask(prompt: Any) -> Any:
+    """The ids of a prompt that is given as such and says nothing about padding, else None."""
+    if isinstance(prompt, Mapping):
+        prompt = None if _has_mask(prompt) else prompt.get("input_ids")
+    prompt = to_host(prompt)
+    is_row = hasattr(prompt, "__len__") and not isinstance(prompt, str) and len(prompt) > 0
+    return prompt if is_row and not hasattr(prompt[0], "__len__") else None
 
 
 def _is_id(value: Any, token: int) -> bool:

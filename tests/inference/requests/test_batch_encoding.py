@@ -55,20 +55,30 @@ def test_one_tokenized_text_is_one_prompt(engine):
         engine.generate([LEFT], GREEDY)
 
 
-@pytest.mark.parametrize(
-    "ids", [[[5, 6], [9, 8]], [[5, 6], [8, 9]], torch.tensor([[5, 6], [9, 8]])]
-)
+PADDED = [[[5, 6], [9, 8]], [[5, 6], [8, 9]], torch.tensor([[5, 6], [9, 8]])]
+
+
+@pytest.mark.parametrize("ids", PADDED)
 def test_padding_without_a_mask_is_refused(engine, ids):
+    told = r"prompt 1: .* padding token 9.*attention_mask"
     for prompts in (ids, {"input_ids": ids}):
-        with pytest.raises(ValueError, match=r"prompt 1: .* padding token 9.*attention_mask"):
-            engine.generate(prompts, GREEDY)
+        for generate in (engine.generate, DataParallelEngine(engine).generate):
+            with pytest.raises(ValueError, match=told):
+                generate(prompts, GREEDY)
     with pytest.raises(ValueError, match="padding token 9"):
         engine.score(ids, [[3], [4]])
+    for alone in ([9, 9, 5], [5, 9, 9]):
+        with pytest.raises(ValueError, match=r"prompt 0: .* padding token 9"):
+            engine.add_request(alone, GREEDY)
 
 
-def test_one_token_that_also_ends_texts_may_be_meant(engine):
-    engine._tokenizer.tokenizer.pad_token_id = 2
-    assert engine.generate([[2, 5, 2]], GREEDY)[0].error is None
+def test_a_padding_token_that_may_be_meant_is_taken(engine):
+    assert engine.generate([[5, 6, 9]], GREEDY)[0].error is None, "one prompt has no batch"
+    assert engine.generate([[5, 6, 9], [5, 6]], GREEDY)[0].error is None, "rows of two lengths"
+    masked = {"input_ids": [[9, 9, 5], [6, 7, 9]], "attention_mask": [[1] * 3] * 2}
+    assert [c.prompt_token_ids for c in engine.generate(masked, GREEDY)] == masked["input_ids"]
+    engine._tokenizer.tokenizer.pad_token_id = 2  # also ends texts
+    assert engine.generate([[2, 5, 2], [5, 6, 7]], GREEDY)[0].error is None
     for padded in ([2, 2, 5], [5, 2, 2]):
         with pytest.raises(ValueError, match="padding token 2"):
             engine.generate([padded], GREEDY)
