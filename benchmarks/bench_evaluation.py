@@ -181,16 +181,16 @@ def compare_during_training(args: argparse.Namespace) -> None:
     steps = TrainingSteps(model)
     generation_times: list[float] = []
 
-    class TimedEngine(Engine):
-        """An engine that records the seconds of generation, without what surrounds it."""
+    engine = Engine(model)
+    run = engine._runner.run_to_completion
 
-        def _run_to_completion(self, *args, **kwargs):
-            run = super()._run_to_completion
-            seconds, completions = timed(lambda: run(*args, **kwargs))
-            generation_times.append(seconds)
-            return completions
+    def timed_run(*args, **kwargs) -> dict:
+        """Record the seconds of generation, without what surrounds it."""
+        seconds, completions = timed(lambda: run(*args, **kwargs))
+        generation_times.append(seconds)
+        return completions
 
-    engine = TimedEngine(model)
+    engine._runner.run_to_completion = timed_run
 
     def generate(prompts: list, _: object, deadline: float | None = None) -> list:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in new]

@@ -11,14 +11,16 @@ on all. The results do not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..runtime import all_ranks_or_none, rank, world_size
 from .engine import Engine
 from .live_model.lockstep import gathers_parameters, lockstep
+from .live_model.model_lock import model_lock
+from .requests.draws import shared_draws
 from .requests.outputs import Completion, Score
 from .requests.request_builder import Params, broadcast_params
-from .requests.sampling_params import SamplingParams
 from .requests.scoring import check_pairs
 from .requests.tokenization import Prompt
 
@@ -31,24 +33,29 @@ class DataParallelEngine:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self._lock = model_lock(engine._model)
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         params: Params | Sequence[Params] = None,
         *,
         deadline: float | Sequence[float | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt, on all ranks; every rank gets all completions."""
         specs = broadcast_params(prompts, params, deadline=deadline)
-        costs = [_num_tokens(spec.prompt) + _max_tokens(spec.params) for spec in specs]
+        prompts = [spec.prompt for spec in specs]
+        self.engine._tokenizer.check_batch(prompts)  # of a part, fewer rows may show the padding
+        costs = [_num_tokens(spec.prompt) + spec.params.max_tokens for spec in specs]
+        draws = shared_draws()
 
         def work(indices: list[int]) -> list[Completion]:
             own = [specs[i] for i in indices]
             return self.engine.generate(
                 [spec.prompt for spec in own],
                 [spec.params for spec in own],
-                deadline=[spec.deadline for spec in own],
+                deadline=[spec.seconds for spec in own],
+                _draws=replace(draws, indices=indices),
             )
 
         return self._run(work, costs, prompts)
@@ -61,7 +68,7 @@ class DataParallelEngine:
         deadline: float | None = None,
     ) -> list[Any]:
         """Score as `Engine.score`, on all ranks; a context's continuations stay on one rank."""
-        check_pairs(contexts, continuations)
+        contexts, continuations = check_pairs(contexts, continuations)
         pairs = zip(contexts, continuations, strict=True)
         costs = [_num_tokens(context) + _num_tokens(after) for context, after in pairs]
 
@@ -75,9 +82,17 @@ class DataParallelEngine:
     def _run(self, work: Work, costs: list[float], prompts: Sequence[Prompt]) -> list[Any]:
         """Run on all ranks; equal prompts stay on one rank, where they share their prefix."""
         keys = [repr(prompt) for prompt in prompts]
-        return run_on_all_ranks(
-            self._in_lockstep(work), partition_by_cost(costs, world_size(), keys)
-        )
+        shards = partition_by_cost(costs, world_size(), keys)
+        # Two threads would meet the other ranks in any order, so the second one cannot wait here.
+        if not self._lock.acquire(blocking=world_size() == 1):
+            raise RuntimeError(
+                "another thread generates on all ranks: make such calls one after the other, in "
+                "the same order on every rank"
+            )
+        try:
+            return run_on_all_ranks(self._in_lockstep(work), shards)
+        finally:
+            self._lock.release()
 
     def _in_lockstep(self, work: Work) -> Work:
         """If forwards gather parameters (FSDP2), make all ranks run every forward together."""
@@ -135,7 +150,7 @@ def _num_tokens(prompt: Any) -> float:
     """Estimated number of tokens: a quarter per character; 1 for anything without a length."""
     if isinstance(prompt, str):
         return len(prompt) / 4
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         return sum(_num_tokens(value) for value in prompt.values())
     if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
         return sum(_num_tokens(part) for part in prompt)
@@ -143,10 +158,3 @@ def _num_tokens(prompt: Any) -> float:
         return len(prompt)
     except TypeError:
         return 1
-
-
-def _max_tokens(params: Any) -> int:
-    if isinstance(params, SamplingParams):
-        return params.max_tokens
-    value = params.get("max_tokens") if isinstance(params, Mapping) else None
-    return value if isinstance(value, int) else SamplingParams().max_tokens

@@ -10,11 +10,9 @@ unchanged. Pages, CUDA graphs and cached prefixes are kept for the next call, wi
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,27 +22,27 @@ from ..runtime import unwrap_model
 from .engine_core import Executor
 from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
+from .live_model.model_lock import exclusive, model_lock
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
+from .request_runner import RequestRunner
+from .requests.draws import Draws, own_draws
 from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion, Score, StreamEvent
 from .requests.request import Request
 from .requests.request_builder import (
+    EncodedPrompt,
     Params,
-    PromptSpec,
     RequestBuilder,
     broadcast_params,
     deadline_seconds,
 )
 from .requests.request_group import RequestGroup, longest_first
 from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
-from .requests.tokenization import Prompt, TokenizerAdapter, prompt_hash
+from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 from .settings import check_dtype, check_positive, check_seed, resolve_settings
-
-_MAX_REPEAT_COUNTS = 1 << 16
-"""Prompts whose repeats are counted; an engine that is never idle must not grow."""
 
 
 class Engine:
@@ -53,9 +51,13 @@ class Engine:
     `max_num_seqs` and `max_num_batched_tokens` trade throughput against latency, and may be set
     while requests run: inference/README.md has the measured curve.
 
-    Weights may change and adapters may be switched between calls: cached prefixes of other weights
-    are dropped. A write of few elements through `.data` may go unnoticed, since only a sample of
-    the values is compared: write under `torch.no_grad()`, which is noticed, or call `release()`.
+    Calls from several threads, also of several engines on one model, run one after the other. Do
+    not train the model in another thread while a call runs: its attention is the engine's then.
+
+    Weights, adapters, hooks, forwards and attributes may change between calls: cached prefixes of
+    another model are dropped. Only a sample of the values is compared after a write through `.data`
+    of few elements: write under `torch.no_grad()`, which is always noticed, or call
+    `reset_prefix_cache()`; inference/README.md lists what else is out of sight.
 
     memory: bytes, a fraction of the free memory, or "spare": what training leaves.
     page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
@@ -65,7 +67,7 @@ class Engine:
     max_waiting: requests that may be queued; None: any number.
     keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
     dtype: compute in this dtype, although the weights are wider; default: as autocast says.
-    seed: of requests without one.
+    seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
     cuda_graphs: on a GPU, run decode steps as CUDA graphs; False saves their memory and capture.
     debug: check the bookkeeping of every step.
     """
@@ -113,41 +115,45 @@ class Engine:
             keep_memory=keep_memory,
             dtype=check_dtype(dtype),
         )
+        self._runner = RequestRunner(self._session, self._outputs, self.stats, self.trace)
+        self._lock = model_lock(self._model)
         self._events = EventQueue()
         """Events of requests from `add_request`, until `step` returns them."""
-        self._repeat_counts: Counter[int] = Counter()
-        """How often each prompt was added since the engine was last idle, by its hash."""
-        self._stepped_since_check = False
-        """Whether a step was run since a sample of the weights was last compared."""
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         params: Params | Sequence[Params] = None,
         *,
         priority: int | Sequence[int] = 0,
         deadline: float | Sequence[float | None] | None = None,
         progress: bool = False,
+        _draws: Draws | None = None,
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order of the prompts.
 
         Full garbage collection is deferred until this returns.
 
+        prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
         params: one for all prompts, or one for each.
         priority: lower runs first; one for all, or one for each.
         deadline: seconds after which requests return what they have; one for all, or one for each.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=not progress, unit="req")
-        with bar, defer_full_gc(), self._borrow_model():
-            self._start_trace()
-            groups = self._build_requests(specs)
-            completions = self._run_to_completion(groups, bar.update)
-            return [completions[group.id] for group in groups]
+        with self._lock, bar:
+            encoded = self._builder.encode(specs)
+            draws = own_draws(self._model) if _draws is None else _draws
+            with defer_full_gc(), self._runner.borrow_model():
+                self._runner.start_trace()
+                groups = self._build_requests(encoded, draws)
+                completions = self._runner.run_to_completion(groups, bar.update)
+                return [completions[group.id] for group in groups]
 
+    @exclusive
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         params: Params | Sequence[Params] = None,
         *,
         priority: int | Sequence[int] = 0,
@@ -158,30 +164,33 @@ class Engine:
         The model is borrowed only while a step runs; between two events it is in the trainer's
         state. Other calls and streams may run in between; each gets its own events.
         """
-        specs = broadcast_params(prompts, params, priority, deadline)
+        encoded = self._builder.encode(broadcast_params(prompts, params, priority, deadline))
+        return self._stream(encoded, own_draws(self._model))
+
+    def _stream(self, encoded: list[EncodedPrompt], draws: Draws) -> Iterator[StreamEvent]:
         events = EventQueue()
-        with self._borrow_model():
-            self._start_trace()
-            groups = self._build_requests(specs, streaming=True)
+        with self._lock, self._runner.borrow_model():
+            self._runner.start_trace()
+            groups = self._build_requests(encoded, draws, streaming=True)
             self._outputs.add(groups, events)
         backlog, index_of = longest_first(groups), {group.id: i for i, group in enumerate(groups)}
         num_open = len(groups)
         try:
             while num_open:
                 if not events:
-                    with self._borrow_model("counters"):
-                        self._queue_backlog(backlog)
-                        self._run_step()
+                    self._step_stream(events, backlog)
                 while events:
                     event = events.popleft()
                     num_open -= event.completion is not None
                     yield replace(event, request_id=index_of[event.request_id])
         finally:
-            for group in groups:
-                self._abort(group)
-                self._outputs.remove(group)
-            self._session.release_if_idle()
+            with self._lock:
+                for group in groups:
+                    self._runner.abort(group)
+                    self._outputs.remove(group)
+                self._session.release_if_idle()
 
+    @exclusive
     def add_request(
         self,
         prompt: Prompt,
@@ -190,47 +199,40 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queue a request for `step`; the returned id names it in events and for `abort`.
-
-        A prompt added again while requests are active is sampled differently, unless it names a
-        seed; once all are done, the random numbers start over.
-        """
-        if not self._outputs.has_requests() or len(self._repeat_counts) > _MAX_REPEAT_COUNTS:
-            self._repeat_counts.clear()
+        """Queue a request for `step`; the returned id names it in events and for `abort`."""
+        encoded = self._builder.encode(broadcast_params([prompt], params, priority, deadline))
         check: WeightsCheck = "full"
         if self._executor is not None and self._loop.busy:
             # If several requests are added in a row, only the first compares a sample.
-            check = "sample" if self._stepped_since_check else "counters"
-        with self._borrow_model(check):
-            specs = [PromptSpec(prompt, params, priority, deadline)]
-            (group,) = self._build_requests(specs, streaming=True, repeats=self._repeat_counts)
+            check = "sample" if self._runner.stepped_since_check else "counters"
+        with self._runner.borrow_model(check):
+            (group,) = self._build_requests(encoded, own_draws(self._model), streaming=True)
             error = self._loop.scheduler.queue_error(len(group.requests))
             if not group.done and error is not None:
-                # A rejected prompt may be added again, with the same random numbers.
-                self._repeat_counts[prompt_hash(group.requests[0].prompt_token_ids)] -= 1
                 group.fail(error)
             self._outputs.add([group], self._events)
-            for request in group.requests:
-                self._queue(request)
+            self._runner.queue(group.requests)
         return group.id
 
+    @exclusive
     def step(self) -> list[StreamEvent]:
         """Run one step; return the new events of requests from `add_request`.
 
         If it raises, all active requests end with an error, which the next call returns.
         """
         if self._executor is not None and self._loop.busy:
-            with self._borrow_model("counters"):
-                self._run_step()
+            with self._runner.borrow_model("counters"):
+                self._runner.run_step()
         events = list(self._events)
         self._events.clear()
         return events
 
+    @exclusive
     def abort(self, request_id: int) -> None:
         """End a request from `add_request`; its completion has the tokens generated so far."""
         group = self._outputs.get(request_id)
         if group is not None:
-            self._outputs.publish(self._abort(group))
+            self._outputs.publish(self._runner.abort(group))
             self._session.release_if_idle()
 
     def score(
@@ -282,19 +284,21 @@ class Engine:
         value = check_positive("max_num_batched_tokens", value)
         self._session.set_limit("max_num_batched_tokens", value)
 
+    @exclusive
     def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes: later requests compute their prompts again."""
         self._session.reset_prefix_cache()
 
+    @exclusive
     def release(self) -> None:
         """Free pages, CUDA graphs and copies of weights; the next call builds them again.
 
         Active requests end with an error.
         """
-        self._fail_all("the engine was released while the request was active")
+        self._runner.fail_all("the engine was released while the request was active")
         self._session.release()
 
-    # --- below: how the calls above share one loop ---
+    # --- below: what the calls above share ---
 
     @property
     def _executor(self) -> Executor | None:
@@ -304,97 +308,26 @@ class Engine:
     def _loop(self) -> StepLoop:
         return self._session.loop
 
-    @contextmanager
-    def _borrow_model(self, weights_check: WeightsCheck = "full") -> Iterator[None]:
-        """Borrow the model; if a fault drops the executor, all requests end with an error."""
-        try:
-            with self._session.borrow(weights_check) as updated:
-                self._process_outputs(updated)
-                if weights_check != "counters":
-                    self._stepped_since_check = False
-                yield
-        except BaseException as error:
-            if self._executor is None:
-                self._fail_all(f"the engine stopped on an error ({type(error).__name__})")
-            raise
-
-    def _start_trace(self) -> None:
-        """Drop the trace of earlier calls, unless their requests are still active."""
-        if not self._outputs.has_requests():
-            self.trace.clear()
+    @exclusive
+    def _step_stream(self, events: EventQueue, backlog: deque[Request]) -> None:
+        """Run one step, unless another thread's step has brought events meanwhile."""
+        if not events:
+            with self._runner.borrow_model("counters"):
+                self._runner.queue_backlog(backlog)
+                self._runner.run_step()
 
     def _build_requests(
-        self,
-        specs: list[PromptSpec],
-        streaming: bool = False,
-        repeats: Counter[int] | None = None,
+        self, encoded: list[EncodedPrompt], draws: Draws, streaming: bool = False
     ) -> list[RequestGroup]:
         now, cache_tokens = self._loop.clock(), self._session.cache_tokens
-        return self._builder.generation_requests(specs, now, cache_tokens, streaming, repeats)
+        return self._builder.generation_requests(encoded, draws, now, cache_tokens, streaming)
 
-    def _run_to_completion(
-        self,
-        groups: list[RequestGroup],
-        on_finished: Callable[[int], Any] = lambda num_finished: None,
-    ) -> dict[int, Completion]:
-        """Run steps until all groups are done; return their completions by id."""
-        events, backlog = EventQueue(), longest_first(groups)
-        self._outputs.add(groups, events)
-        completions: dict[int, Completion] = {}
-        while True:
-            new = {e.request_id: e.completion for e in events if e.completion is not None}
-            events.clear()
-            if new:
-                completions |= new
-                on_finished(len(new))
-            if len(completions) == len(groups):
-                return completions
-            self._queue_backlog(backlog)
-            self._run_step()
-
-    def _run_step(self) -> None:
-        """Run one step of all active requests, and hand out its results."""
-        self._stepped_since_check = True
-        self._process_outputs(self._loop.step())
-        if self._session.settings.debug:
-            self._loop.scheduler.check()
-
-    def _process_outputs(self, updated: list[Request]) -> None:
-        """Detokenize new tokens, end the requests that reached a stop string, queue events."""
-        stopped = self._outputs.detokenize(updated)
-        self._loop.apply_stop_strings(updated, stopped)
-        self._outputs.publish(updated)
-
-    def _queue(self, request: Request) -> None:
-        self.stats.record_queued(request, self._loop.clock())
-        self._loop.scheduler.add(request)
-
-    def _queue_backlog(self, backlog: deque[Request]) -> None:
-        """Queue requests until `max_waiting` is reached."""
-        while backlog and self._loop.scheduler.queue_error(1) is None:
-            request = backlog.popleft()
-            if request.finish_reason is None:
-                self._queue(request)
-
-    def _abort(self, group: RequestGroup) -> list[Request]:
-        """End the unfinished requests of a group, and return them."""
-        unfinished = [request for request in group.requests if request.finish_reason is None]
-        for request in unfinished:
-            self._loop.abort(request)
-        return unfinished
-
-    def _fail_all(self, error: str) -> None:
-        """End all active requests with an error."""
-        for request in self._outputs.fail_all(error):
-            self.stats.record_finish(request, perf_counter())
-            num_tokens = len(request.output_token_ids)
-            self.trace.add(request.id, "finished", why="error", tokens=num_tokens)
-
+    @exclusive
     def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:
         seconds = deadline_seconds(deadline)
-        with defer_full_gc(), self._borrow_model():
-            self._start_trace()
+        with defer_full_gc(), self._runner.borrow_model():
+            self._runner.start_trace()
             expires, cache_tokens = self._loop.clock() + seconds, self._session.cache_tokens
             groups = self._builder.scoring_requests(jobs, expires, cache_tokens)
-            self._run_to_completion(groups)
+            self._runner.run_to_completion(groups)
             return [to_score(group) for group in groups]

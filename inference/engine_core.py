@@ -98,9 +98,15 @@ def build_executor(
     runner = ModelRunner(model, cache, batch_params, stats, device, graph_budget)
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
     loop = StepLoop(scheduler, runner, batch_params, stats, cache_checker=checker)
-    max_graph_rows = settings.max_num_seqs if graph_budget else 0
-    ops = verified_ops(model, cache, max_graph_rows) if device.type == "cuda" else []
-    return Executor(loop, runner, cast_weights, FusedOps(ops), key)
+    return Executor(loop, runner, cast_weights, build_fused_ops(model, runner, settings), key)
+
+
+def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
+    """Verify fused kernels on a model as its forwards are now; none on a CPU."""
+    if runner.device.type != "cuda":
+        return FusedOps([])
+    max_graph_rows = settings.max_num_seqs if runner.uses_graphs else 0
+    return FusedOps(verified_ops(model, runner.cache, max_graph_rows))
 
 
 def _build_cache(

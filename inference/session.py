@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .engine_core import BuildKey, Executor, build_executor, build_key
+from .engine_core import BuildKey, Executor, build_executor, build_fused_ops, build_key
 from .live_model.borrow import borrow_model
 from .live_model.cast_weights import detect_autocast_dtype
 from .live_model.lockstep import gathers_parameters
@@ -181,6 +181,9 @@ class ModelSession:
         if moved:
             runner.drop_graphs()
         changed = self._weights.refresh()
+        if self._weights.forward_changed:  # graphs and fused kernels hold what forwards were
+            runner.drop_graphs()
+            self.executor.fused_ops = build_fused_ops(self._model, runner, self.settings)
         runner.adapters = self._weights.adapters
         if not changed:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -131,6 +132,21 @@ def _position_tables(model: nn.Module) -> list[int]:
     """Sizes of the learned position tables; rotary and ALiBi models have none."""
     return [
         module.num_embeddings - getattr(module, "offset", 0)
-        for name, module in model.named_modules()
+        for name, module in _text_modules(model)
         if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
     ]
+
+
+def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that text passes, with their names: those of vision and audio are left out.
+
+    Parts of a model for other inputs have a config of their own.
+    """
+    text_types = {type(model.config), type(model.config.get_text_config())}
+    foreign: list[str] = []
+    for name, module in model.named_modules():
+        config = vars(module).get("config")
+        if config is not None and type(config) not in text_types:
+            foreign.append(f"{name}.")
+        if not any(f"{name}.".startswith(prefix) for prefix in foreign):
+            yield name, module

@@ -1,6 +1,13 @@
 """What training and generation share about the process and the model; nothing but torch."""
 
 from .collectives import RankError, all_ranks_or_none, barrier, gather_objects, sum_over_ranks
+from .draw_streams import (
+    draw_counts,
+    draw_stream,
+    load_draw_counts,
+    merge_draw_counts,
+    number_call,
+)
 from .layout import describe_layout, model_parallel_sizes, refuse_model_parallel
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
@@ -14,12 +21,17 @@ __all__ = [
     "barrier",
     "describe_layout",
     "destroy_group",
+    "draw_counts",
+    "draw_stream",
     "gather_objects",
     "gather_rng_states",
     "global_of",
     "init_group",
+    "load_draw_counts",
     "load_rng_states",
+    "merge_draw_counts",
     "model_parallel_sizes",
+    "number_call",
     "preserve_rng",
     "rank",
     "rebind_global",

@@ -73,8 +73,8 @@ LAYERS = {
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
-        {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"}, {"scheduling"},
-        {"metrics"}, {"requests"}, {"live_model"},
+        {"request_runner"}, {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"},
+        {"scheduling"}, {"metrics"}, {"requests"}, {"live_model"},
     ],
     "recipes": [
         {"pretrain", "pretrain_lightning", "train_hf", "sft", "evaluate_checkpoint"}, {"support"},

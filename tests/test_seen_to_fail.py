@@ -114,6 +114,60 @@ FAULTS = {
         "look = WeightsVersion.refresh\n"
         "WeightsVersion.refresh = lambda self: bool(not self._tensors_seen and look(self))",
     ),
+    "nobody waits for the model": (
+        "inference/test_threads.py", "nopad.inference.live_model.model_lock",
+        "from contextlib import nullcontext\nRLock = nullcontext",
+    ),
+    "calls are not counted": (
+        "inference/requests/test_draws.py", "nopad.runtime.draw_streams",
+        "count = number_call\nnumber_call = lambda kind='': (count(kind)[0], 0)",
+    ),
+    "a rank draws as the first one": (
+        "inference/requests/test_draws.py", "nopad.inference.requests.draws",
+        "own_draws = lambda model: Draws(*number_call())",
+    ),
+    "a checkpoint forgets the draws": (
+        "trainer/data/test_draw_counts.py", "nopad.trainer.data.data_state", "draw_counts = dict",
+    ),
+    "the mask of a batch is ignored": (
+        "inference/requests/test_batch_encoding.py", "nopad.inference.requests.tokenization",
+        "without_padding = lambda prompt: prompt['input_ids']",
+    ),
+    "faults of the call hide in completions": (
+        "inference/test_engine.py::"
+        "test_a_fault_of_the_call_raises_at_once_and_harms_no_active_request",
+        "nopad.inference.requests.request_builder", "RequestError = ValueError",
+    ),
+    "hooks and attributes are overlooked": (
+        "inference/live_model/test_unseen_changes.py", "nopad.inference.live_model.weights_version",
+        "forward_state = lambda model: []",
+    ),
+    "samples come back to the first column": (
+        "inference/live_model/test_unseen_changes.py", "nopad.inference.live_model.weights_version",
+        "sample_stride = lambda count, columns: max(1, count // 32)",
+    ),
+    "scores that are not numbers are kept": (
+        "inference/live_model/test_odd_weights.py", "nopad.inference.scheduling.loop",
+        "store = StepLoop._store_scores\n"
+        "def _keep(self, step, output):\n"
+        "    finish, self._finish = self._finish, lambda *_: None\n"
+        "    store(self, step, output)\n"
+        "    self._finish = finish\n"
+        "    return []\n"
+        "StepLoop._store_scores = _keep",
+    ),
+    "compiled code is called": (
+        "inference/live_model/test_compiled_models.py", "nopad.inference.live_model.borrow",
+        "from contextlib import nullcontext\neager_calls = nullcontext",
+    ),
+    "the generation_config is not read": (
+        "inference/requests/test_generation_config.py", "nopad.inference.requests.tokenization",
+        "check_generation_config = lambda *_, **__: None",
+    ),
+    "every position table is the text's": (
+        "inference/test_settings.py::test_the_vision_towers_positions_are_not_the_texts",
+        "nopad.inference.settings", "_text_modules = lambda model: model.named_modules()",
+    ),
     "a context loses its first token": (
         "inference/harness/test_tasks.py::test_scores_equal_those_of_lm_evals_own_model",
         "nopad.inference.harness.engine_lm",

@@ -54,7 +54,7 @@ class ModelRunner:
         self.cache = cache
         self._model = model
         self._row_params = batch_params
-        self._device = device
+        self.device = device
         self._transfer = HostDeviceCopy(device)
         # The extra entry receives the tokens of a graph's padding rows.
         self._last_tokens = torch.zeros(
@@ -72,6 +72,11 @@ class ModelRunner:
         self._captured_adapters: AdapterState = []
         self._uncapturable: set[str | None] = set()
         """Attention backends, as forced by name, whose calls cannot be captured."""
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether decode steps may run as CUDA graphs."""
+        return self._graphs is not None
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
@@ -237,7 +242,7 @@ class ModelRunner:
             self._token_history = wider
         for request in fresh:
             known = torch.from_numpy(request.token_ids(0, request.num_tokens))
-            self._token_history[request.row, : len(known)] = known.to(self._device)
+            self._token_history[request.row, : len(known)] = known.to(self.device)
 
 
 def _with_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:

@@ -150,9 +150,13 @@ class Logprobs:
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    """Return the log-probabilities of one token per row, and of the `num_top` most likely ones."""
+    """Return the log-probabilities of one token per row, and of the `num_top` most likely ones.
+
+    They are NaN in rows that are no distribution: with a NaN, an infinite or no finite logit.
+    """
     logits = logits.float()
     total = logits.logsumexp(dim=-1)
+    total = torch.where(total.isfinite(), total, torch.nan)
     chosen = logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
     best, top_tokens = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
     return Logprobs(

@@ -13,34 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..requests.generation_config import check_generation_config
+
 _SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DEFAULT_TOP_K = 50
 """`generate` samples from the top 50 if neither the task nor the model gives a top_k."""
-_UNSUPPORTED = {
-    "num_beams": 1,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "max_time": None,
-    "stop_strings": None,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "guidance_scale": 1.0,
-    "exponential_decay_length_penalty": None,
-    "watermarking_config": None,
-}
-"""Settings that change the output, each with the value that has no effect."""
-_UNSUPPORTED_SAMPLING = {
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
-"""The same for settings that only matter when tokens are sampled."""
 
 
 def to_sampling_kwargs(gen_kwargs: dict[str, Any], generation_config: Any) -> dict[str, Any]:
@@ -71,15 +48,3 @@ def to_sampling_kwargs(gen_kwargs: dict[str, Any], generation_config: Any) -> di
         if (value := getattr(generation_config, name, None)) is not None:
             defaults[name] = value
     return {**defaults, **gen_kwargs}
-
-
-def check_generation_config(generation_config: Any, is_sampled: bool = False) -> None:
-    """Raise ValueError for a generation_config with settings that the engine does not support."""
-    for name, neutral in (_UNSUPPORTED | (_UNSUPPORTED_SAMPLING if is_sampled else {})).items():
-        value = getattr(generation_config, name, None)
-        if value is not None and value != neutral and value != []:
-            raise ValueError(
-                f"the model's generation_config sets {name} to {value!r}, which the engine does "
-                f"not support: set model.generation_config.{name} = None, or remove it from "
-                "generation_config.json"
-            )

@@ -17,14 +17,18 @@ from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
 from numbers import Integral, Real
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
-from ...runtime import preserve_rng
+from ...runtime import draw_stream, preserve_rng
 from ..engine import Engine
 from .engine_lm import EngineLM
+
+_one_evaluation = RLock()
+"""lm_eval keeps its requests in its tasks, and its prints and environment are the process's."""
 
 FEWSHOT_SEED = 1234
 """lm_eval's default seed for few-shot examples, drawn with a generator of their own."""
@@ -111,8 +115,14 @@ class Harness:
 
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
         """Evaluate; return the results as `lm_eval` does; samples: include every sample."""
-        self.lm.set_deadline(float("inf") if deadline is None else time.monotonic() + deadline)
-        with preserve_rng(self._device), _single_process():
+        until = float("inf") if deadline is None else time.monotonic() + deadline
+        with (
+            _one_evaluation,
+            draw_stream("harness"),
+            preserve_rng(self._device),
+            _single_process(),
+        ):
+            self.lm.set_deadline(until)
             for task in self._tasks["tasks"].values():
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
             results = evaluator.evaluate(

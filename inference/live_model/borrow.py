@@ -1,10 +1,10 @@
 """Use a model that is being trained, and return it unchanged.
 
 Everything the engine changes for its forwards is saved first and restored in any case: the training
-flag of each submodule, the attention implementation, rotary frequencies that depend on the length,
-the random states (Python, NumPy, torch on each device), the current device, autocast and gradient
-mode. Gradients, weights, dtypes and hooks are not touched; gradient checkpointing is inactive in
-layers that are not in training mode.
+flag of each submodule, compiled forwards, the attention implementation, rotary frequencies that
+depend on the length, the random states (Python, NumPy, torch on each device), the current device,
+autocast and gradient mode. Gradients, weights, dtypes and hooks are not touched; gradient
+checkpointing is inactive in layers that are not in training mode.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import nn
 
 from ...attention.hf import frozen_rotary, nopad_attention
 from ...runtime import preserve_rng
+from .eager_calls import eager_calls
+from .model_lock import model_lock
 
 
 @contextmanager
@@ -25,18 +27,20 @@ def borrow_model(
     autocast: torch.dtype | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> Iterator[None]:
-    """Set a model up for generation, and leave no trace on exit.
+    """Set a model up for generation, and leave no trace on exit; other threads wait meanwhile.
 
     modules: all modules of the model, if the caller has them: collecting them takes time.
     """
     device = next(model.parameters()).device
     modules = list(model.modules()) if modules is None else modules
     with ExitStack() as stack:
+        stack.enter_context(model_lock(model))
         # Tensors created here, such as cache pages, outlive the caller's inference mode.
         stack.enter_context(torch.inference_mode(False))
         if device.type == "cuda":  # kernels run on the current device, not on that of their data
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(preserve_rng(device))
+        stack.enter_context(eager_calls(modules))
         stack.enter_context(_eval_mode(modules))
         stack.enter_context(nopad_attention(modules))
         stack.enter_context(frozen_rotary(modules))
@@ -50,8 +54,9 @@ def borrow_model(
 
 @contextmanager
 def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    # Set the flag itself: some modules override train() and eval() and do more there.
-    training = [vars(module) for module in modules if module.training]
+    # Set the flag itself: some modules override train() and eval() and do more there, and
+    # wrappers of torch.compile have none of their own.
+    training = [attributes for attributes in map(vars, modules) if attributes.get("training")]
     try:
         for attributes in training:
             attributes["training"] = False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import layer_shapes
+from .eager_calls import eager_calls
 
 
 def detect_autocast_dtype(model: Any) -> torch.dtype | None:
@@ -24,7 +25,7 @@ def detect_autocast_dtype(model: Any) -> torch.dtype | None:
     layer = next(module for module in model.modules() if is_matmul(module))
     hook = layer.register_forward_pre_hook(record_dtype)
     try:
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(device_type, enabled=False), eager_calls(list(model.modules())):
             layer_shapes(model)
     finally:
         hook.remove()

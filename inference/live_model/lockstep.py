@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .borrow import borrow_model
+from .forward_state import OWN_HOOK
 
 
 def gathers_parameters(model: Any) -> bool:
@@ -38,6 +39,7 @@ def lockstep(model: Any) -> Iterator[None]:
     def vote(*_: Any) -> None:  # a hook's return value would replace the forward's arguments
         _any_rank_busy(True, device)
 
+    setattr(vote, OWN_HOOK, True)
     hook = model.register_forward_pre_hook(vote, prepend=True)
     try:
         yield

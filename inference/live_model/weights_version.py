@@ -4,21 +4,32 @@ Cached keys are only valid for the weights that computed them. Every in-place up
 tensor's version counter. Writes through `.data` do not, so a checksum over a sample of every tensor
 is compared too. Disabling, selecting or scaling adapters (LoRA and similar, as PEFT adds them)
 changes the forward without changing any tensor, so their state is compared as well. PEFT is not
-imported: its layers are recognized by a property they all have.
+imported: its layers are recognized by a property they all have. So do hooks, replaced forwards and
+plain attributes such as `scaling` (`forward_state.py`).
+
+What remains out of sight: a write through `.data` of fewer values than lie between two samples (a
+single row, say); what a hook or a replaced forward reads from elsewhere; attributes that are
+neither numbers, strings nor functions; functions replaced in the model's Python module.
+`Engine.reset_prefix_cache()` forgets the cached prefixes in such a case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from math import ceil, gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_SAMPLES = 32
-"""Elements of each tensor in the checksum."""
+from .forward_state import forward_state
+
+_SAMPLES = 64
+"""Elements of each tensor in the checksum, at least."""
+_GOLDEN = 0.618034
+"""The fraction whose multiples are spread best over the unit interval."""
 
 AdapterLayer = Mapping[str, Any]
 """The `vars()` of a layer with adapters: read at every step, so without attribute lookups."""
@@ -35,6 +46,9 @@ class WeightsVersion:
         self._tensors_seen: list[tuple[Mapping[str, Tensor | None], str, Tensor, int]] = []
         """The dict that holds each tensor, its name there, the tensor and its version counter."""
         self._checksum = 0.0
+        self._forward_state: list[Any] = []
+        self.forward_changed = False
+        """Whether the last `refresh` found other hooks, forwards or attributes."""
         self._addresses: tuple[int, ...] = ()
         self._adapter_layers: list[AdapterLayer] = []
         self.adapters: AdapterState = []
@@ -43,8 +57,10 @@ class WeightsVersion:
     def refresh(self) -> bool:
         """Check all weights; return whether they changed since the last check."""
         unchanged, checksum = bool(self._tensors_seen) and self.unchanged(), self._sample_checksum()
-        changed = not unchanged or checksum != self._checksum
-        self._checksum = checksum
+        state = forward_state(self._model)
+        self.forward_changed = state != self._forward_state
+        changed = not unchanged or checksum != self._checksum or self.forward_changed
+        self._checksum, self._forward_state = checksum, state
         self._adapter_layers = adapter_layers(self._model.modules())
         self.adapters = adapter_state(self._adapter_layers)
         self._tensors_seen = [
@@ -60,14 +76,17 @@ class WeightsVersion:
     def unchanged(self, sample: bool = False) -> bool:
         """Return whether tensors, version counters and adapters are those of the last check.
 
-        sample: compare the checksum as well, which waits for the device.
+        sample: compare the checksum, which waits for the device, and the forwards as well.
         """
         same = all(
             holder.get(name) is tensor and _version(tensor) == version
             for holder, name, tensor, version in self._tensors_seen
         )
         same = same and not adapters_changed(self._adapter_layers, self.adapters)
-        return same and (not sample or self._sample_checksum() == self._checksum)
+        if not same or not sample:
+            return same
+        is_same_forward = forward_state(self._model) == self._forward_state
+        return is_same_forward and self._sample_checksum() == self._checksum
 
     def moved(self) -> bool:
         """Return whether a tensor has a new address since the last call: graphs hold addresses."""
@@ -84,8 +103,8 @@ class WeightsVersion:
         for tensor in self._tensors():
             count = tensor.numel()
             if count:
-                stride = max(1, count // _SAMPLES)
-                size = min(_SAMPLES + 1, -(-count // stride))
+                stride = sample_stride(count, tensor.shape[-1] if tensor.ndim else 1)
+                size = -(-count // stride)
                 flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().reshape(-1)
                 sample = flat.as_strided((size,), (stride,))
                 # 8-bit floats cannot be concatenated with other dtypes; their bytes can.
@@ -97,6 +116,27 @@ class WeightsVersion:
             values = torch.cat(samples).double()
         order = torch.arange(1, len(values) + 1, device=values.device, dtype=torch.float64)
         return float((values.nan_to_num() * order.sin()).sum())
+
+
+def sample_stride(count: int, columns: int) -> int:
+    """Distance of the samples of a tensor, such that they are spread over rows and columns.
+
+    A sample is a strided view, which costs no kernel. From one to the next, the column moves on by
+    the golden section of a row, or of what a row leaves; a stride with a divisor in common with the
+    row's length would come back to the same few columns.
+
+    >>> [i * sample_stride(64 * 64, 64) % 64 for i in range(5)]
+    [0, 39, 14, 53, 28]
+    """
+    distance = count / _SAMPLES
+    if distance >= columns:
+        stride = (int(distance / columns) - 1) * columns + round(_GOLDEN * columns)
+    else:
+        stride = round(columns / (ceil(columns / distance) + _GOLDEN))
+    stride = max(1, stride)
+    while gcd(stride, columns) > 1:
+        stride -= 1
+    return stride
 
 
 def _version(tensor: Tensor) -> int:

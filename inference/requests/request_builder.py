@@ -1,31 +1,46 @@
-"""Prompts to requests: validated, limited and seeded; an invalid prompt fails alone."""
+"""Prompts to requests: validated, limited and seeded.
+
+A fault of the call (an unknown parameter, text without a tokenizer, a wrong type) raises before
+anything runs; a prompt that the model or its cache cannot take fails alone.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .batch_encoding import split_batch
+from .draws import Draws
 from .request import Request
 from .request_group import RequestGroup
 from .rng import stream_seed
 from .sampling_params import SamplingParams
 from .scoring import ScoreJob
-from .tokenization import Prompt, TokenizerAdapter, prompt_hash
+from .tokenization import Prompt, RequestError, TokenizerAdapter, prompt_hash
 
 Params = SamplingParams | Mapping[str, Any] | None
 
 
 class PromptSpec(NamedTuple):
-    """A prompt with its own parameters, priority and deadline in seconds."""
+    """A prompt with its own parameters, priority and seconds it may take."""
 
     prompt: Prompt
-    params: Params
+    params: SamplingParams
     priority: int
-    deadline: float | None
+    seconds: float
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids, with what belongs to it; or the fault of this request alone."""
+
+    token_ids: np.ndarray | None
+    error: str | None
+    params: SamplingParams
+    priority: int
+    seconds: float
 
 
 class RequestBuilder:
@@ -41,37 +56,40 @@ class RequestBuilder:
         self._limit_reason = limit_reason
         self._next_id = 0
 
+    def encode(self, specs: Sequence[PromptSpec]) -> list[EncodedPrompt]:
+        """Tokenize prompts and check their parameters; a fault of the call raises."""
+        self._tokenizer.check_batch([spec.prompt for spec in specs])
+        checked: dict[int, SamplingParams] = {}  # by object: prompts usually share their params
+        encoded = []
+        for index, (prompt, params, priority, seconds) in enumerate(specs):
+            if id(params) not in checked:
+                checked[id(params)] = self._tokenizer.check_params(params)
+            ids = error = None
+            try:
+                ids = self._tokenizer.encode(prompt)
+            except RequestError as fault:
+                error = str(fault)
+            except ValueError as fault:
+                raise ValueError(f"prompt {index}: {fault}") from None
+            encoded.append(EncodedPrompt(ids, error, checked[id(params)], priority, seconds))
+        return encoded
+
     def generation_requests(
         self,
-        specs: Sequence[PromptSpec],
+        prompts: Sequence[EncodedPrompt],
+        draws: Draws,
         now: float,
         cache_tokens: int,
         streaming: bool,
-        repeats: Counter[int] | None = None,
     ) -> list[RequestGroup]:
-        """One group per prompt.
-
-        cache_tokens: tokens that the KV cache holds.
-        repeats: how often each prompt was submitted before; repeats are sampled differently, and
-            counted here.
-        """
-        repeats = Counter() if repeats is None else repeats
-        checked: dict[int, SamplingParams] = {}  # by object: prompts usually share their params
+        """One group per prompt; cache_tokens: tokens that the KV cache holds."""
         groups = []
-        for prompt, params, priority, deadline in specs:
+        for index, prompt in enumerate(prompts):
             group = RequestGroup(self._new_id(), self._tokenizer, streaming)
+            group.prompt_token_ids = prompt.token_ids
             try:
-                group.prompt_token_ids = ids = self._tokenizer.encode(prompt)
-                if id(params) not in checked:
-                    checked[id(params)] = self._tokenizer.check_params(params)
-                expires = now + deadline_seconds(deadline)
-                if not isinstance(priority, Integral):
-                    raise ValueError(f"priority is {priority!r}; pass {_EXPECTED['priority']}")
-                max_len = self._max_len(len(ids), checked[id(params)].max_tokens, cache_tokens)
-                group.requests = self._samples(
-                    ids, max_len, checked[id(params)], priority, expires, repeats, streaming
-                )
-            except ValueError as error:
+                group.requests = self._samples(index, prompt, draws, now, cache_tokens, streaming)
+            except RequestError as error:
                 group.fail(str(error))
             groups.append(group)
         return groups
@@ -85,7 +103,7 @@ class RequestBuilder:
             group = RequestGroup(self._new_id(), self._tokenizer, streaming=False)
             try:
                 if isinstance(job, str):
-                    raise ValueError(job)
+                    raise RequestError(job)
                 ids, score_from = job
                 max_len = self._max_len(len(ids), 0, cache_tokens)
                 request = Request(
@@ -97,63 +115,61 @@ class RequestBuilder:
                     score_from=score_from,
                 )
                 group.requests = [request]
-            except ValueError as error:
+            except RequestError as error:
                 group.fail(str(error))
             groups.append(group)
         return groups
 
     def _samples(
         self,
-        ids: np.ndarray,
-        max_len: int,
-        params: SamplingParams,
-        priority: int,
-        expires: float,
-        repeats: Counter[int],
+        index: int,
+        prompt: EncodedPrompt,
+        draws: Draws,
+        now: float,
+        cache_tokens: int,
         streaming: bool,
     ) -> list[Request]:
         """The `n` requests of one prompt."""
+        ids, params = prompt.token_ids, prompt.params
+        if ids is None:
+            raise RequestError(prompt.error)
+        max_len = self._max_len(len(ids), params.max_tokens, cache_tokens)
         stop_token_ids = self._tokenizer.stop_token_ids(params)
-        if params.min_tokens and len(stop_token_ids) >= self._tokenizer.vocab_size:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but every token ends the text: "
-                "name fewer stop_token_ids"
-            )
-        key = prompt_hash(ids)
-        # Without a seed of its own, a prompt submitted twice gets two different samples.
-        salt = 0 if params.seed is not None else repeats[key] << 16
-        repeats[key] += 1
-        seed = self._seed if params.seed is None else params.seed
+        if params.seed is None:
+            seeds = [draws.seed(self._seed, index, sample) for sample in range(params.n)]
+        else:  # fixed, wherever the prompt is
+            key = prompt_hash(ids)
+            seeds = [stream_seed(params.seed, key, sample) for sample in range(params.n)]
         return [
             Request(
                 id=self._new_id(),
                 prompt_token_ids=ids,
                 max_len=max_len,
                 params=params,
-                seed=stream_seed(seed, key, salt + sample_index),
-                priority=priority,
-                deadline=expires,
+                seed=seed,
+                priority=prompt.priority,
+                deadline=now + prompt.seconds,
                 stop_token_ids=stop_token_ids,
                 score_from=None if params.prompt_logprobs is None else 1,
                 needs_host_check=streaming or bool(params.stop) or params.logprobs is not None,
             )
-            for sample_index in range(params.n)
+            for seed in seeds
         ]
 
     def _max_len(self, prompt_len: int, max_tokens: int, cache_tokens: int) -> int:
-        """Tokens a request may reach; ValueError if the model or the cache cannot hold it."""
+        """Tokens a request may reach; RequestError if the model or the cache cannot hold it."""
         longest = self._max_model_len
         if prompt_len + (max_tokens > 0) > longest:
             way_out = "shorten it, or raise max_model_len if the model allows"
             if self._limit_reason:
                 way_out = f"shorten it, since for this model {self._limit_reason}"
-            raise ValueError(
+            raise RequestError(
                 f"the prompt has {prompt_len} tokens and the engine's max_model_len is {longest}: "
                 f"{way_out}"
             )
         max_len = min(prompt_len + max_tokens, longest)
         if max_len - 1 > cache_tokens:
-            raise ValueError(
+            raise RequestError(
                 f"prompt and max_tokens may reach {max_len} tokens, the cache holds "
                 f"{cache_tokens}: lower max_tokens or give the engine more memory"
             )
@@ -165,20 +181,43 @@ class RequestBuilder:
 
 
 def broadcast_params(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Mapping[str, Any],
     params: Params | Sequence[Params],
     priority: int | Sequence[int] = 0,
     deadline: float | Sequence[float | None] | None = None,
 ) -> list[PromptSpec]:
-    """Give every prompt its own parameters, priority and deadline."""
+    """Give every prompt its own parameters, priority and deadline; what is wrong raises."""
+    prompts = split_batch("prompts", prompts)
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts is one {type(prompts).__name__}; pass a list of prompts")
     num_prompts = len(prompts)
     all_params = _broadcast("params", params, num_prompts, (SamplingParams, Mapping, type(None)))
     priorities = _broadcast("priority", priority, num_prompts, (Integral,))
     deadlines = _broadcast("deadline", deadline, num_prompts, (Real, type(None)))
-    columns = zip(prompts, all_params, priorities, deadlines, strict=True)
+    checked: dict[int, SamplingParams] = {}
+    for one in all_params or ([params] if isinstance(params, Mapping) else []):
+        if id(one) not in checked:
+            checked[id(one)] = to_sampling_params(one)
+    for value in priorities:
+        if not isinstance(value, Integral):
+            raise ValueError(f"priority is {value!r}; pass {_EXPECTED['priority']}")
+    seconds = [deadline_seconds(value) for value in deadlines]
+    columns = zip(prompts, (checked[id(p)] for p in all_params), priorities, seconds, strict=True)
     return [PromptSpec(*values) for values in columns]
+
+
+def to_sampling_params(params: Any) -> SamplingParams:
+    """Return sampling parameters that may be given as a dict, or None for the defaults."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, Mapping):
+        try:
+            return SamplingParams(**params)
+        except TypeError as error:
+            raise ValueError(f"sampling parameters: {error}") from None
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling parameters are a {type(params).__name__}; pass SamplingParams")
+    return params
 
 
 def deadline_seconds(deadline: Any) -> float:

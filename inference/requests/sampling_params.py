@@ -41,7 +41,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after end-of-text tokens."""
     seed: int | None = None
-    """Random numbers depend on (seed, request, position) alone; None: the engine's seed."""
+    """Random numbers depend on (seed, prompt, position) alone; None: fresh ones in every call."""
     n: int = 1
     """Number of completions of this prompt."""
     logprobs: int | None = None
@@ -136,14 +136,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    strings = (stop,) if isinstance(stop, str) else stop or ()
+    strings = tuple(strings) if isinstance(strings, Iterable) else (strings,)
     if not all(isinstance(s, str) and s for s in strings):
         raise ValueError(f"stop is {stop!r}; every stop string must hold at least one character")
     return strings
 
 
 def _token_ids(name: str, values: Iterable[int] | None) -> tuple[int, ...]:
-    ids = tuple(_to_python(i) for i in (() if values is None else values))
+    values = () if values is None else values
+    ids = tuple(map(_to_python, values if isinstance(values, Iterable) else (values,)))
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise ValueError(f"{name} holds {i!r}; token ids are whole numbers from 0")

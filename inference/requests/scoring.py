@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from .batch_encoding import split_batch
 from .outputs import Score
 from .request_group import RequestGroup
-from .tokenization import TokenizerAdapter
+from .tokenization import RequestError, TokenizerAdapter
 
 ScoreJob = tuple[np.ndarray, int] | str
 """Token ids and the first position to score; or the reason why there is nothing to score."""
@@ -26,7 +27,8 @@ def flatten_pairs(
     tokenizer: TokenizerAdapter, contexts: Sequence[Any], continuations: Sequence[Any]
 ) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Any]]]:
     """Flatten contexts and continuations to jobs; the second value regroups their scores."""
-    check_pairs(contexts, continuations)
+    contexts, continuations = check_pairs(contexts, continuations)
+    tokenizer.check_batch(contexts)
     jobs: list[ScoreJob] = []
     counts: list[int | None] = []
     for context, value in zip(contexts, continuations, strict=True):
@@ -41,18 +43,22 @@ def flatten_pairs(
     return jobs, regroup
 
 
-def check_pairs(contexts: Any, continuations: Any) -> None:
-    """Raise unless every context has a continuation, or a list of them."""
+def check_pairs(contexts: Any, continuations: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return lists of equal length: every context has a continuation, or a list of them."""
+    contexts = split_batch("contexts", contexts)
+    continuations = split_batch("continuations", continuations)
     _check_list("contexts", contexts)
     _check_list("continuations", continuations)
     if len(contexts) != len(continuations):
         raise ValueError(f"{len(contexts)} contexts, {len(continuations)} continuations")
+    return contexts, continuations
 
 
 def rolling_windows(
     tokenizer: TokenizerAdapter, texts: Sequence[Any], max_length: int | None, max_model_len: int
 ) -> tuple[list[ScoreJob], Callable[[list[Score]], list[Score]]]:
     """Split texts into windows that predict each token once; the second value sums their scores."""
+    texts = split_batch("texts", texts)
     _check_list("texts", texts)
     length = max_model_len if max_length is None else max_length
     if isinstance(length, bool) or not isinstance(length, Integral) or length < 2:
@@ -65,7 +71,7 @@ def rolling_windows(
         try:
             ids = _with_start_token(tokenizer, text)
             text_jobs: list[ScoreJob] = [*scoring_windows(ids, min(length, max_model_len))]
-        except ValueError as error:
+        except RequestError as error:
             text_jobs = [str(error)]
         jobs += text_jobs
         counts.append(len(text_jobs))
@@ -122,7 +128,7 @@ def _job(tokenizer: TokenizerAdapter, context: Any, continuation: Any) -> ScoreJ
             return _encode_text_pair(tokenizer, context, continuation)
         ids = tokenizer.encode(context)
         return np.concatenate([ids, _encode_continuation(tokenizer, continuation)]), len(ids)
-    except ValueError as error:
+    except RequestError as error:
         return str(error)
 
 
@@ -139,7 +145,7 @@ def _encode_text_pair(tokenizer: TokenizerAdapter, context: str, continuation: s
     ids = tokenizer.encode(stripped + continuation)
     context_ids = tokenizer.encode(stripped)
     if len(ids) <= len(context_ids):
-        raise ValueError(_EMPTY)
+        raise RequestError(_EMPTY)
     return ids, len(context_ids)
 
 
@@ -149,7 +155,7 @@ _EMPTY = "the continuation is empty; pass at least one token"
 def _encode_continuation(tokenizer: TokenizerAdapter, continuation: Any) -> np.ndarray:
     ids = tokenizer.encode(continuation, add_special_tokens=False, allow_empty=True)
     if not len(ids):
-        raise ValueError(_EMPTY)
+        raise RequestError(_EMPTY)
     return ids
 
 

@@ -10,9 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from .batch_encoding import to_host, without_padding
+from .generation_config import check_generation_config
 from .sampling_params import SamplingParams
 
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+
+class RequestError(ValueError):
+    """A fault of one request, which its completion carries; any other ValueError is the call's."""
 
 
 class TokenizerAdapter:
@@ -25,12 +31,17 @@ class TokenizerAdapter:
                 f"tokenizer={name!r} is a name: pass AutoTokenizer.from_pretrained({name!r})"
             )
         self.tokenizer = tokenizer
+        self._model = model
         self._siblings, self._name = _find_embeddings(model)
-        self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
     @property
     def has_tokenizer(self) -> bool:
         return self.tokenizer is not None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text, read each time: training may change them."""
+        return _eos_token_ids(self._model, self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -40,7 +51,10 @@ class TokenizerAdapter:
     def encode(
         self, prompt: Any, add_special_tokens: bool = True, allow_empty: bool = False
     ) -> np.ndarray:
-        """Return the token ids of a prompt; ValueError if the model cannot take it."""
+        """Return the token ids of a prompt; RequestError if the model cannot take it.
+
+        Any other ValueError is a fault of the call: a wrong type, or text without a tokenizer.
+        """
         if isinstance(prompt, str):
             tokenizer = self._require("text")
             ids = _call_tokenizer(tokenizer, prompt, add_special_tokens=add_special_tokens)
@@ -52,34 +66,32 @@ class TokenizerAdapter:
             options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
             ids = _call_tokenizer(template, prompt, **options)
         else:
-            ids = prompt
+            ids = without_padding(prompt) if isinstance(prompt, Mapping) else to_host(prompt)
+            if not _has_mask(prompt):
+                self._check_padding(ids)
         array = self._check_ids(ids)
         if not array.size and not allow_empty:
-            raise ValueError("the prompt is empty; pass at least one token")
+            raise RequestError("the prompt is empty; pass at least one token")
         return array
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, without special ones."""
         return self._require("text").decode(tokens, skip_special_tokens=True)
 
-    def check_params(self, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Return valid sampling parameters; ValueError if they do not suit this model."""
-        if params is None:
-            params = SamplingParams()
-        if isinstance(params, Mapping):
-            try:
-                params = SamplingParams(**params)
-            except TypeError as error:
-                raise ValueError(f"sampling parameters: {error}") from None
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling parameters are a {type(params).__name__}; pass SamplingParams"
-            )
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters for this model; ValueError if they do not suit it."""
         if params.stop:
             params = self._special_stops_to_ids(params)
         for token in (*params.logit_bias, *params.stop_token_ids):
             if token >= self.vocab_size:
                 raise ValueError(self._out_of_vocab(token))
+        if params.min_tokens and len(self.stop_token_ids(params)) >= self.vocab_size:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but every token ends the text: "
+                "name fewer stop_token_ids"
+            )
+        config = getattr(self._model, "generation_config", None)
+        check_generation_config(config, is_sampled=not params.is_greedy)
         return params
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -126,8 +138,50 @@ class TokenizerAdapter:
             )
         if array.size and (array.min() < 0 or array.max() >= self.vocab_size):
             bad = int(array.min()) if array.min() < 0 else int(array.max())
-            raise ValueError(self._out_of_vocab(bad))
+            raise RequestError(self._out_of_vocab(bad))
         return np.ascontiguousarray(array, dtype=np.int64)
+
+    def check_batch(self, prompts: Sequence[Any]) -> None:
+        """Refuse rows of ids of one length of which some start or end with padding.
+
+        A single prompt may hold one padding token by chance, or where it also ends texts.
+        """
+        pad = self._pad_token_id
+        if pad is None or pad in self.eos_token_ids or pad == self._bos_token_id:
+            return
+        rows = [_ids_without_mask(prompt) for prompt in prompts]
+        if len(rows) < 2 or any(row is None for row in rows) or len({*map(len, rows)}) > 1:
+            return
+        for index, row in enumerate(rows):
+            if len(row) > 1 and (_is_id(row[0], pad) or _is_id(row[-1], pad)):
+                raise ValueError(f"prompt {index}: {self._padded(pad)}")
+
+    def _check_padding(self, ids: Any) -> None:
+        """Refuse ids that start or end with several padding tokens."""
+        pad = self._pad_token_id
+        if pad is None or not hasattr(ids, "__len__") or len(ids) < 3:
+            return
+        if any(all(_is_id(token, pad) for token in end) for end in (ids[:2], ids[-2:])):
+            raise ValueError(self._padded(pad))
+
+    def _padded(self, pad: int) -> str:
+        return (
+            f"it starts or ends with the padding token {pad}, which the model would read as text: "
+            "pass the tokenizer's whole output, with its attention_mask, or do not pad"
+        )
+
+    @property
+    def _pad_token_id(self) -> int | None:
+        return self._special_token("pad_token_id")
+
+    @property
+    def _bos_token_id(self) -> int | None:
+        return self._special_token("bos_token_id")
+
+    def _special_token(self, name: str) -> int | None:
+        configs = (getattr(self._model, "generation_config", None), self._model.config)
+        owners = (self.tokenizer, *configs)
+        return next((t for o in owners if (t := getattr(o, name, None)) is not None), None)
 
     def _out_of_vocab(self, token: int) -> str:
         return (
@@ -146,9 +200,26 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
     try:
         return function(prompt, **options)["input_ids"]
     except Exception as error:
-        raise ValueError(
+        raise RequestError(
             f"the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
         ) from error
+
+
+def _has_mask(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
+
+
+def _ids_without_mask(prompt: Any) -> Any:
+    """The ids of a prompt that is given as such and says nothing about padding, else None."""
+    if isinstance(prompt, Mapping):
+        prompt = None if _has_mask(prompt) else prompt.get("input_ids")
+    prompt = to_host(prompt)
+    is_row = hasattr(prompt, "__len__") and not isinstance(prompt, str) and len(prompt) > 0
+    return prompt if is_row and not hasattr(prompt[0], "__len__") else None
+
+
+def _is_id(value: Any, token: int) -> bool:
+    return isinstance(value, (int, np.integer)) and value == token
 
 
 def _is_messages(prompt: Any) -> bool:

@@ -26,6 +26,8 @@ from .cache_checker import CacheChecker
 from .scheduler import Scheduler, SchedulerOutput
 from .step import Step, StepOutput, build_step
 
+NOT_FINITE = "the model's logits are not numbers (NaN or infinite)"
+
 
 class OutOfMemory(RuntimeError):
     """A step did not fit into memory; it has no effect."""
@@ -141,9 +143,7 @@ class StepLoop:
         """Read the results of a step; requests that ended meanwhile drop their token."""
         output, now = read(), self.clock()
         self.scheduler.on_prefilled(plan.prefilled)
-        if output.logprob is not None:
-            self._store_scores(step, output)
-        updated: list[Request] = []
+        updated = [] if output.logprob is None else self._store_scores(step, output)
         dropped: list[int] = []
         for index, (request, token) in enumerate(
             zip(step.sampled_requests, output.sampled_token_ids.tolist(), strict=True)
@@ -152,8 +152,7 @@ class StepLoop:
                 dropped.append(index)
                 continue
             if token < 0:
-                error = "the model's logits are not numbers (NaN or infinite)"
-                self._finish(request, "error", error)
+                self._finish(request, "error", NOT_FINITE)
                 updated.append(request)
                 continue
             tokens = request.output_token_ids
@@ -187,16 +186,22 @@ class StepLoop:
                 finished.append(request)
         return finished
 
-    def _store_scores(self, step: Step, output: StepOutput) -> None:
-        assert output.is_greedy is not None
-        index = len(step.sampled_requests)
+    def _store_scores(self, step: Step, output: StepOutput) -> list[Request]:
+        """Keep the scores of a step; end and return the requests whose scores are not numbers."""
+        assert output.logprob is not None and output.is_greedy is not None
+        index, failed = len(step.sampled_requests), []
         for request, span in step.scored:
             top = request.params.prompt_logprobs or 0
+            is_finite = not np.isnan(output.logprob[index : index + len(span)]).any()
+            if not is_finite and request.finish_reason is None:
+                self._finish(request, "error", NOT_FINITE)
+                failed.append(request)
             for position in span:
                 logprob, top_tokens, top_logprobs = _logprobs(output, index, top)
                 is_greedy = bool(output.is_greedy[index])
                 request.scores[position + 1] = (logprob, is_greedy, top_tokens, top_logprobs)
                 index += 1
+        return failed
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         self.scheduler.finish(request, reason, error)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_tokenizer import FakeTokenizer
-from nopad.inference import Engine, SamplingParams
+from nopad.inference import DataParallelEngine, Engine, SamplingParams
 from nopad.inference.requests.detokenizer import Detokenizer, find_stop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -32,37 +32,71 @@ def engine(tiny):
     return Engine(tiny("llama"), TOKENIZER, page_size=16)
 
 
-BAD = {
-    "empty": ([], GREEDY, "empty"),
-    "too long": (list(range(3, 90)) * 4, GREEDY, "max_model_len is 256"),
-    "beyond the vocabulary": ([3, 97], GREEDY, "97 is not in the vocabulary of 97: is the tok"),
-    "negative id": ([3, -1], GREEDY, "-1 is not in the vocabulary"),
-    "not ids": ([0.5, 1.5], GREEDY, "flat list of ids"),
+BAD_REQUESTS = {
+    "empty": ([], "empty"),
+    "too long": (list(range(3, 90)) * 4, "max_model_len is 256"),
+    "beyond the vocabulary": ([3, 97], "97 is not in the vocabulary of 97: is the tok"),
+    "negative id": ([3, -1], "-1 is not in the vocabulary"),
+}
+BAD_CALLS = {
+    "not ids": ([0.5, 1.5], GREEDY, r"^prompt 1: .* flat list of ids"),
     "nested": ([[3, 4]], GREEDY, "flat list of ids"),
-    "nothing": (None, GREEDY, "prompt is a"),
+    "nothing": (None, GREEDY, "prompt is a NoneType"),
     "negative temperature": ([3], {"temperature": -1}, "temperature is -1"),
     "unknown parameter": ([3], {"heat": 1}, "heat"),
-    "empty stop string": ([3], {"stop": ""}, None),
+    "empty stop string": ([3], {"stop": ""}, "at least one character"),
     "stop of nothing": ([3], {"stop": [""]}, "at least one character"),
     "bias off the vocabulary": ([3], {"logit_bias": {500: 1.0}}, "500 is not in the vocabulary"),
     "more than the most": ([3], {"max_tokens": 2, "min_tokens": 3}, "lower the one or raise"),
     "no tokens wanted": ([3], {"max_tokens": 0}, "max_tokens is 0"),
     "not a number": ([3], {"temperature": float("nan")}, "temperature is nan"),
+    "no end": ([3], {"stop_token_ids": range(97), "min_tokens": 2}, "every token ends the text"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_a_bad_request_says_why_and_the_others_are_unharmed(engine, case):
-    prompt, params, message = BAD[case]
+    prompt, message = BAD_REQUESTS[case]
     good = [[5, 6, 7], [8, 9]]
-    out = engine.generate([good[0], prompt, good[1]], [GREEDY, params, GREEDY])
+    out = engine.generate([good[0], prompt, good[1]], GREEDY)
     alone = [c.token_ids for c in engine.generate(good, GREEDY)]
     assert [out[0].token_ids, out[2].token_ids] == alone
-    if message is None:
-        assert out[1].error is not None or out[1].finish_reason in ("stop", "length")
-    else:
-        assert out[1].finish_reason == "error" and message in out[1].error
-        assert out[1].token_ids == []
+    assert out[1].finish_reason == "error" and message in out[1].error
+    assert out[1].token_ids == []
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_fault_of_the_call_raises_at_once_and_harms_no_active_request(engine, case):
+    prompt, params, message = BAD_CALLS[case]
+    (want,) = engine.generate([[5, 6, 7]], GREEDY)
+    active = engine.add_request([5, 6, 7], GREEDY)
+    engine.step()
+    steps = engine.stats.summary()["steps"]
+    for call in (engine.generate, engine.stream, DataParallelEngine(engine).generate):
+        with pytest.raises(ValueError, match=message):
+            call([[8, 9], prompt], [GREEDY, params])
+    with pytest.raises(ValueError, match=message.replace("prompt 1", "prompt 0")):
+        engine.add_request(prompt, params)
+    assert engine.stats.summary()["steps"] == steps, "nothing has run"
+    events = [event for _ in range(9) for event in engine.step()]
+    assert [e.completion for e in events if e.completion] == [want]
+    assert [e.request_id for e in events if e.completion] == [active]
+
+
+def test_text_without_a_tokenizer_raises_at_once(tiny):
+    engine = Engine(tiny("llama"))
+    chat = [{"role": "user", "content": "hello"}]
+    for prompt in ("hello", chat):
+        with pytest.raises(ValueError, match=r"needs a tokenizer: Engine\(model, tokenizer\)"):
+            engine.generate([[3, 4], prompt], GREEDY)
+        with pytest.raises(ValueError, match="needs a tokenizer"):
+            engine.score([prompt], [[5]])
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        engine.score_rolling(["hello"])
+    with pytest.raises(ValueError, match="stop strings needs a tokenizer"):
+        engine.generate([[3, 4]], {"stop": ["x"]})
+    with pytest.raises(ValueError, match="heat"):
+        engine.generate([], {"heat": 1})
 
 
 def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(tiny, monkeypatch):
@@ -70,7 +104,7 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
     model = tiny("llama")
     engine = Engine(model, page_size=16)
     poison = 96  # a request that contains it gets logits that are not numbers
-    kinds = {"good": [5, 6], "nan": [5, poison], "id": [5, 400], "empty": [], "type": "text"}
+    kinds = {"good": [5, 6], "nan": [5, poison], "id": [5, 400], "empty": [], "long": [5] * 300}
     want = engine.generate([[5, 6]], GREEDY)[0].token_ids
     runner = engine._executor.runner
     real = runner._forward
@@ -251,7 +285,7 @@ def test_settings_that_cannot_be_meant_raise(tiny):
         with pytest.raises(ValueError, match=r"memory|page"):
             Engine(model, **bad).generate([[3]], GREEDY)
     for bad in ({"max_num_seqs": -2}, {"max_num_seqs": 0}, {"max_num_batched_tokens": 1.5}):
-        with pytest.raises(ValueError, match=r"integer >= 1|whole number"):
+        with pytest.raises(ValueError, match="must be an integer"):
             Engine(model, **bad)
     with pytest.raises(ValueError, match="list of prompts"):
         Engine(model).generate("one string", GREEDY)

@@ -31,7 +31,7 @@ REQUESTS = [
     ("hello there, you", GREEDY | {"max_tokens": 9, "stop": ["\N{REPLACEMENT CHARACTER}"]}),
     ("x", {"temperature": 1.0, "max_tokens": 5, "seed": 3, "n": 2}),
     ("some longer text that takes three pages of sixteen", GREEDY | {"max_tokens": 1}),
-    ("hello", GREEDY | {"max_tokens": 0}),
+    ("", GREEDY),
     ("some longer text that takes three pages", {"temperature": 0.7, "max_tokens": 14, "seed": 1}),
 ]
 SCORED = [("hello there", ", you"), ("x", "yz")]
@@ -184,7 +184,7 @@ ANY_ORDER = given(
 
 
 def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> None:
-    with patch("nopad.inference.engine_core.Loop", partial(deep, depth)):
+    with patch("nopad.inference.engine_core.StepLoop", partial(deep, depth)):
         engine = Engine(
             model, TOKENIZER, page_size=16, max_num_seqs=running, max_waiting=waiting,
             max_num_batched_tokens=40, memory=pages * PAGE, keep_memory=keep,

@@ -59,3 +59,27 @@ def test_position_tables_are_found_by_any_name_and_without_their_offset():
         num_attention_heads=1, max_position_embeddings=12, word_embed_proj_dim=8,
     )  # fmt: skip
     assert _position_tables(AutoModelForCausalLM.from_config(config)) == [12]
+
+
+def test_the_vision_towers_positions_are_not_the_texts():
+    from nopad.inference.settings import _position_tables
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    assert _position_tables(model) == []
+    params = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    (done,) = Engine(model, page_size=16).generate([list(range(3, 33))], params)
+    with torch.no_grad():
+        ids = torch.tensor([[*range(3, 33), *done.token_ids]])
+        want = model(input_ids=ids).logits[0].argmax(-1)[29:-1]
+    assert done.token_ids == want.tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def test_a_compiled_run_leaves_the_weights_of_one_that_is_not(recipe, more, tmp_
     """The graphs run eagerly: compiling kernels takes many times as long."""
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(
-        sys.modules["nopad.trainer.fused.compile_layers"], "recompute_backend", counter
+        importlib.import_module("nopad.trainer.fused.compile_layers"), "recompute_backend", counter
     )
     check_compiled(recipe, more, tmp_path, monkeypatch)
     assert counter.frame_count >= 1

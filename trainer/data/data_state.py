@@ -1,7 +1,8 @@
 """Save and load the data position of a checkpoint: one JSON file merged from all ranks.
 
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
-The file holds its own checksum and is written atomically.
+The file holds its own checksum and is written atomically. It also holds how many calls of
+generation have drawn random numbers, so that a resumed run draws what it would have drawn.
 """
 
 from __future__ import annotations
@@ -9,15 +10,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...packing.state import merge_states, read_state, write_state
-from ...runtime import barrier, gather_objects, rank
+from ...runtime import (
+    barrier,
+    draw_counts,
+    gather_objects,
+    load_draw_counts,
+    merge_draw_counts,
+    rank,
+)
 from .loader import PackedLoader
 
 STATE_FILE = "nopad_data.json"
+DRAWS = "draws"
+"""Key of the counters of generation in a merged state."""
 
 
 def gather_data_state(loader: PackedLoader, state: dict | None = None) -> dict:
     """Merge the states of all ranks into the one state of the run; call it on every rank."""
-    return merge_states(gather_objects(state or loader.state()))
+    states, counts = zip(*gather_objects((state or loader.state(), draw_counts())), strict=True)
+    return {**merge_states(list(states)), DRAWS: merge_draw_counts(counts)}
+
+
+def restore_draws(state: dict) -> dict:
+    """Continue the draws of a merged state; return the position of the data in it."""
+    load_draw_counts(state.get(DRAWS, {}))
+    return {name: value for name, value in state.items() if name != DRAWS}
 
 
 def save_data_state(
@@ -39,4 +56,4 @@ def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) 
             f"{folder} has no {name}: it was saved without packed data, or its save was "
             "interrupted; choose another checkpoint"
         )
-    loader.load_state(read_state(path, fall_back=False))
+    loader.load_state(restore_draws(read_state(path, fall_back=False)))

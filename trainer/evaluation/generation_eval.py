@@ -19,7 +19,14 @@ from contextlib import nullcontext
 from numbers import Integral
 from typing import Any, Literal
 
-from ...runtime import RankError, all_ranks_or_none, gather_objects, preserve_rng, rank
+from ...runtime import (
+    RankError,
+    all_ranks_or_none,
+    draw_stream,
+    gather_objects,
+    preserve_rng,
+    rank,
+)
 from ..fsdp_unshard import unsharded
 from ..monitoring.throughput import ThroughputMeter
 from .metrics import Metric
@@ -132,7 +139,7 @@ class GenerationEval:
         """Evaluate; an error on one rank is an error on all."""
 
         def evaluate() -> tuple[dict[str, float], list[TableRow], str | None]:
-            with unsharded(model):
+            with unsharded(model), draw_stream(full_name(self.name, "")):
                 return self._evaluate(plan)
 
         try:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...packing import Pack, PackedDataset
 from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel
-from ..data.data_state import gather_data_state
+from ..data.data_state import gather_data_state, restore_draws
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..data.model_limits import ModelLimits
 from ..loss.attached_loss import attach_loss
@@ -267,7 +267,7 @@ class PackedCallback(pl.Callback):
                 f"the checkpoint has no data position ({', '.join(missing)}): it was saved "
                 "without PackedCallback; start a new run from its weights instead"
             )
-        self.data.train_dataset.load_state_dict(checkpoint[DATA_KEY])
+        self.data.train_dataset.load_state_dict(restore_draws(checkpoint[DATA_KEY]))
         self.data.loader = None  # otherwise the next loader would continue where this one is
         self._rng_states = checkpoint[RNG_KEY]
         # Lightning counts batches, and steps whenever the count is a multiple of the accumulation.

@@ -226,10 +226,9 @@ def test_the_same_prompt_submitted_again_is_answered_anew(tiny):
             done |= {e.request_id: e.completion.token_ids for e in engine.step() if e.completion}
         return [done[number] for number in order]
 
-    answers = submitted(12)
-    assert len({tuple(tokens) for tokens in answers}) == 12
-    assert answers == [c.token_ids for c in engine.generate([[3, 4]] * 12, hot)]
-    assert submitted(12) == answers, "an idle engine starts over"
+    answers = [*submitted(12), *submitted(12)]
+    answers += [c.token_ids for c in engine.generate([[3, 4]] * 12, hot)]
+    assert len({tuple(tokens) for tokens in answers}) == 36
     assert submitted(3, seed=0) == [submitted(1, seed=0)[0]] * 3
 
 

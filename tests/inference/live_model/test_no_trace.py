@@ -253,7 +253,8 @@ def test_the_current_device_is_the_models_while_it_is_borrowed(monkeypatch):
     monkeypatch.setattr(borrow, "preserve_rng", nullcontext)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     second = torch.device("cuda", 1)
-    placed: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=second)]))
+    placed: Any = torch.nn.Module()
+    placed.parameters = lambda: iter([SimpleNamespace(device=second)])
     with borrow.borrow_model(placed, modules=[]):
         assert current[-1] == second
     assert current == [torch.device("cuda", 0)]

@@ -36,3 +36,44 @@ def test_where_free_memory_is_not_told_the_engine_still_runs(tiny, monkeypatch):
 
     monkeypatch.setattr(os, "sysconf", unavailable)
     assert len(Engine(tiny("llama")).generate([[3]], GREEDY)[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.0.mlp.down_proj"])
+def test_logits_that_are_not_numbers_are_told_by_every_call(tiny, value, where):
+    model = copy.deepcopy(tiny("llama"))
+    with torch.no_grad():
+        model.get_submodule(where).weight[5] = value
+    engine = Engine(model, page_size=16)
+    told = "the model's logits are not numbers (NaN or infinite)"
+    sampled = SamplingParams(temperature=1.0, max_tokens=3, prompt_logprobs=0)
+    assert [c.error for c in engine.generate([[3, 4], [6, 7]], sampled)] == [told] * 2
+    scores = engine.score([[3, 4], [6]], [[5], [[5], [6, 7]]])
+    assert [scores[0].error, *(s.error for s in scores[1])] == [told] * 3
+    assert not scores[0].is_greedy and scores[0].logprob != scores[0].logprob
+    assert engine.score_rolling([[3, 4, 5, 6]])[0].error == told
+    engine._loop.scheduler.check()
+
+
+def test_a_request_beside_one_that_is_not_a_number_is_scored(tiny):
+    model = copy.deepcopy(tiny("llama"))
+    (want,) = Engine(model).score([[3, 4]], [[6]])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = float("nan")
+    good, bad = Engine(model, page_size=16).score([[3, 4], [3, 5]], [[6], [6]])
+    assert bad.error and good.error is None
+    assert good.logprob == pytest.approx(want.logprob, abs=1e-5)
+
+
+def test_an_impossible_token_is_a_score_and_not_a_fault(tiny):
+    """A vocabulary padded by logits of minus infinity has tokens of probability zero."""
+    model = copy.deepcopy(tiny("llama"))
+
+    def forbid(module, args, logits):
+        logits[..., 90:] = -torch.inf
+        return logits
+
+    model.lm_head.register_forward_hook(forbid)
+    possible, never = Engine(model).score([[3, 4], [3, 4]], [[6], [95]])
+    assert possible.error is None and possible.logprob > -float("inf")
+    assert never.error is None and never.logprob == -float("inf")

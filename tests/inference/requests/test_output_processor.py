@@ -52,7 +52,7 @@ FAULTS = [RuntimeError("boom"), KeyboardInterrupt()]
 
 @pytest.mark.parametrize("error", FAULTS, ids=["fault", "interrupt"])
 def test_a_step_that_fails_ends_active_requests_and_the_next_one_returns_them(engine, want, error):
-    refused = engine.add_request(PROMPT, {"max_tokens": 0})
+    refused = engine.add_request([3, 97], GREEDY)
     waiting, several = (
         engine.add_request(PROMPT, GREEDY),
         engine.add_request([8, 9], GREEDY | {"n": 2}),
@@ -62,7 +62,7 @@ def test_a_step_that_fails_ends_active_requests_and_the_next_one_returns_them(en
     assert not engine._outputs.has_requests()
     done = finished(engine)
     assert list(done) == [refused, waiting, several]
-    assert "max_tokens is 0" in done[refused].error
+    assert "97 is not in the vocabulary" in done[refused].error
     for number in (waiting, several):
         assert done[number].finish_reason == "error" and type(error).__name__ in done[number].error
     assert engine.stats.finished == {"error": 3} and engine.stats._queued_at == {}
@@ -110,22 +110,19 @@ def test_a_bad_deadline_is_told_and_harms_nobody(engine, want):
     for bad in ("x", float("nan")):
         with pytest.raises(ValueError, match=r"^deadline is .*; pass seconds or None"):
             engine.score([PROMPT], [[8]], deadline=bad)
-    bad = [engine.add_request(PROMPT, GREEDY, deadline=d) for d in ("x", float("nan"))]
-    done = finished(engine)
-    assert done.pop(number) == want
-    assert [done[n].error for n in bad] == [
-        "deadline is 'x'; pass seconds or None",
-        "deadline is nan; pass seconds or None",
-    ]
+        with pytest.raises(ValueError, match=r"^deadline is .*; pass seconds or None"):
+            engine.add_request(PROMPT, GREEDY, deadline=bad)
+    with pytest.raises(ValueError, match=r"^deadline is 'x'; pass seconds or None"):
+        engine.generate([PROMPT] * 2, GREEDY, deadline=[1.0, "x"])
+    assert finished(engine) == {number: want}
 
 
 def test_every_request_may_have_a_deadline_of_its_own(engine, want):
-    each = [None, 0, 1e9, -1.0, "x"]
+    each = [None, 0, 1e9, -1.0]
     for generate in (engine.generate, DataParallelEngine(engine).generate):
-        done = generate([PROMPT] * 5, GREEDY, deadline=each)
+        done = generate([PROMPT] * 4, GREEDY, deadline=each)
         assert done[0] == done[2] == want
         assert [c.finish_reason for c in done[1::2]] == ["deadline", "deadline"]
-        assert "deadline is 'x'" in done[4].error
     ended = {e.request_id: e for e in engine.stream([PROMPT] * 2, GREEDY, deadline=[0, None])}
     assert [ended[i].completion.finish_reason for i in (0, 1)] == ["deadline", "length"]
 
@@ -167,23 +164,6 @@ def test_the_samples_of_a_prompt_count_one_by_one_in_a_bounded_queue(tiny):
     assert "n is 5, and max_waiting is 3" in done[never].error
 
 
-def test_what_a_full_queue_refused_draws_the_same_when_it_comes_again(tiny):
-    def drawn(full: bool) -> list[int]:
-        engine = Engine(tiny("llama"), page_size=16, max_num_seqs=1, max_waiting=1)
-        engine.add_request([1, 2], {**GREEDY, "max_tokens": 30})
-        engine.step()
-        if full:
-            other = engine.add_request([3, 4], GREEDY)
-            refused = engine.add_request([7, 8], {"max_tokens": 6})
-            engine.abort(other)
-            answers = {event.request_id: event.completion for event in engine.step()}
-            assert "queue is full" in answers[refused].error
-        number = engine.add_request([7, 8], {"max_tokens": 6})
-        return finished(engine)[number].token_ids
-
-    assert drawn(True) == drawn(False) != []
-
-
 def test_limits_may_be_raised_again_and_survive_a_release(tiny):
     for engine in (
         Engine(tiny("llama"), max_num_seqs=16, keep_memory=keep) for keep in (True, False)
@@ -213,12 +193,9 @@ def test_limits_are_whole_numbers_within_their_range(tiny, bad):
 def test_completions_have_the_prompt_as_the_model_saw_it(tiny):
     tokenizer = FakeTokenizer(bos_token_id=1, add_bos=True)
     engine = Engine(tiny("llama"), tokenizer, max_model_len=8, max_waiting=1)
-    text, ids, long, bad, params = engine.generate(
-        ["ab", [3, 4], [5] * 9, [3, 97], [6]], [GREEDY] * 4 + [{"max_tokens": 0}]
-    )
+    text, ids, long, bad = engine.generate(["ab", [3, 4], [5] * 9, [3, 97]], GREEDY)
     assert text.prompt_token_ids == [1, 65, 66] and ids.prompt_token_ids == [3, 4]
     assert long.error and long.prompt_token_ids == [5] * 9, "also if the request is rejected"
-    assert params.error and params.prompt_token_ids == [6]
     assert bad.error and bad.prompt_token_ids is None
     (done,) = engine.generate([[3, 4]], {"n": 2, "max_tokens": 2})
     assert done.prompt_token_ids == done.others[0].prompt_token_ids == [3, 4]

@@ -1,0 +1,120 @@
+"""Changes that raise no version counter are noticed before cached keys are used."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from nopad.inference import Engine
+from nopad.inference.live_model.weights_version import WeightsVersion, sample_stride
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+PROMPT = list(range(3, 60))
+
+
+@pytest.fixture
+def model(tiny):
+    return copy.deepcopy(tiny("llama"))
+
+
+def rewrite_all_but_the_first_column(model):
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    weight.data[:, 1:] = weight.data[:, 1:].flip(0)
+
+
+def rewrite_a_quarter_of_the_rows(model):
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data[8:16] *= -1
+
+
+def rewrite_a_quarter_of_the_columns(model):
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    weight.data[:, 20:28] *= -3
+
+
+def add_a_hook(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def add_a_pre_hook(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * -1,))
+
+
+def replace_a_forward(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x, plain=mlp.forward: plain(x) * 2
+
+
+def replace_the_class(model):
+    norm = model.model.layers[0].input_layernorm
+    norm.__class__ = type("Doubled", (type(norm),), {"forward": lambda self, x: x * 2})
+
+
+def change_the_scale(model):
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+def change_the_config(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+
+
+CHANGES = [
+    rewrite_all_but_the_first_column, rewrite_a_quarter_of_the_rows, add_a_hook, add_a_pre_hook,
+    rewrite_a_quarter_of_the_columns, replace_a_forward, replace_the_class, change_the_scale,
+    change_the_config,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_no_cached_key_is_used_after(model, change):
+    engine = Engine(model, page_size=16)
+    engine.generate([PROMPT], GREEDY)
+    change(model)
+    (got,) = engine.generate([PROMPT], {**GREEDY, "logprobs": 0})
+    (want,) = Engine(model, page_size=16).generate([PROMPT], {**GREEDY, "logprobs": 0})
+    assert got == want
+
+
+def test_the_scale_of_running_requests_is_the_models(model):
+    engine = Engine(model, page_size=16)
+    engine.add_request([5, 6, 7], {**GREEDY, "max_tokens": 40})
+    engine.step()
+    change_the_scale(model)
+    (want,) = Engine(model, page_size=16).generate([PROMPT], GREEDY)
+    assert engine.generate([PROMPT], GREEDY) == [want]
+
+
+def test_what_did_not_change_keeps_its_prefixes(model):
+    engine = Engine(model, page_size=16)
+    model.train()
+    for _ in range(3):
+        engine.generate([PROMPT], GREEDY)
+        model.config.use_cache = not model.config.use_cache
+    assert engine.stats.prefix_hit_tokens == 2 * 48
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (8, 4096), (4096, 8), (100,), (7, 3, 64), (1, 1), (3,)]
+)
+def test_a_sample_is_spread_over_rows_and_columns(shape):
+    count, columns = torch.Size(shape).numel(), shape[-1]
+    stride = sample_stride(count, columns)
+    taken = torch.arange(0, count, stride)
+    gap = max(1, count // 24)
+    edges = [-1, *taken.tolist(), count]
+    assert all(b - a <= gap + 1 for a, b in pairwise(edges))
+    seen = sorted(set((taken % columns).tolist()))
+    assert len(taken) < 300
+    limit = max(1, columns // 8)
+    assert all(b - a <= limit + 1 for a, b in pairwise([-1, *seen, columns]))
+
+
+def test_a_look_at_a_model_takes_no_launch_per_tensor(model):
+    """All samples are views of their tensors: one copy gathers them."""
+    version, seen = WeightsVersion(model), []
+    with torch.profiler.profile() as profile:
+        version._sample_checksum()
+    seen = [event.name for event in profile.events()]
+    assert seen.count("aten::cat") == 1 and "aten::index" not in seen and "aten::take" not in seen
