@@ -187,6 +187,22 @@ FAULTS = {
         "nopad.packing.sources.jsonl",
         "_bounded_line = lambda file: ((line := file.readline(1 << 40)), len(line))",
     ),
+    "packs leave in the order they were made": (
+        "packing/test_order.py::test_a_place_tells_nothing_of_length_epoch_or_seed",
+        "nopad.packing.planning.window_fit", "_noise = lambda sizes, count: np.arange(count)",
+    ),
+    "packs are made by length alone": (
+        "packing/test_order.py::test_documents_that_shared_a_pack_meet_again_by_chance_only",
+        "nopad.packing.planning.window_fit",
+        "random_fit = lambda sizes, capacity, *_: "
+        "(np.arange(len(sizes)), np.arange(len(sizes) + 1), capacity - sizes)",
+    ),
+    "groups of one cost keep their place": (
+        "packing/test_order.py::test_a_place_tells_nothing_of_length_epoch_or_seed",
+        "nopad.packing.planning.balancing",
+        "key_of = shuffle_key\n"
+        "shuffle_key = lambda name, seed, epoch, block: key_of(name, 0, 0, block)",
+    ),
     "ranks that share a model go unnoticed": (
         "runtime/test_layout.py::"
         "test_a_data_set_detects_its_rank_among_data_parallel_ranks_only",
