@@ -17,6 +17,8 @@ _KINDS = {bool, int, float, str, tuple, FunctionType, MethodType, partial}
 _IGNORED = {"training", "gradient_checkpointing", "use_cache", "forward"}
 """Switches of training, which do not change what generation computes; `forward` is compared in
 any form."""
+_LONGEST_SEEN = "max_seq_len_cached"
+"""What a rotary embedding notes of its last forward; the frequencies themselves are tensors."""
 OWN_HOOK = "_nopad_hook"
 """Attribute of hooks that the engine itself adds for a call."""
 
@@ -45,5 +47,8 @@ def _plain_attributes(attributes: dict[str, Any]) -> list[Any]:
     return [
         pair
         for pair in attributes.items()
-        if type(pair[1]) in _KINDS and pair[0] not in _IGNORED and pair[0][0] != "_"
+        if type(pair[1]) in _KINDS
+        and pair[0] not in _IGNORED
+        and pair[0][0] != "_"
+        and not pair[0].endswith(_LONGEST_SEEN)
     ]

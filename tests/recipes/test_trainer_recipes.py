@@ -152,6 +152,6 @@ def test_every_precision_is_taken_without_a_gpu(precision, tmp_path):
 
 def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read at import
     with pytest.raises((ValueError, OSError), match="no/where"):
         run_main("train_hf", ["--model", "no/where", "--steps", "1"])

@@ -30,7 +30,14 @@ def test_importing_the_package_loads_no_trainer_library():
     assert run(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["", *(f".{name}" for name in FRONT_ENDS)])
+MODULES = [
+    "",
+    ".with_hf",
+    *(pytest.param(f".{name}", marks=pytest.mark.slow) for name in FRONT_ENDS if name != "with_hf"),
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_importing_the_package_or_a_front_end_registers_the_attention(module):
     if module == ".with_lightning":
         pytest.importorskip("lightning", reason="this is about lightning")

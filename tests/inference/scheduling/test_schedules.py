@@ -10,7 +10,7 @@ from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 from random_schedules import run_schedule
 
-SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "2500"))
 
 
 def test_every_request_gets_the_tokens_it_would_get_alone(world, expected):

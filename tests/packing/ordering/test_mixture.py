@@ -155,6 +155,7 @@ def test_a_shard_without_a_row_of_a_cycled_source_is_refused_by_name(epochs):
         "budget": 8,
         "stopping_strategy": "all_exhausted",
         "pretokenize": False,
+        "pool": 64,
         "epochs": epochs,
     }
     data = PackedDataset(mixture, shards=8, **settings)
