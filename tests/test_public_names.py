@@ -36,7 +36,11 @@ def test_packing_needs_no_torch():
     assert run(f"{code}; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("room", ["attention", "collators", "trainer", "inference"])
+@pytest.mark.parametrize(
+    "room",
+    ["collators", *(pytest.param(room, marks=pytest.mark.slow)
+                    for room in ("attention", "trainer", "inference"))],
+)  # fmt: skip
 def test_importing_a_room_registers_the_attention_implementation(room):
     code = f"import nopad.{room}; from transformers import AttentionInterface as A"
     assert run(f"{code}; print('nopad' in A().valid_keys())") == "True"

@@ -47,8 +47,10 @@ def test_a_pass_that_packs_ended_is_followed_by_another_order(make, tools, kind,
 
 
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
-@pytest.mark.parametrize("packs", [1, 11, 12, 16])
-@pytest.mark.parametrize("world_size, workers", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("packs", [1, 11, pytest.param(12, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    "world_size, workers", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_all_readers_begin_the_next_pass_with_the_same_epoch(
     tools, kind, packs, world_size, workers
 ):

@@ -97,7 +97,7 @@ def test_a_chain_of_resumes_crosses_epochs(kinds, tools, kind):
     assert seen == digests and len(digests) > 9 * piece - 9
 
 
-@pytest.mark.parametrize("kind", ["planned", "sharded"])
+@pytest.mark.parametrize("kind", ["planned", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_all_72_changes_of_ranks_and_workers_continue_the_sequence(kinds, tools, kind):
     """A3, on the core: 9 topologies, all ordered pairs, 5 stops each, odd steps included."""
 

@@ -147,6 +147,7 @@ def test_it_starts_as_a_script_and_as_a_module(tmp_path, arguments):
     assert len({tuple(losses(run)) for run in runs}) == 1
 
 
+@pytest.mark.slow  # fast on the loaders themselves: trainer/with_accelerate/test_loader.py
 def test_two_ranks_train_like_one_rank_that_accumulates_twice(tmp_path, arguments):
     one = run(*arguments, "--steps", "4", "--accumulation", "2", "--output", "one", cwd=tmp_path)
     assert one.returncode == 0, one.stderr

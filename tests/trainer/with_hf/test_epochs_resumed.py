@@ -36,7 +36,7 @@ def train(folder, monkeypatch, accumulation: int, stop_at: int | None, data=None
 
 
 @pytest.mark.parametrize(("first", "second", "stop_at"), [(1, 3, 14), (3, 1, 5), (2, 5, 6)])
-@pytest.mark.parametrize("epochs", [2, 1.5])
+@pytest.mark.parametrize("epochs", [pytest.param(2, marks=pytest.mark.slow), 1.5])
 def test_another_accumulation_trains_every_pack_of_every_epoch_once(
     first, second, stop_at, epochs, tmp_path, monkeypatch
 ):
