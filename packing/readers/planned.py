@@ -6,7 +6,7 @@
                                                        tokens are gathered
 
 The plan is made in blocks of documents, so memory does not grow with the epoch. A position is a few
-integers; to resume, the epoch is planned again up to it, at tens of millions of documents a second.
+integers; to resume, the epoch is planned again up to it, at a million documents a second or more.
 """
 
 from __future__ import annotations
