@@ -5,6 +5,7 @@ Helper modules live in `support/` folders and are imported by their bare names.
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def no_draws_yet() -> Iterator[None]:
+    """Number the calls that draw tokens from 0, as in a new process."""
+    from nopad.runtime import draw_counts, load_draw_counts
+
+    before = draw_counts()
+    load_draw_counts({})
+    yield
+    load_draw_counts(before)

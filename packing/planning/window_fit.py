@@ -9,8 +9,8 @@
 A window is packed in one of several ways, from the most random to the fullest: `random_fit` with a
 wide tolerance, with a narrow one, with the longest first, with pairs first, and best-fit
 decreasing. The first one that needs hardly more packs than the fewest is taken. That is known at
-once if the tokens could not fill fewer packs, which holds for most length distributions; where
-most packs are pairs, all ways are tried.
+once if the tokens could not fill fewer packs, which holds for most length distributions. Where most
+packs are pairs it is best-fit decreasing, and in a small last window the best of all ways.
 
 A segment is deferred at most MAX_DEFERRALS times, so it is packed at the latest when 15 windows
 have arrived after it. The packs depend only on the segments in their order: what looks random is a

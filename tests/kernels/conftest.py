@@ -21,18 +21,21 @@ def kernels_are_interpreted() -> bool:
     return isinstance(norm._forward_kernel, InterpretedFunction)
 
 
+_ELSEWHERE = "needs interpreted kernels: test_interpreted.py runs it in a child process"
+
+
 @pytest.fixture
 def interpreted() -> None:
     """Skip unless kernels are interpreted: for comparisons of fp32 results."""
     if not kernels_are_interpreted():
-        pytest.skip("needs interpreted kernels: test_interpreted.py runs it in a child process")
+        pytest.skip(reason=_ELSEWHERE)
 
 
 @pytest.fixture
 def runnable() -> None:
     """Skip unless kernels run here: compiled on a GPU, or interpreted."""
     if not (torch.cuda.is_available() or kernels_are_interpreted()):
-        pytest.skip("needs interpreted kernels: test_interpreted.py runs it in a child process")
+        pytest.skip(reason=_ELSEWHERE)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 def test_the_kernels_pass_their_tests_interpreted(needs_child):
     if not needs_child:
-        pytest.skip("the tests of this folder are interpreted already")
+        pytest.skip(reason="the tests of this folder are interpreted already")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parent],
         capture_output=True,

@@ -125,7 +125,7 @@ def test_rows_that_are_null_or_empty_stay_in_their_place():
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
 def test_what_trl_packed_is_the_same_documents(tools, strategy):
-    trl = pytest.importorskip("trl")
+    trl = pytest.importorskip("trl", reason="this is about TRL's packs")
     rows = [row.tolist() for row in tools.documents(60, longest=30)]
     data = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
     packed = trl.pack_dataset(data, seq_length=32, strategy=strategy)

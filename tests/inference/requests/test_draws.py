@@ -11,13 +11,7 @@ HOT = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[3, 4], [5, 6], [3, 4]]
 
 
-@pytest.fixture(autouse=True)
-def new_run():
-    """A process that has drawn nothing yet."""
-    before = draw_counts()
-    load_draw_counts({})
-    yield
-    load_draw_counts(before)
+pytestmark = pytest.mark.usefixtures("no_draws_yet")
 
 
 def drawn(generate, prompts=PROMPTS, **more) -> list[list[int]]:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import tiny_run
-from nopad.runtime import draw_counts, load_draw_counts, number_call
+from nopad.runtime import draw_counts, number_call
 from nopad.trainer.data import PackedLoader, gather_data_state, load_data_state, save_data_state
 from nopad.trainer.data.data_state import restore_draws
 
-
-@pytest.fixture(autouse=True)
-def new_run():
-    before = draw_counts()
-    load_draw_counts({})
-    yield
-    load_draw_counts(before)
+pytestmark = pytest.mark.usefixtures("no_draws_yet")
 
 
 def test_a_checkpoint_holds_them(tmp_path):
