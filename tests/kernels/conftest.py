@@ -15,10 +15,11 @@ if not torch.cuda.is_available():
 
 def kernels_are_interpreted() -> bool:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    from nopad.kernels import norm
+    from nopad.kernels import cross_entropy, norm  # loaded when first used, perhaps apart
     from triton.runtime.interpreter import InterpretedFunction
 
-    return isinstance(norm._forward_kernel, InterpretedFunction)
+    kernels = (norm._forward_kernel, cross_entropy._loss_kernel)
+    return all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
 
 
 _ELSEWHERE = "needs interpreted kernels: test_interpreted.py runs it in a child process"
