@@ -63,15 +63,19 @@ def _forward_kernel(
     tl.store(out + row * width + offs, normed * gain, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize the last dimension of x and multiply by the gain."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Normalize the last dimension of x and multiply by the gain.
+
+    out_dtype: what the result is rounded to; by default the wider dtype of x and the gain.
+    """
     width = x.shape[-1]
     # Heads [1, T, H, D] may be a slice of a wider projection: tokens are then strided.
     strided = x.ndim == 4 and len(x) == 1 and x.stride()[2:] == (width, 1)
     if not strided:
         x = x.contiguous()
     num_heads, token_stride = (x.shape[2], x.stride(1)) if strided else (1, 0)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out_dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     block, num_warps = row_block(width)
     if x.numel():
         num_rows = x.numel() // width
@@ -117,16 +121,17 @@ def add_rms_norm_split_k(
 
 
 def rms_norm_forward(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the residual (x, or x + delta in x's dtype), its RMSNorm, and 1 / RMS of each row.
 
-    x is contiguous and no narrower than `delta` and `weight`.
+    x is contiguous and no narrower than `delta`.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
     residual = x if delta is None else torch.empty_like(x)
-    out, rstd = torch.empty_like(x), x.new_empty(num_rows, dtype=torch.float32)
+    out = torch.empty_like(x, dtype=out_dtype)
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
     block, num_warps = row_block(width)
     if num_rows:
         _forward_kernel[(num_rows,)](
@@ -139,8 +144,8 @@ def rms_norm_forward(
 
 @triton.jit
 def _backward_kernel(
-    d_out, d_residual, x, weight, rstd, d_x, d_weight_sums, num_rows, width,
-    ADD_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    d_out, d_residual, x, weight, rstd, d_x, d_delta, d_weight_sums, num_rows, width,
+    ADD_RESIDUAL: tl.constexpr, STORE_DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, BLOCK)
     mask = offs < width
@@ -158,6 +163,8 @@ def _backward_kernel(
         if ADD_RESIDUAL:
             grad += tl.load(d_residual + offs_x, mask=mask, other=0.0).to(tl.float32)
         tl.store(d_x + offs_x, grad, mask=mask)
+        if STORE_DELTA:
+            tl.store(d_delta + offs_x, grad, mask=mask)
     tl.store(d_weight_sums + tl.program_id(0) * width + offs, d_gain, mask=mask)
 
 
@@ -180,23 +187,27 @@ def rms_norm_backward(
     weight: Tensor,
     rstd: Tensor,
     wants_weight: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and, if asked for, of the gain; x is what was normalized.
+    delta_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x, of the delta before it and, if asked for, of the gain.
 
-    `d_residual`, the gradient that bypasses the norm, is added in the same pass.
+    x is what was normalized. `d_residual`, the gradient that bypasses the norm, is added in the
+    same pass. The delta's gradient is that of x, rounded to `delta_dtype` in the same pass too.
     """
     d_out, width, num_rows = d_out.contiguous(), x.shape[-1], rstd.numel()
     programs = max(1, min(BACKWARD_PROGRAMS, num_rows))
     d_x, d_weight = torch.empty_like(x), None
+    d_delta = d_x if delta_dtype == x.dtype else torch.empty_like(x, dtype=delta_dtype)
     sums = x.new_empty(programs, width, dtype=torch.float32)
     block, num_warps = row_block(width)
     _backward_kernel[(programs,)](
         d_out, d_out if d_residual is None else d_residual.contiguous(), x, weight, rstd, d_x,
-        sums, num_rows, width, d_residual is not None, block, num_warps=num_warps,
+        d_delta, sums, num_rows, width, d_residual is not None, d_delta is not d_x, block,
+        num_warps=num_warps,
     )  # fmt: skip
     if wants_weight:
         d_weight = torch.empty_like(weight)
         _sum_kernel[(triton.cdiv(width, SUM_COLUMNS),)](
             sums, d_weight, programs, width, SUM_ROWS, SUM_COLUMNS, num_warps=8
         )
-    return d_x, d_weight
+    return d_x, d_delta, d_weight

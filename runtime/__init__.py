@@ -8,17 +8,21 @@ from .draw_streams import (
     merge_draw_counts,
     number_call,
 )
+from .host_copy import HostCopy, to_device
 from .layout import describe_layout, model_parallel_sizes, refuse_model_parallel
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
 from .unwrap_model import unwrap_model, unwrap_peft
+from .weight_cast import cast_weight
 
 __all__ = [
     "STOCK_CLASS",
+    "HostCopy",
     "RankError",
     "all_ranks_or_none",
     "barrier",
+    "cast_weight",
     "describe_layout",
     "destroy_group",
     "draw_counts",
@@ -40,6 +44,7 @@ __all__ = [
     "rng_states",
     "stock_class",
     "sum_over_ranks",
+    "to_device",
     "unwrap_model",
     "unwrap_peft",
     "world_size",

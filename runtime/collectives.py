@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from .host_copy import to_device
 from .ranks import world_size
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ def sum_over_ranks(value: float | torch.Tensor) -> torch.Tensor:
     device = "cuda" if world_size() > 1 and dist.get_backend() == "nccl" else "cpu"
     if not torch.is_tensor(value):
         value = torch.tensor(float(value), dtype=torch.float64)
-    total = value.to(device, torch.float64, copy=True)
+    total = to_device(value.to(torch.float64, copy=True), device)
     if world_size() > 1:
         dist.all_reduce(total)
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -39,20 +39,37 @@ def outputs_match(
             return False
         pairs = zip(expected, actual, strict=True)
         errors = [((a - b).norm() / a.norm().clamp(min=1e-9)).item() for a, b in pairs]
-    limit = 1e-3 if inputs[0].dtype == torch.float32 else 4e-2  # fp32 products may use TF32
+    is_fp32 = inputs[0].dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
+    limit = 1e-3 if is_fp32 else 4e-2  # fp32 products may use TF32
     return all(error < limit for error in errors)  # unlike max, False where an error is NaN
 
 
 def module_matches(module: Any, fused_class: Any, device: torch.device) -> bool:
     """Whether a module of one input computes the same with its fused class, on `device`."""
-    return all(_copy_matches(copy, fused_class) for copy in trial_copies(module, device))
+    return all(
+        _copy_matches(copy, fused_class, dtype or _first_weight(copy).dtype)
+        for copy in trial_copies(module, device)
+        for autocast in trial_precisions(device)
+        for dtype in {None, autocast}  # of the input: under autocast either may come
+    )
 
 
-def _copy_matches(module: Any, fused_class: Any) -> bool:
-    weights = list(module.parameters())
-    x = trial_input(weights[0], 1, 5, weights[0].shape[-1])
+def _copy_matches(module: Any, fused_class: Any, dtype: torch.dtype) -> bool:
+    weight = _first_weight(module)
+    x = trial_input(weight.detach().to(dtype), 1, 5, weight.shape[-1])
     stock, fused = (partial(cls.forward, module) for cls in (type(module), fused_class))
-    return outputs_match(stock, fused, [x], weights)
+    return outputs_match(stock, fused, [x], list(module.parameters()))
+
+
+def _first_weight(module: nn.Module) -> Tensor:
+    return next(module.parameters())
+
+
+def trial_precisions(device: torch.device) -> Iterator[torch.dtype | None]:
+    """Run a block twice: as it is, and under bf16 autocast; yield autocast's dtype."""
+    yield None
+    with torch.autocast(device.type, torch.bfloat16):
+        yield torch.bfloat16
 
 
 def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
@@ -60,6 +77,10 @@ def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
     if any(p.is_meta for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no values yet (meta device)")
     module = deepcopy(module).to(device).train()
+    for p in module.parameters():
+        if not p.any():  # as of a new LoRA adapter: zeros would hide what depends on them
+            with torch.no_grad():
+                p.copy_(trial_input(p, *p.shape))
     if all(p.dtype == torch.float32 for p in module.parameters()):
         return [module]
     return [module, deepcopy(module).float()]

@@ -61,8 +61,8 @@ class FusedLayers:
 def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLayers:
     """Give the modules of a causal LM on a GPU fused kernels, where they compute the same.
 
-    Call it before DDP or FSDP wrap the model. A module that PEFT gives adapters, before or after,
-    keeps its own forward. Weights and their names stay.
+    Call it before DDP or FSDP wrap the model, and before or after PEFT gives it adapters. Compiled
+    layers stay as they are: torch.compile generates its own kernels. Weights and their names stay.
 
     device: where the model will train; by default, where it is.
     """
@@ -86,9 +86,10 @@ def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLa
 def _fuse_parts(model: nn.Module, fused: FusedLayers, device: torch.device) -> None:
     for name in sorted(set(_fused_names(model))):
         fused.add_name(name)
+    eager = list(_eager_modules(model))
     for part in PARTS:
-        for cls in _classes(model, part):
-            modules = [module for module in model.modules() if type(module) is cls]
+        for cls in _classes(eager, part):
+            modules = [module for module in eager if type(module) is cls]
             fused_class = add_forward(cls, part.forward)
             if all(_verify(part, module, fused_class, device) for module in _distinct(modules)):
                 fused.add_name(_name(part, cls))
@@ -117,9 +118,20 @@ def _verify(part: Any, *args: Any) -> bool:
         return False
 
 
-def _classes(model: nn.Module, part: Any) -> list[type]:
+def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are not part of a compiled one, each once."""
+    compiled = {
+        id(inner)
+        for outer in module.modules()
+        if outer._compiled_call_impl is not None
+        for inner in outer.modules()
+    }
+    return (inner for inner in module.modules() if id(inner) not in compiled)
+
+
+def _classes(modules: list[nn.Module], part: Any) -> list[type]:
     """Return the classes a part matches and has not fused yet, in the order of the modules."""
-    classes = (type(module) for module in model.modules() if part.matches(module))
+    classes = (type(module) for module in modules if part.matches(module))
     return [
         cls
         for cls in dict.fromkeys(classes)

@@ -4,13 +4,14 @@
     GatedMLPPart        one kernel between the products; hidden states are not kept
     DecoderLayerPart    residual adds inside the norms' kernels
     RotaryPart          queries and keys rotated by one kernel
-    AttentionPart       q, k and v as one operation; see qkv_linear.py
+    AttentionPart       q, k and v as one operation; see linear_group.py
 
 A part is a class of three static functions, so that pickle finds the forwards by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
 from typing import Any, Protocol
@@ -19,10 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime import STOCK_CLASS, rms_norm_eps, stock_class
-from .class_swap import can_run, has_no_hooks, is_plain_linear
-from .equivalence import module_matches, outputs_match, trial_copies, trial_input
+from .class_swap import can_run, fused_forwards, has_no_hooks
+from .equivalence import (
+    module_matches,
+    outputs_match,
+    trial_copies,
+    trial_input,
+    trial_precisions,
+)
+from .linear_group import linear_group
+from .projection import Projection, product_dtype, read_projection
 from .projection_view import calls_projections_on_input, run_with_projections
-from .qkv_linear import qkv_linear
 from .rotary_patch import rotary_function, rotary_matches, with_fused_rotary
 
 
@@ -54,7 +62,7 @@ class RMSNormPart:
         if len(args) != 1 or kwargs or not can_run(args[0]):
             return None
         eps = rms_norm_eps(module)
-        if eps is None or args[0].dtype != module.weight.dtype:
+        if eps is None:
             return None
         from .rms_norm import rms_norm
 
@@ -67,30 +75,33 @@ class GatedMLPPart:
     @staticmethod
     def matches(module: Any) -> bool:
         names = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-        return names <= module._modules.keys() and _has_plain_projections(module)
+        return names <= module._modules.keys() and _mlp_projections(module) is not None
 
     @staticmethod
     def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        if len(args) != 1 or kwargs or not can_run(args[0]) or not _has_plain_projections(module):
+        projections = None
+        if len(args) == 1 and not kwargs and can_run(args[0]):
+            projections = _mlp_projections(module)
+        dtype = projections and product_dtype(args[0], projections)
+        if projections is None or dtype is None:
             return None
         from .gated_mlp import gated_mlp
 
-        x = args[0]
-        inputs = (x, *(linear.weight for linear in _projections(module)))
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            inputs = tuple(tensor.to(dtype) for tensor in inputs)
-        return gated_mlp(*inputs)
+        return gated_mlp(args[0], projections, dtype)
 
     verify = staticmethod(module_matches)
 
 
-def _projections(mlp: Any) -> tuple[Any, Any, Any]:
-    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
+def _mlp_projections(mlp: Any) -> list[Projection] | None:
+    projections = _read_all((mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    has_bias = projections and any(p.bias is not None for p in projections)
+    return None if has_bias else projections
 
 
-def _has_plain_projections(mlp: Any) -> bool:
-    return all(is_plain_linear(linear) and linear.bias is None for linear in _projections(mlp))
+def _read_all(layers: Iterable[Any]) -> list[Projection] | None:
+    """Return the projections of linear layers; None if one of them is something else."""
+    projections = [read_projection(layer) for layer in layers]
+    return None if None in projections else projections  # pyright: ignore[reportReturnType]
 
 
 class DecoderLayerPart:
@@ -114,21 +125,28 @@ class DecoderLayerPart:
         if len(args) != 1 or not can_run(args[0]):
             return None
         x, norms = args[0], _norms(module)
-        if not all(_is_fused_norm(norm) and norm.weight.dtype == x.dtype for norm in norms):
+        if not all(map(_is_fused_norm, norms)):
             return None
         from .rms_norm import add_rms_norm
 
         first, second = norms
-        x, normed = add_rms_norm(x, None, first.weight, rms_norm_eps(first) or 0.0)
+        dtype = _read_dtype(x, module.self_attn, AttentionPart)
+        x, normed = add_rms_norm(x, None, first.weight, rms_norm_eps(first) or 0.0, dtype)
         attn_out = module.self_attn(hidden_states=normed, **kwargs)[0]
-        x, normed = add_rms_norm(x, attn_out, second.weight, rms_norm_eps(second) or 0.0)
+        dtype = _read_dtype(x, module.mlp, GatedMLPPart)
+        eps, is_recomputed = rms_norm_eps(second) or 0.0, _is_recomputed(module)
+        x, normed = add_rms_norm(x, attn_out, second.weight, eps, dtype, is_recomputed)
         return x + module.mlp(normed)
 
     @staticmethod
     def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
         trial = copy(module)
         trial._modules = {**module._modules, "self_attn": _AttentionStub()}
-        return all(_layer_matches(layer, fused_class) for layer in trial_copies(trial, device))
+        return all(
+            _layer_matches(layer, fused_class)
+            for layer in trial_copies(trial, device)
+            for _ in trial_precisions(device)
+        )
 
 
 def _layer_matches(layer: Any, fused_class: Any) -> bool:
@@ -139,7 +157,7 @@ def _layer_matches(layer: Any, fused_class: Any) -> bool:
     stock, fused = (partial(cls.forward, layer, **kwargs) for cls in (type(layer), fused_class))
     if not outputs_match(stock, fused, [x], weights):
         return False
-    calls = layer.self_attn.calls
+    calls = layer.self_attn.calls[-2:]
     return len(calls) == 2 and calls[0] == calls[1]
 
 
@@ -153,6 +171,23 @@ class _AttentionStub(nn.Module):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         self.calls.append({k: v for k, v in kwargs.items() if v is not None and v is not False})
         return hidden_states.cos(), None
+
+
+def _is_recomputed(layer: Any) -> bool:
+    """Whether Transformers checkpoints a layer, by the kind that can stop early."""
+    if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
+        return False
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    return getattr(function, "keywords", {}).get("use_reentrant") is False
+
+
+def _read_dtype(x: Tensor, reader: Any, part: Any) -> torch.dtype | None:
+    """Return the dtype in which a fused module reads its input; None if it may read any."""
+    if not torch.is_autocast_enabled(x.device.type) or part.forward not in fused_forwards(
+        type(reader)
+    ):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def _norms(layer: Any) -> tuple[Any, Any]:
@@ -183,9 +218,13 @@ class RotaryPart:
 
     @staticmethod
     def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
-        dtypes = {next(module.parameters()).dtype, torch.float32}
+        dtypes = {next(module.parameters()).dtype, torch.float32, torch.bfloat16}
         function = rotary_function(type(module).forward)
-        return all(rotary_matches(function, dtype, device) for dtype in dtypes)
+        return all(
+            rotary_matches(function, dtype, device)
+            for dtype in dtypes
+            for _ in trial_precisions(device)
+        )
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,47 +235,75 @@ class AttentionPart:
     """Attention modules whose q, k and v projections become one operation.
 
     The stock forward runs on a view of the module whose projections return the outputs that were
-    computed together. The trial checks that they are called with the module's own input.
+    computed together; under autocast the output projection's weight is cast like theirs. The trial
+    checks that they are called with the module's own input.
     """
 
     @staticmethod
     def matches(module: Any) -> bool:
-        names = {"q_proj", "k_proj", "v_proj"}
-        return names <= module._modules.keys() and all(map(is_plain_linear, _qkv(module)))
+        return set(_QKV) <= module._modules.keys() and _read_all(_qkv(module)) is not None
 
     @staticmethod
     def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Any:
         x: Any = _hidden_states(args, kwargs)
-        linears = _qkv(module)
-        runs = can_run(x) and torch.is_grad_enabled() and all(map(is_plain_linear, linears))
-        if not runs:
+        projections = None
+        if can_run(x) and torch.is_grad_enabled():
+            projections = _read_all(_qkv(module))
+        dtype = projections and product_dtype(x, projections)
+        if projections is None or dtype is None:
             return None
-        q, k, v = qkv_linear(x, linears)
-        outputs: dict[str, Tensor] = {"q_proj": q, "k_proj": k, "v_proj": v}
-        return run_with_projections(fallback, module, x, outputs, args, kwargs)
+        outs = zip(_QKV, linear_group(x, projections, dtype), strict=True)
+        forwards = {name: _answer(x, out, module._modules[name]) for name, out in outs}
+        if "o_proj" in module._modules:
+            forwards["o_proj"] = partial(_linear, module.o_proj)
+        return run_with_projections(fallback, module, forwards, args, kwargs)
 
     @staticmethod
     def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
-        linears = _qkv(module)
         if not calls_projections_on_input(module, stock_class(module).forward):
             return False
-        return all(_qkv_matches(list(c)) for c in trial_copies(nn.ModuleList(linears), device))
+        layers = nn.ModuleList(_qkv(module))
+        return all(
+            _qkv_matches(list(copy))
+            for copy in trial_copies(layers, device)
+            for _ in trial_precisions(device)
+        )
 
 
-def _qkv_matches(linears: list[nn.Linear]) -> bool:
-    weights = [p for linear in linears for p in linear.parameters()]
-    x = trial_input(weights[0], 1, 5, linears[0].in_features)
-    return outputs_match(
-        lambda x: tuple(linear(x) for linear in linears),
-        lambda x: qkv_linear(x, linears),
-        [x],
-        weights,
-    )
+def _qkv_matches(layers: list[Any]) -> bool:
+    projections = _read_all(layers) or []
+    x = trial_input(layers[0].weight, 1, 5, layers[0].weight.shape[-1])
+
+    def fused(x: Tensor) -> tuple[Tensor, ...]:
+        dtype = product_dtype(x, projections)
+        return stock(x) if dtype is None else linear_group(x, projections, dtype)
+
+    def stock(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer in layers)
+
+    weights = [p for layer in layers for p in layer.parameters()]
+    return outputs_match(stock, fused, [x], weights)
 
 
-def _qkv(attention: Any) -> list[nn.Linear]:
-    return [attention.q_proj, attention.k_proj, attention.v_proj]
+def _answer(x: Tensor, out: Tensor, layer: Any) -> Callable[[Tensor], Tensor]:
+    """Return a forward that has the output for x already, and computes that for any other input."""
+    return lambda given: out if given is x else type(layer).forward(layer, given)
 
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    """Run one linear layer, without a cast of its weight for every call."""
+    projection = read_projection(layer)
+    dtype = projection and product_dtype(x, [projection])
+    if projection is None or dtype is None:
+        return type(layer).__call__(layer, x)
+    return linear_group(x, [projection], dtype)[0]
+
+
+def _qkv(attention: Any) -> list[Any]:
+    return [attention._modules[name] for name in _QKV]
+
+
+_QKV = "q_proj", "k_proj", "v_proj"
 
 PARTS: tuple[type[Part], ...] = (
     RMSNormPart,

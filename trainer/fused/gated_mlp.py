@@ -2,44 +2,189 @@
 
 x ─┬─ gate ─ SiLU ─┐                     kept for the backward: x, gate, up
    └─ up ──────────×─ hidden ─ down      recomputed: hidden
+
+In a checkpointed layer, which is recomputed in the backward, only x is kept, and gate and up are
+computed chunk by chunk, so that [T, intermediate] never exists. What the backward needs is saved by
+an operation of its own before the MLP runs: the recomputation of the layer stops there, and does
+not run the MLP at all.
+
+x ─▶ anchor: saves x ─▶ MLP, saves nothing ─▶ out
+d_x ◀─ anchor: the whole backward ◀─ d_out ◀─ d_out
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels import TRAINING_BLOCK, silu_mul, silu_mul_backward
+from .linear_group import save_rows, saved_rows, wanted_dtypes
+from .normed_rows import NormedRows, find_source
 from .once_differentiable import no_double_backward
+from .projection import (
+    TENSORS_PER_PROJECTION,
+    Projection,
+    flatten,
+    forward_products,
+    input_gradient,
+    low_rank_gradient,
+    parameter_gradients,
+    unflatten,
+)
+
+CHUNK_BYTES = 1 << 28
+"""Largest [rows, intermediate] of a chunk in a checkpointed layer."""
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        gate, up = rows @ w_gate.T, rows @ w_up.T
-        hidden = silu_mul(gate, up, TRAINING_BLOCK)
-        ctx.save_for_backward(rows, gate, up, w_gate, w_up, w_down)
-        ctx.shape = x.shape
-        return hidden @ w_down.T  # 2-D: autograd forbids in-place changes of a view returned here
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        source: NormedRows | None,
+        dtype: torch.dtype,
+        scalings: tuple[float, ...],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        projections = [p.cast(dtype) for p in unflatten(tensors, scalings)]
+        rows = x.flatten(0, -2).to(dtype)
+        out, kept = _forward(rows, projections)
+        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[4:], tensors)
+        ctx.shape, ctx.scalings = x.shape, scalings
+        save_rows(ctx, rows, source, *kept, *flatten(projections))
+        return out  # 2-D: autograd forbids in-place changes of a view returned here
 
     @staticmethod
     @no_double_backward
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
-        hidden = d_out @ w_down  # d_hidden, which the kernel overwrites by the hidden states
-        d_gate, d_up = silu_mul_backward(gate, up, hidden)
-        wanted = ctx.needs_input_grad[1:]
-        pairs = ((d_gate, rows), (d_up, rows), (d_out, hidden))
-        d_weights = [a.T @ b if w else None for w, (a, b) in zip(wanted, pairs, strict=True)]
-        d_x = (d_gate @ w_gate).addmm_(d_up, w_up)
-        return d_x.view(ctx.shape), *d_weights
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, gate, up, low, low_down, *tensors = saved_rows(ctx)
+        projections = unflatten(tensors, ctx.scalings)
+        d_x, grads = _backward(
+            d_out, rows, (gate, up, low, low_down), projections, ctx.dtypes, ctx.needs_input_grad[0]
+        )
+        return None if d_x is None else d_x.view(ctx.shape), None, None, None, *grads
 
 
-def gated_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-    """Return down(SiLU(gate(x)) * up(x)) for weights without biases."""
-    out = _GatedMLP.apply(x, w_gate, w_up, w_down)
-    assert isinstance(out, Tensor)
+class _Anchor(torch.autograd.Function):
+    """Returns x, and computes the whole backward of the MLP that follows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        source: NormedRows | None,
+        projections: Sequence[Projection],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        dtype = projections[0].weight.dtype
+        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[3:], tensors)
+        ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
+        rows = x.flatten(0, -2).to(dtype)
+        save_rows(ctx, rows, source, *flatten(projections), always=True)
+        return x.view_as(x)
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, *tensors = saved_rows(ctx)
+        assert rows is not None
+        projections, wants_x = unflatten(tensors, ctx.scalings), ctx.needs_input_grad[0]
+        d_out = d_out.flatten(0, -2)
+        d_x = torch.empty_like(rows) if wants_x else None
+        sum_dtypes = [d and torch.promote_types(d, torch.float32) for d in ctx.dtypes]
+        totals: list[Tensor | None] = [None] * len(sum_dtypes)
+        for chunk in _chunks(rows, projections):
+            _, kept = _forward(rows[chunk], projections, wants_out=False)
+            d_rows, grads = _backward(
+                d_out[chunk], rows[chunk], kept, projections, sum_dtypes, wants_x
+            )
+            totals = [_sum(*pair) for pair in zip(totals, grads, strict=True)]
+            if d_x is not None and d_rows is not None:
+                d_x[chunk] = d_rows
+        pairs = zip(totals, ctx.dtypes, strict=True)
+        grads = [total if total is None else total.to(dtype) for total, dtype in pairs]
+        return None if d_x is None else d_x.view(ctx.shape), None, None, *grads
+
+
+class _AnchoredMLP(torch.autograd.Function):
+    """The MLP after an anchor: passes the gradient of its output on to the anchor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, projections: Sequence[Projection]) -> Tensor:
+        rows = x.flatten(0, -2).to(projections[0].weight.dtype)
+        out = torch.empty_like(rows)
+        for chunk in _chunks(rows, projections):
+            out[chunk], _ = _forward(rows[chunk], projections)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_out, None
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None or more is None else total.add_(more)
+
+
+def _chunks(rows: Tensor, projections: Sequence[Projection]) -> list[slice]:
+    row_bytes = len(projections[0].weight) * rows.element_size()
+    step = max(1, CHUNK_BYTES // row_bytes)
+    return [slice(start, start + step) for start in range(0, len(rows), step)]
+
+
+def _forward(
+    rows: Tensor, projections: Sequence[Projection], wants_out: bool = True
+) -> tuple[Any, tuple[Tensor | None, ...]]:
+    """Return the output, and gate, up and the products with A, for the backward."""
+    *gate_and_up, down = projections
+    (gate, up), low = forward_products(rows, gate_and_up)
+    out = low_down = None
+    if wants_out or down.lora_a is not None:
+        hidden = silu_mul(gate, up, TRAINING_BLOCK)
+        (out,), low_down = forward_products(hidden, [down])
+    return out, (gate, up, low, low_down)
+
+
+def _backward(
+    d_out: Tensor,
+    rows: Tensor | None,
+    kept: tuple[Tensor | None, ...],
+    projections: Sequence[Projection],
+    dtypes: Sequence[torch.dtype | None],
+    wants_rows: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of the rows and, in the order of `flatten`, of the projections."""
+    gate, up, low, low_down = kept
+    assert gate is not None and up is not None
+    *gate_and_up, down = projections
+    size = len(gate_and_up) * TENSORS_PER_PROJECTION
+    d_low_down = low_rank_gradient([d_out], [down], low_down)
+    hidden = input_gradient([d_out], [down], d_low_down)
+    assert hidden is not None  # d_hidden, which the kernel overwrites by the hidden states
+    d_outs = silu_mul_backward(gate, up, hidden)
+    down_grads = parameter_gradients([d_out], d_low_down, hidden, low_down, [down], dtypes[size:])
+    d_low = low_rank_gradient(d_outs, gate_and_up, low)
+    grads = parameter_gradients(d_outs, d_low, rows, low, gate_and_up, dtypes[:size])
+    d_rows = input_gradient(d_outs, gate_and_up, d_low) if wants_rows else None
+    return d_rows, [*grads, *down_grads]
+
+
+def gated_mlp(x: Tensor, projections: Sequence[Projection], dtype: torch.dtype) -> Tensor:
+    """Return down(SiLU(gate(x)) * up(x)), computed in `dtype`.
+
+    projections: gate, up and down.
+    """
+    source = find_source(x, dtype)
+    tensors = flatten(projections)
+    keeps_width = projections[-1].weight.shape[0] == x.shape[-1]
+    if source is not None and source.is_recomputed and keeps_width:
+        cast = [p.cast(dtype) for p in projections]
+        anchored: Any = _Anchor.apply(x, source, cast, *tensors)
+        out: Any = _AnchoredMLP.apply(anchored, cast)
+        return out
+    scalings = tuple(p.scaling for p in projections)
+    out = _GatedMLP.apply(x, source, dtype, scalings, *tensors)
     return out.view(*x.shape[:-1], out.shape[-1])

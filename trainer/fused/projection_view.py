@@ -1,7 +1,7 @@
-"""Run an attention's forward with q, k and v projections that are computed already.
+"""Run an attention's forward with projections of our own.
 
-The forward is called on a view: a shallow copy of the module whose three linear layers return the
-given outputs. The module itself is not changed, so threads may run it at the same time.
+The forward is called on a view: a shallow copy of the module some of whose linear layers have other
+forwards. The module itself is not changed, so threads may run it at the same time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from torch import Tensor, nn
 def run_with_projections(
     forward: Callable[..., Any],
     module: nn.Module,
-    x: Tensor,
-    outputs: Mapping[str, Tensor],
+    projections: Mapping[str, Callable[[Tensor], Tensor]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `forward` with projections that return `outputs` for x, and compute any other input."""
-
-    def answer(name: str, linear: Any) -> Callable[[Tensor], Tensor]:
-        return lambda given: outputs[name] if given is x else nn.Linear.forward(linear, given)
-
-    view = _view(module, {name: answer(name, module._modules[name]) for name in outputs})
+    """Call `forward` on the module with these forwards of its layers, by their names."""
+    view = _view(module, projections)
     out = forward(view, *args, **kwargs)
     for name, value in vars(view).items():  # attributes that the forward has set
         if name != "_modules" and vars(module).get(name, view) is not value:

@@ -2,6 +2,9 @@
 
 x ──────┬─▶ residual ────────▶     the residual add costs no pass over memory of its own,
 delta ──+      └─▶ norm ─▶ out     neither in the forward nor in the backward
+
+Under autocast the residual stays in the dtype of x, and `out` is rounded to that of the products
+that read it, in the same pass. It need not be kept for their backward: see normed_rows.py.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import rms_norm_backward, rms_norm_forward
+from .normed_rows import NormedRows, note_source
 from .once_differentiable import no_double_backward
 
 
@@ -20,12 +24,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        residual, out, rstd = rms_norm_forward(x, delta, weight, eps)
+        residual, out, rstd = rms_norm_forward(x, delta, weight, eps, dtype)
         ctx.save_for_backward(residual, weight, rstd)
         ctx.set_materialize_grads(False)
+        ctx.delta_dtype = x.dtype if delta is None else delta.dtype
         return x.view_as(x) if delta is None else residual, out
 
     @staticmethod
@@ -33,24 +38,38 @@ class _RMSNorm(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, d_residual: Tensor | None, d_out: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        _, wants_delta, wants_weight, _ = ctx.needs_input_grad
+        _, wants_delta, wants_weight, *_ = ctx.needs_input_grad
         if d_out is None:
-            return d_residual, d_residual if wants_delta else None, None, None
+            return d_residual, d_residual if wants_delta else None, None, None, None
         residual, weight, rstd = ctx.saved_tensors
-        d_x, d_weight = rms_norm_backward(d_out, d_residual, residual, weight, rstd, wants_weight)
-        return d_x, d_x if wants_delta else None, d_weight, None
+        d_x, d_delta, d_weight = rms_norm_backward(
+            d_out, d_residual, residual, weight, rstd, wants_weight, ctx.delta_dtype
+        )
+        return d_x, d_delta if wants_delta else None, d_weight, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize the last dimension and multiply by the gain; x and weight have one dtype."""
+    """Normalize the last dimension and multiply by the gain."""
     return add_rms_norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    is_recomputed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual x + delta and its RMSNorm."""
+    """Return the residual x + delta and its RMSNorm.
+
+    dtype: of the norm; by default the wider one of the residual and the gain.
+    is_recomputed: whether the backward runs this again (gradient checkpointing).
+    """
     if delta is not None and torch.promote_types(x.dtype, delta.dtype) != x.dtype:
         x, delta = x + delta, None  # the kernel keeps the dtype of x, which is narrower
-    outputs: Any = _RMSNorm.apply(x, delta, weight, eps)
-    return outputs
+    dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
+    outputs: Any = _RMSNorm.apply(x, delta, weight, eps, dtype)
+    residual, out = outputs
+    note_source(out, NormedRows(residual.detach(), weight.detach(), eps, dtype, is_recomputed))
+    return residual, out

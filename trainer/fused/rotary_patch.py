@@ -36,8 +36,13 @@ def rotary_matches(stock: Any, dtype: torch.dtype, device: torch.device) -> bool
     like = torch.empty(0, dtype=dtype, device=device)
     q, k = (trial_input(like, 1, 5, heads, 16).transpose(1, 2) for heads in (4, 2))
     angles = trial_input(like, 1, 5, 8).detach().float().repeat(1, 1, 2)
-    inputs = [q, k, angles.cos().to(dtype), angles.sin().to(dtype)]
-    return outputs_match(stock, apply_rotary, inputs, [])
+    angle_dtype = torch.float32 if torch.is_autocast_enabled(device.type) else dtype
+    inputs = [q, k, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)]
+
+    def rounded(*args: Tensor) -> tuple[Tensor, ...]:
+        return tuple(out.to(dtype) for out in stock(*args))
+
+    return outputs_match(rounded, apply_rotary, inputs, [])
 
 
 def _fused_or(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,9 +58,15 @@ def _fused_or(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_supported(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel takes these: one row, full rotary dim, one dtype, constant angles."""
+    """Whether the kernel takes these: one row, full rotary dim, one dtype, constant angles.
+
+    Under autocast angles are often fp32 and the stock results too, until attention casts them: the
+    kernel computes in fp32 as well, and rounds at once.
+    """
     if cos.requires_grad or sin.requires_grad:
         return False
     full_dim = cos.shape == sin.shape == (1, q.shape[2], q.shape[3]) and q.shape[0] == 1
-    one_dtype = q.dtype == k.dtype == cos.dtype
+    device = q.device.type
+    is_cast = torch.is_autocast_enabled(device) and q.dtype == torch.get_autocast_dtype(device)
+    one_dtype = q.dtype == k.dtype and (cos.dtype == q.dtype or is_cast)
     return full_dim and one_dtype and cos.is_contiguous() and sin.is_contiguous()

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ...attention import document_mask
 from ...packing import IGNORE_INDEX
-from ...runtime import unwrap_peft
+from ...runtime import HostCopy, to_device, unwrap_peft
 from .cross_entropy import linear_cross_entropy
-from .label_count import AsyncLabelCount, count_labels
+from .label_count import count_labels
 
 SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 """Names of a tanh soft cap on the logits in model configurations."""
@@ -44,7 +44,7 @@ class AttachedLoss:
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
         """Shifted labels, item count and token weights of the current forward."""
-        self._label_count: AsyncLabelCount | None = None
+        self._label_count: HostCopy | None = None
         self._forward = model.forward
         self._calls_loss = _calls_loss_function(model)
         model.forward = MethodType(_wrap_forward(model.forward), model)
@@ -146,7 +146,7 @@ class AttachedLoss:
                 bias=bias,
                 token_weights=None if weights is None else weights.flatten(),
                 divisor=_divisor(items, targets, weights),
-                num_labels=None if self._label_count is None else self._label_count.read(),
+                num_labels=None if self._label_count is None else int(self._label_count.read()),
                 **self.options,
             )
         self.token_losses = losses.view_as(targets).roll(1, -1)
@@ -262,7 +262,7 @@ def _shift(values: Tensor, last: float) -> Tensor:
 
 def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
     if torch.is_tensor(items):
-        items = items.to(targets.device)
+        items = to_device(items, targets.device)
         return items + (items == 0)  # 0 / 1 if there are no labels; fractions below 1 are valid
     if items is not None:
         return items or 1

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
+from ...runtime import cast_weight
 
 CHUNK_BYTES = 1 << 31
 """Largest chunk of logits on an accelerator."""
@@ -53,20 +54,21 @@ def linear_cross_entropy(
     >>> round(total.item(), 4), [round(x, 4) for x in losses.tolist()]
     (1.3863, [1.3863, 0.0])
     """
+    dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
         token_weights = torch.ones_like(targets, dtype=torch.float32)
     # Dividing first gives the gradients their final scale, which underflows in fp16.
-    divide_after = hidden.dtype == torch.float16
+    divide_after = dtype == torch.float16
     if not divide_after:
         token_weights = token_weights / divisor
     needs_grad = torch.is_grad_enabled()
     total, losses, *_ = _losses(
-        hidden,
+        hidden.to(dtype),
         weight,
+        cast_weight(weight, dtype),
         bias,
         targets,
         token_weights,
@@ -83,6 +85,7 @@ def linear_cross_entropy(
 @torch.library.custom_op("nopad::linear_cross_entropy", mutates_args=())
 def _losses(
     hidden: Tensor,
+    master: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -94,7 +97,10 @@ def _losses(
     wants_bias: bool,
     num_labels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return total, token losses, and the gradients of hidden, weight and bias (or empty)."""
+    """Return total, token losses, and the gradients of hidden, master and bias (or empty).
+
+    master: the weight as it is stored; `weight` is it in the dtype of the products.
+    """
     rows = _label_rows(targets, num_labels)
     options = smoothing, z_loss, wants_hidden, wants_weight, wants_bias
     logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, weight), len(weight))
@@ -147,7 +153,7 @@ def _chunked_losses(
 
 
 @_losses.register_fake
-def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, *options):
+def _(hidden, master, weight, bias, targets, token_weights, smoothing, z_loss, *options):
     wants_hidden, wants_weight, wants_bias, _ = options
     return (
         hidden.new_empty((), dtype=torch.float32),
@@ -159,16 +165,18 @@ def _(hidden, weight, bias, targets, token_weights, smoothing, z_loss, *options)
 
 
 def _setup_context(ctx, inputs, output) -> None:
+    hidden, master, _, bias = inputs[:4]
     ctx.save_for_backward(*output[2:])
-    ctx.wants, ctx.dtype = inputs[7:10], inputs[1].dtype
+    ctx.wants = inputs[8:11]
+    ctx.dtypes = hidden.dtype, master.dtype, hidden.dtype if bias is None else bias.dtype
 
 
 def _backward(ctx, d_total, *_):
-    gradients = (
-        _scaled(gradient, d_total, ctx.dtype) if wanted else None
-        for gradient, wanted in zip(ctx.saved_tensors, ctx.wants, strict=True)
+    d_hidden, d_master, d_bias = (
+        _scaled(gradient, d_total, dtype) if wanted else None
+        for gradient, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wants, strict=True)
     )
-    return *gradients, *[None] * 8
+    return d_hidden, d_master, None, d_bias, *[None] * 8
 
 
 _losses.register_autograd(_backward, setup_context=_setup_context)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime import sum_over_ranks, world_size
+from ...runtime import HostCopy, sum_over_ranks, world_size
 from .preflight import print_banner
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,7 +33,7 @@ class FiniteCheck:
         """continue_on_nan: train on; weights that are not finite are still never saved."""
         self.continue_on_nan = continue_on_nan
         self._losses: list[Tensor] = []
-        self._pending: tuple[str, Tensor] | None = None
+        self._pending: tuple[str, HostCopy] | None = None
         """The place of the last step whose loss was not read yet, and that loss."""
 
     def add(self, loss: Tensor) -> None:
@@ -54,15 +54,15 @@ class FiniteCheck:
             total = sum_over_ranks(total)
         if total.device.type != "cpu":
             self.flush()
-            self._pending = place, total
+            self._pending = place, HostCopy(total)
         else:
             raise_if_not_finite(float(total), place)
 
     def flush(self) -> None:
-        """Raise for the last step, if its loss was not read yet; this waits for the device."""
+        """Raise for the last step, if its loss was not read yet; waits until it is computed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            raise_if_not_finite(float(pending[1]), pending[0])
+            raise_if_not_finite(float(pending[1].read()), pending[0])
 
     def may_save(self, model: Any, place: str) -> bool:
         """Return whether the weights are finite; raise if they are not and training must stop."""

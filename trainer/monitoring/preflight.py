@@ -55,6 +55,19 @@ def print_banner(lines: list[str]) -> None:
             tqdm.write(f"nopad: {line}")
 
 
+def describe_speedups(loss: Any, fused: Any) -> str:
+    """Return the banner's line on what is faster than the stock model.
+
+    loss, fused: the results of `attach_loss` and `fuse_layers`; None where they were not called.
+    """
+    without_logits = loss is not None and loss.fused
+    kernels = ", ".join(fused.names) if fused is not None else ""
+    return (
+        f"loss {'without' if without_logits else 'with'} logits, "
+        f"fused kernels {'for ' + kernels if kernels else 'none'}"
+    )
+
+
 def _boundaries(attention: str) -> str:
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 

@@ -28,8 +28,15 @@ from ...packing import Pack, PackedDataset
 from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
+from ..fused.fuse_layers import fuse_layers
+from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
-from ..monitoring.preflight import check_first_batches, check_run, print_banner
+from ..monitoring.preflight import (
+    check_first_batches,
+    check_run,
+    describe_speedups,
+    print_banner,
+)
 
 
 class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
@@ -44,12 +51,16 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         dataset: PackedDataset,
         collator: Callable[[Pack], Batch] | None = None,
         *,
+        fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
         **options: Any,
     ):
         """Take device and accumulation steps from the accelerator.
 
+        fused: attach the exact loss, which needs no logits, to the prepared model (`attach_loss`;
+            one that is attached already stays), and on a GPU use fused kernels wherever they
+            compute what the model's own layers do; the banner names them.
         check: before the first step, refuse runs that would train the prepared model wrongly.
         continue_on_nan: continue after a loss that is not finite, instead of raising
             `NonFiniteError`; `save_state` still refuses weights that are not finite.
@@ -65,7 +76,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         )
         self.accelerator = accelerator
         self.gradient_state = GradientState()
-        self._needs_check = check
+        self._fuses, self._needs_check = fused, check
         self.finite_check = FiniteCheck(continue_on_nan)
         self._guard_saves()
         index = _num_loaders(accelerator)
@@ -77,9 +88,10 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Batch]:
         for prepared in self.accelerator._models:
             refuse_model_parallel(type(self).__name__, prepared)
+        speedups = [self._speed_up(model) for model in self._causal_lms()]
         if self._needs_check:
             self._needs_check = False
-            self._check()
+            self._check(speedups)
         # load_state restores the micro-batch count of a run that may have accumulated differently.
         self.accelerator.step = 0
         self.begin()
@@ -121,10 +133,19 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         models = (self.accelerator.unwrap_model(model) for model in self.accelerator._models)
         return [lm for lm in map(unwrap_peft, models) if hasattr(lm, "get_output_embeddings")]
 
-    def _check(self) -> None:
-        for model in self._causal_lms():
+    def _speed_up(self, model: Any) -> str:
+        """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
+        fused = None
+        if self._fuses:
+            if not hasattr(model, "nopad_loss"):
+                attach_loss(model)
+            fused = fuse_layers(model, self.accelerator.device)
+        return describe_speedups(getattr(model, "nopad_loss", None), fused)
+
+    def _check(self, speedups: list[str]) -> None:
+        for model, line in zip(self._causal_lms(), speedups, strict=True):
             with self.accelerator.autocast():
-                print_banner(check_run(model, self.dataset, self.collator))
+                print_banner([*check_run(model, self.dataset, self.collator), line])
             check_first_batches(self, model)
 
     def to_device(self, batch: Batch) -> Batch:

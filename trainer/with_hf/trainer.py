@@ -20,19 +20,33 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ...packing import PackedDataset
-from ...runtime import barrier, rank, refuse_model_parallel, sum_over_ranks, unwrap_peft
+from ...packing import IGNORE_INDEX, PackedDataset
+from ...runtime import (
+    barrier,
+    rank,
+    refuse_model_parallel,
+    sum_over_ranks,
+    to_device,
+    unwrap_peft,
+)
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.model_limits import ModelLimits
+from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
-from ..monitoring.preflight import check_first_batches, check_run, print_banner
+from ..monitoring.preflight import (
+    check_first_batches,
+    check_run,
+    describe_speedups,
+    print_banner,
+)
 from ..monitoring.throughput import ThroughputMeter
 from .arguments import adapt_arguments
 from .eval_set import pack_like
@@ -53,6 +67,7 @@ class PackedTrainerMixin(_Base):
         train_dataset: PackedDataset | None = None,
         *,
         z_loss: float = 0.0,
+        fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
         **kwargs: Any,
@@ -68,6 +83,8 @@ class PackedTrainerMixin(_Base):
         data; its text is tokenized with `processing_class`.
 
         z_loss: weight of the squared log-normalizer in the loss.
+        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
+            the banner names them. Not with `torch_compile`, which generates its own.
         check: before the first step, refuse runs that would train wrongly.
         continue_on_nan: train on after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
@@ -92,7 +109,8 @@ class PackedTrainerMixin(_Base):
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
         self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
-        self._attach_loss()
+        self.fuses_layers = fused and not args.torch_compile
+        self._prepare_model()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
         self.finite_check = FiniteCheck(continue_on_nan)
@@ -103,11 +121,13 @@ class PackedTrainerMixin(_Base):
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
 
-    def _attach_loss(self) -> None:
+    def _prepare_model(self) -> None:
+        """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
         self.attached_loss = attach_loss(model, **self._loss_options)
         if self.compute_metrics is not None:
             self.attached_loss.keep_logits()
+        self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 
     def _accepted_dataset(self, data: PackedDataset, args: Any) -> Any:
         """Return a data set that the trainer's __init__ accepts: TRL's takes its own type only."""
@@ -147,10 +167,11 @@ class PackedTrainerMixin(_Base):
                 )
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         if self.attached_loss.model is not model:  # `model_init` has made another one
-            self._attach_loss()
+            self._prepare_model()
         if self.packed_check:
             with self.accelerator.autocast():
-                print_banner(check_run(model, self.train_dataset, self._loader.collator))
+                banner = check_run(model, self.train_dataset, self._loader.collator)
+            print_banner([*banner, describe_speedups(self.attached_loss, self.fused_layers)])
             check_first_batches(self._loader, model)
         self.meter = ThroughputMeter.of(self._loader, model)
         return self._loader
@@ -241,10 +262,16 @@ class PackedTrainerMixin(_Base):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         if batch_samples and "num_items_in_batch" in batch_samples[0]:
             return None  # an evaluation batch carries its own
-        if not batch_samples or "loss_weights" not in batch_samples[0]:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        weight = sum(float(batch["loss_weights"].sum()) for batch in batch_samples)
-        return sum_over_ranks(weight).clamp(min=1).float().to(device)
+        if not batch_samples:
+            return None
+        # The stock method waits for the device when it copies the count there.
+        weight = sum(map(_loss_weight, batch_samples))
+        return to_device(sum_over_ranks(weight).clamp(min=1).float(), device)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        # The stock method waits for the device at every copy.
+        moved = send_to_device(inputs, self.args.device, non_blocking=True)
+        return super()._prepare_inputs(moved)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.meter is not None and self._loader is not None:
@@ -280,6 +307,14 @@ class PackedTrainerMixin(_Base):
             write_manifest(folder)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
+
+
+def _loss_weight(batch: Batch) -> float:
+    """Return the sum of the loss weights of a batch; its number of labels, if it has none."""
+    weights = batch.get("loss_weights")
+    if weights is None:
+        weights = batch["labels"][..., 1:] != IGNORE_INDEX  # the first label has no prediction
+    return float(weights.sum())
 
 
 class PackedTrainer(PackedTrainerMixin, Trainer):

@@ -26,9 +26,15 @@ from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel
 from ..data.data_state import gather_data_state, restore_draws
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..data.model_limits import ModelLimits
+from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
-from ..monitoring.preflight import check_first_batches, check_run, print_banner
+from ..monitoring.preflight import (
+    check_first_batches,
+    check_run,
+    describe_speedups,
+    print_banner,
+)
 from ..monitoring.throughput import ThroughputMeter
 from .finite_saves import guard_saves
 from .hooks import causal_lm, pl
@@ -137,6 +143,7 @@ class PackedCallback(pl.Callback):
         *,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
     ):
@@ -144,16 +151,19 @@ class PackedCallback(pl.Callback):
 
         label_smoothing: fraction of each label that is spread over the vocabulary.
         z_loss: weight of the squared log-normalizer in the loss.
+        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
+            the banner names them.
         check: before the first step, refuse runs that would train wrongly.
         continue_on_nan: train on after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
         """
-        self.data, self.check = data, check
+        self.data, self.check, self.fused = data, check, fused
         self.finite_check = FiniteCheck(continue_on_nan)
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = ThroughputMeter()
         self._measured_loader: LightningPackedLoader | None = None
         self._loss: Any = None
+        self._fused_layers: Any = None
         self._rng_states: list[list[Tensor]] | None = None
         """Random states of a checkpoint, until the training starts."""
         self._micro_losses: list[Tensor] = []
@@ -167,12 +177,16 @@ class PackedCallback(pl.Callback):
             guard_saves(trainer, self.finite_check)
         if stage != "predict":
             self._loss = attach_loss(causal_lm(pl_module), **self.options)
+        if stage == "fit" and self.fused:
+            device = trainer.strategy.root_device
+            self._fused_layers = fuse_layers(causal_lm(pl_module), device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = causal_lm(pl_module)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                print_banner(check_run(model, self.data.train_dataset, self.data.collator))
+                banner = check_run(model, self.data.train_dataset, self.data.collator)
+            print_banner([*banner, describe_speedups(self._loss, self._fused_layers)])
             self.data.checked_model = model
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import torch
 from nopad.kernels import norm
 from nopad.trainer.fused.gated_mlp import gated_mlp
-from nopad.trainer.fused.qkv_linear import _are_adjacent, qkv_linear
-from nopad.trainer.fused.rms_norm import rms_norm
+from nopad.trainer.fused.linear_group import linear_group
+from nopad.trainer.fused.normed_rows import find_source
+from nopad.trainer.fused.projection import Projection, merge_adjacent
+from nopad.trainer.fused.rms_norm import add_rms_norm, rms_norm
 from nopad.trainer.fused.rotary import apply_rotary
 from torch import Tensor, nn
 
 torch.manual_seed(0)
 X, GAIN = torch.randn(1, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 WEIGHTS = [torch.randn(s, requires_grad=True) for s in ((12, 8), (12, 8), (8, 12))]
+MLP = [Projection(weight) for weight in WEIGHTS]
 LINEARS = [nn.Linear(8, width) for width in (8, 4, 4)]
+QKV = [Projection(linear.weight, linear.bias) for linear in LINEARS]
 Q, K = (torch.randn(1, heads, 5, 4, requires_grad=True) for heads in (4, 2))
 ANGLES = torch.randn(1, 5, 2).repeat(1, 1, 2)
 
 OPERATIONS = {
     "norm": (lambda: rms_norm(X, GAIN, 1e-6), (X, GAIN)),
-    "mlp": (lambda: gated_mlp(X, *WEIGHTS), (X, *WEIGHTS)),
+    "mlp": (lambda: gated_mlp(X, MLP, torch.float32), (X, *WEIGHTS)),
     "rotary": (lambda: apply_rotary(Q, K, ANGLES.cos(), ANGLES.sin())[0], (Q,)),
-    "qkv": (lambda: qkv_linear(X, LINEARS)[0], (X, LINEARS[0].weight)),
+    "qkv": (lambda: linear_group(X, QKV, torch.float32)[0], (X, LINEARS[0].weight)),
 }
 
 
@@ -45,7 +49,7 @@ def results_can_be_changed_in_place() -> None:
 def the_gradients_of_queries_and_keys_reach_one_product() -> None:
     """As in a model: between the rotated heads and the products nothing is copied."""
     grads: list[Tensor] = []
-    q, k, _ = qkv_linear(X, LINEARS)
+    q, k, _ = linear_group(X, QKV, torch.float32)
     for product in (q, k):
         product.register_hook(grads.append)
     heads = (x.view(1, 5, -1, 4).transpose(1, 2) for x in (q, k))
@@ -53,7 +57,7 @@ def the_gradients_of_queries_and_keys_reach_one_product() -> None:
     assert a.transpose(1, 2).is_contiguous() and a._base is not None
     (a.sin().sum() + b.sin().sum()).backward()
     d_q, d_k = sorted((d.view(5, -1) for d in grads), key=lambda d: d.storage_offset())
-    assert _are_adjacent(d_q, d_k)
+    assert len(merge_adjacent([d_q, d_k], [linear.weight for linear in LINEARS[:2]])) == 1
 
 
 def a_backward_inside_autocast_computes_as_its_forward_did() -> None:
@@ -64,12 +68,28 @@ def a_backward_inside_autocast_computes_as_its_forward_did() -> None:
         torch.testing.assert_close(ours, gold, rtol=0, atol=0)
 
 
+def normalized_rows_are_normalized_again_unless_they_were_changed() -> None:
+    _, rows = add_rms_norm(X, None, GAIN, 1e-6)
+    assert torch.equal(find_source(rows, rows.dtype).rows(), rows.flatten(0, -2))
+    assert find_source(rows, torch.bfloat16) is None and find_source(rows * 1, rows.dtype) is None
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = linear_group(rows, QKV, torch.float32)[0]
+    assert not any(t.data_ptr() == rows.data_ptr() for t in kept), "the rows are not kept"
+    (gold,) = torch.autograd.grad(LINEARS[0](rows * 1).sin().sum(), LINEARS[0].weight)
+    (ours,) = torch.autograd.grad(out.sin().sum(), LINEARS[0].weight)
+    torch.testing.assert_close(ours, gold)
+    rows.data.mul_(2)
+    rows.detach().mul_(1)  # counted, unlike the line before
+    assert find_source(rows, rows.dtype) is None
+
+
 def no_rows_have_a_backward() -> None:
     empty = torch.zeros(1, 0, 8, requires_grad=True)
     makers = (
-        lambda: gated_mlp(empty, *WEIGHTS),
+        lambda: gated_mlp(empty, MLP, torch.float32),
         lambda: rms_norm(empty, GAIN, 1e-6),
-        lambda: qkv_linear(empty, LINEARS)[0],
+        lambda: linear_group(empty, QKV, torch.float32)[0],
     )
     for make in makers:
         (gradient,) = torch.autograd.grad(make().sum(), empty)
@@ -96,6 +116,7 @@ if __name__ == "__main__":
     results_can_be_changed_in_place()
     the_gradients_of_queries_and_keys_reach_one_product()
     a_backward_inside_autocast_computes_as_its_forward_did()
+    normalized_rows_are_normalized_again_unless_they_were_changed()
     no_rows_have_a_backward()
     the_gradient_of_a_frozen_gain_is_not_summed()
     heads_may_lie_further_apart_than_32_bits_count()

@@ -11,8 +11,14 @@ import torch
 from nopad.trainer.fused import fusion_patterns
 from nopad.trainer.fused.class_swap import fused_subclass
 from nopad.trainer.fused.fusion_patterns import AttentionPart
-from nopad.trainer.fused.qkv_linear import _merge_adjacent, qkv_linear
+from nopad.trainer.fused.linear_group import linear_group
+from nopad.trainer.fused.projection import merge_adjacent, product_dtype, read_projection
 from torch import nn
+
+
+def qkv_linear(x, layers):
+    projections = [read_projection(layer) for layer in layers]
+    return linear_group(x, projections, product_dtype(x, projections))
 
 
 @pytest.fixture
@@ -49,19 +55,19 @@ def test_gradients_that_lie_side_by_side_are_one_matrix_and_others_are_not():
         2: [*slices[:2], slices[2].clone()],
         3: [x.clone() for x in slices],
     }
-    assert len(_merge_adjacent([slices[1], slices[0]], [weights[1], weights[0]])) == 2, (
+    assert len(merge_adjacent([slices[1], slices[0]], [weights[1], weights[0]])) == 2, (
         "the other way round"
     )
     assert (
-        len(_merge_adjacent([joint[:, :5], joint[:, 4:6]], [torch.ones(5, 4), weights[1]])) == 2
+        len(merge_adjacent([joint[:, :5], joint[:, 4:6]], [torch.ones(5, 4), weights[1]])) == 2
     ), "over"
-    assert len(_merge_adjacent([joint[:2, :4], joint[2:4, 4:6]], weights[:2])) == 2, "other rows"
+    assert len(merge_adjacent([joint[:2, :4], joint[2:4, 4:6]], weights[:2])) == 2, "other rows"
     gold = sum(a @ b for a, b in zip(slices, weights, strict=True))
     for count, grads in cases.items():
-        pairs = _merge_adjacent(grads, weights)
+        pairs = merge_adjacent(grads, weights)
         assert len(pairs) == count
         torch.testing.assert_close(sum(a @ b for a, b in pairs), gold)
-    (lone,) = _merge_adjacent([None, slices[1], None], weights)
+    (lone,) = merge_adjacent([None, slices[1], None], weights)
     assert torch.equal(lone[0], slices[1]) and lone[1] is weights[1]
 
 

@@ -1,0 +1,45 @@
+"""Copies between host and device during which neither waits for the other.
+
+`tensor.item()` and a plain `.to(device)` wait until the device has finished everything that was
+queued; the host, which should run ahead, then starts from nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A tensor on its way to the host: the copy starts at once, and is read later."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor.detach()
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            on_host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._tensor = on_host.copy_(self._tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """Return the tensor, on the host if the device was CUDA; wait for this copy at most.
+
+        >>> HostCopy(torch.tensor([2])).read().tolist()
+        [2]
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a host tensor to a device behind what is queued there, without waiting for that.
+
+    >>> to_device(torch.tensor([2]), "cpu").tolist()
+    [2]
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

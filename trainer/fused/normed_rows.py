@@ -1,0 +1,53 @@
+"""Normalized hidden states by what they were computed from.
+
+residual ─▶ norm ─▶ rows ─▶ product        the norm's backward keeps the residual anyway, so the
+   └─────▶ norm ─▶ rows, again             product's backward normalizes it again: a third of the
+                                           time of a residual add, and the rows need not be kept
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SOURCE = "_nopad_normed_rows"
+"""Attribute of a normalized tensor: what it was computed from, and its version then."""
+
+
+@dataclass(frozen=True)
+class NormedRows:
+    """The RMSNorm of a residual."""
+
+    residual: Tensor
+    gain: Tensor
+    eps: float
+    dtype: torch.dtype
+    is_recomputed: bool = False
+    """Whether its layer is recomputed in the backward, so that nothing large should be kept."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.residual, self.gain
+
+    @property
+    def settings(self) -> tuple[float, torch.dtype]:
+        return self.eps, self.dtype
+
+    def rows(self) -> Tensor:
+        """Normalize again, to rows [T, width]: the same kernel, so the same values."""
+        from ...kernels import rms_norm
+
+        return rms_norm(self.residual, self.gain, self.eps, self.dtype).flatten(0, -2)
+
+
+def note_source(x: Tensor, source: NormedRows) -> None:
+    """Remember what a normalized tensor was computed from."""
+    setattr(x, SOURCE, (source, x._version))
+
+
+def find_source(x: Tensor, dtype: torch.dtype) -> NormedRows | None:
+    """Return the source of an unchanged normalized tensor of this dtype; None for any other."""
+    source, version = getattr(x, SOURCE, (None, 0))
+    return source if x.dtype == dtype and x._version == version else None
