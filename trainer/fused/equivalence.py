@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -76,7 +77,8 @@ def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
     """Return copies to try: one as it will train, in train mode, and one in fp32, held tighter."""
     if any(p.is_meta for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no values yet (meta device)")
-    module = deepcopy(module).to(device).train()
+    is_sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
+    module = (gathered_copy(module) if is_sharded else deepcopy(module)).to(device).train()
     for p in module.parameters():
         if not p.any():  # as of a new LoRA adapter: zeros would hide what depends on them
             with torch.no_grad():
@@ -84,6 +86,33 @@ def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
     if all(p.dtype == torch.float32 for p in module.parameters()):
         return [module]
     return [module, deepcopy(module).float()]
+
+
+def gathered_copy(module: Any) -> Any:
+    """Return a module that FSDP2 has sharded as it was before, with whole weights.
+
+    Called by all ranks at the same time, since the weights are gathered.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    stock = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
+    copy: Any = object.__new__(stock)
+    vars(copy).update(vars(module))
+    copy._parameters = {name: _gathered(p) for name, p in module._parameters.items()}
+    copy._modules = {
+        name: child and gathered_copy(child) for name, child in module._modules.items()
+    }
+    if isinstance(module, FSDPModule):  # its hooks gather the weights
+        copy._forward_pre_hooks, copy._forward_hooks = OrderedDict(), OrderedDict()
+    return copy
+
+
+def _gathered(parameter: Any) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    is_sharded = hasattr(parameter, "full_tensor")
+    whole = parameter.full_tensor() if is_sharded else parameter
+    return nn.Parameter(whole.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def _outputs_and_grads(

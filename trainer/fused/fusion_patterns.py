@@ -12,7 +12,6 @@ A part is a class of three static functions, so that pickle finds the forwards b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import copy
 from functools import partial
 from typing import Any, Protocol
 
@@ -140,8 +139,10 @@ class DecoderLayerPart:
 
     @staticmethod
     def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
-        trial = copy(module)
-        trial._modules = {**module._modules, "self_attn": _AttentionStub()}
+        trial: Any = object.__new__(type(module))
+        vars(trial).update(
+            vars(module), _modules={**module._modules, "self_attn": _AttentionStub()}
+        )
         return all(
             _layer_matches(layer, fused_class)
             for layer in trial_copies(trial, device)

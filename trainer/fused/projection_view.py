@@ -35,7 +35,8 @@ def calls_projections_on_input(module: Any, forward: Callable[..., Any]) -> bool
     """Whether a forward calls q, k and v with the module's own input, and with nothing else."""
     linears = {name: getattr(module, name) for name in ("q_proj", "k_proj", "v_proj")}
     first = linears["q_proj"]
-    x = first.weight.new_zeros(1, 2, first.in_features)
+    weight = first.weight
+    x = torch.zeros(1, 2, first.in_features, dtype=weight.dtype, device=weight.device)
     called_on_x: list[bool] = []
 
     def recorder(width: int) -> Callable[[Tensor], Tensor]:

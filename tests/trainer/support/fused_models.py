@@ -6,11 +6,13 @@ import copy
 import sys
 
 import torch
+import torch.distributed as dist
 from nopad.collators import PackedCollator
 from nopad.runtime import STOCK_CLASS
 from nopad.trainer.fused import fusion_patterns, gated_mlp, rotary_patch
 from nopad.trainer.fused.equivalence import outputs_match
 from nopad.trainer.fused.rms_norm import add_rms_norm
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 fusing = sys.modules["nopad.trainer.fused.fuse_layers"]
@@ -112,6 +114,20 @@ def check_checkpointing() -> None:
     fused.undo()
 
 
+def check_sharded() -> None:
+    """A model that FSDP2 has sharded already, as Accelerate's `prepare` leaves it, is fused too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gold, model = gradients(build("llama")), build("llama")
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+    fused = fusing.fuse_layers(model)
+    assert len(fused.names) == COUNTS["llama"], fused.names
+    for name, g in gradients(model).items():
+        torch.testing.assert_close(g.full_tensor(), gold[name], rtol=1e-5, atol=1e-6)
+    fused.undo()
+    dist.destroy_process_group()
+
+
 def check_adapters(dtype: torch.dtype) -> None:
     """Layers with LoRA adapters are fused, too, and compute what PEFT computes."""
     from peft import LoraConfig, get_peft_model
@@ -202,6 +218,7 @@ if __name__ == "__main__":
     for family in ("llama", "qwen3"):
         check_autocast(family)
     check_checkpointing()
+    check_sharded()
     for dtype in (torch.float32, torch.bfloat16):
         check_adapters(dtype)
     check_layers_that_are_not_fused()
