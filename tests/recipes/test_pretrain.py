@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm_python
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -72,15 +73,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **cpu}
 
 
-def run(*arguments: str, cwd: Path, launcher: tuple[str, ...] = (sys.executable,)):
-    return subprocess.run(
-        [*launcher, RECIPE, *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()):
+    command = [*launcher, RECIPE, *arguments]
+    return warm_python.run(command, cwd=cwd, env=environment(), timeout=300)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -103,8 +98,8 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     log = (whole / "log.jsonl").read_text()
     assert log.count("tokens_per_second") == 9, "the first rates must be those of every step"
 
-    child = subprocess.Popen(
-        [sys.executable, RECIPE, *arguments, "--steps", "9", "--output", "killed"],
+    child = warm_python.Popen(
+        [RECIPE, *arguments, "--steps", "9", "--output", "killed"],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -121,7 +116,7 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     assert same_weights(killed / "checkpoint-9", whole / "checkpoint-9")
 
 
-def wait_for(path: Path, child: subprocess.Popen) -> None:
+def wait_for(path: Path, child: warm_python.Popen) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
         assert child.poll() is None, "the run ended before it could be killed"
@@ -153,7 +148,7 @@ def test_two_ranks_train_like_one_rank_that_accumulates_twice(tmp_path, argument
     assert one.returncode == 0, one.stderr
     two = run(
         *arguments, "--steps", "4", "--output", "two", cwd=tmp_path,
-        launcher=(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
+        launcher=("-m", "accelerate.commands.launch", "--multi_gpu",
                   "--num_processes", "2"),
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
