@@ -6,8 +6,8 @@
 
 Loading takes seconds, the work of a test often less. `run` and `Popen` are those of `subprocess`
 for `[sys.executable, *command]` and text: processes with their own environment, folder, signals and
-exit codes. They see no GPU. What a first import of nopad does is seen with `loaded=LIBRARIES`; for
-what an import reads from the environment, start a Python of its own.
+exit codes. They see no GPU. What the first import of nopad does is seen with `loaded=LIBRARIES`.
+Imports have read TRITON_INTERPRET as given, and all else of the environment as it is for the test.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Popen:
             "cwd": os.fspath(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
         }
-        message, server = json.dumps(request).encode(), _server(loaded)
+        interpret = request["env"].get("TRITON_INTERPRET")
+        message, server = json.dumps(request).encode(), _server(loaded, interpret)
         socket.send_fds(server, [len(message).to_bytes(8)], descriptors)
         server.sendall(message)
         for descriptor in descriptors:
@@ -147,10 +148,13 @@ def _stream(wanted: int | None, own: int):
 
 
 @functools.cache
-def _server(loaded: tuple[str, ...]) -> socket.socket:
+def _server(loaded: tuple[str, ...], interpret: str | None) -> socket.socket:
     """Start the server, which ends when this process does."""
     ours, its = socket.socketpair()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET", None)
+    if interpret is not None:
+        env["TRITON_INTERPRET"] = interpret  # read by imports
     command = [sys.executable, __file__, str(its.fileno()), *loaded]
     server = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
     its.close()

@@ -23,7 +23,6 @@ CHILD = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import tiny_run
-import warm_python
 from nopad.trainer import PackedLoader
 for number, batch in enumerate(PackedLoader(tiny_run.dataset(epochs=None), num_workers=2)):
     if number == 3:
