@@ -271,6 +271,7 @@ if __name__ == "__main__":
     if wanted is not None:
         status = execute(wanted)
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
     os._exit(status)  # to take all the modules down costs a second
