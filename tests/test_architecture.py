@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,13 +88,18 @@ def sources(*rooms: str) -> list[Path]:
     return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def modules(path: Path, typing: bool = True) -> list[tuple[tuple[str, ...], str]]:
     """(module of ours as a path, imported name) for every import of our own code in a file.
 
     typing: count imports that only type checkers see.
     """
     found, package = [], path.relative_to(ROOT).parent.parts
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If)
                and ast.unparse(node.test) == "TYPE_CHECKING"]  # fmt: skip
     skipped = set() if typing else {inner for block in guarded for inner in ast.walk(block)}
@@ -121,7 +127,7 @@ def _module(parts: tuple[str, ...], name: str) -> tuple[tuple[str, ...], str]:
 def exported(parts: tuple[str, ...]) -> set[str]:
     """What a face lists as public."""
     face = ROOT.joinpath(*parts, "__init__.py")
-    for node in ast.parse(face.read_text()).body if face.exists() else ():
+    for node in parsed(face).body if face.exists() else ():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
@@ -130,7 +136,7 @@ def exported(parts: tuple[str, ...]) -> set[str]:
 def libraries(path: Path) -> list[str]:
     """Top-level names of the libraries a file imports."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found += [alias.name.split(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -213,7 +219,7 @@ def test_every_folder_has_a_face_and_few_files():
         if files > MOST_FILES:
             wrong.append(f"{name} has {files} files")
         if name.split("/")[0] not in ("benchmarks", "tests"):
-            doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+            doc = ast.get_docstring(parsed(folder / "__init__.py"))
             if not doc or not doc.splitlines()[0].endswith("."):
                 wrong.append(f"{name}/__init__.py does not say in a sentence what it is for")
             if name not in ("cli", "recipes", "recipes/support") and not exported(
@@ -251,7 +257,7 @@ def test_files_and_functions_stay_short():
         text = path.read_text()
         if len(text.splitlines()) > MOST_LINES:
             long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 lines = node.end_lineno - node.lineno + 1
                 if lines > 60:
@@ -273,7 +279,7 @@ def test_every_module_says_what_it_is_for():
     silent = [
         str(path.relative_to(ROOT))
         for path in sources(*ROOMS, "benchmarks", "tests")
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        if not ast.get_docstring(parsed(path))
     ]
     assert not silent, silent
 
@@ -295,7 +301,7 @@ def test_no_code_is_loaded_from_data():
     for path in sources(*ROOMS):
         where = place(path)
         wrong += [f"{where} imports {name}" for name in libraries(path) if name in banned]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call):
                 wrong += _unsafe_call(where, node)
     assert not wrong, "\n".join(wrong)

@@ -1,9 +1,8 @@
 """What is not installed is said in one line that names the extra to install."""
 
-import os
-import subprocess
-import sys
 import textwrap
+
+import warm_python
 
 
 def test_modules_that_need_an_extra_name_it():
@@ -21,12 +20,7 @@ def test_modules_that_need_an_extra_name_it():
         for command in (["lm_eval"], ["eval", "--model", "hub/name", "--tasks", "x"]):
             print(main(command))
     """
-    out = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    out = warm_python.run(["-c", textwrap.dedent(code)], loaded=warm_python.LIBRARIES)
     assert out.returncode == 0, out.stderr
     lacking = "lm-eval is not installed: pip install 'nopad[eval]'"
     assert out.stdout.splitlines() == [

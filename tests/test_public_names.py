@@ -7,12 +7,7 @@ import sys
 
 import nopad
 import pytest
-
-
-def run(code: str) -> str:
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return child.stdout.strip()
+import warm_python
 
 
 @pytest.mark.parametrize("name", sorted({*nopad.__all__} - {"__version__"}))
@@ -33,14 +28,20 @@ def test_another_name_is_missing_as_usual():
 
 def test_packing_needs_no_torch():
     code = "import sys, nopad; nopad.pack_lengths([3, 4], 8); nopad.Packer; nopad.Sample"
-    assert run(f"{code}; print('torch' in sys.modules)") == "False"
+    child = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"])
+    assert child.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "room",
-    ["collators", *(pytest.param(room, marks=pytest.mark.slow)
-                    for room in ("attention", "trainer", "inference"))],
-)  # fmt: skip
+@pytest.mark.parametrize("room", ["collators", "attention", "trainer", "inference"])
 def test_importing_a_room_registers_the_attention_implementation(room):
-    code = f"import nopad.{room}; from transformers import AttentionInterface as A"
-    assert run(f"{code}; print('nopad' in A().valid_keys())") == "True"
+    program = f"""
+import sys
+from transformers import AttentionInterface
+
+assert not any(name.startswith("nopad") for name in sys.modules)
+assert "nopad" not in AttentionInterface().valid_keys()
+import nopad.{room}
+assert "nopad" in AttentionInterface().valid_keys()
+"""
+    child = warm_python.run(["-c", program], loaded=warm_python.LIBRARIES)
+    assert child.returncode == 0, child.stderr

@@ -15,6 +15,11 @@ TESTS = Path(__file__).parent
 LINES = [f"{letter}{n}" for letter, last in zip("ABCDEF", (27, 19, 4, 9, 5, 5), strict=True)
          for n in range(1, last + 1)]  # fmt: skip
 UNORDERED = {"set", "sorted", "len", "sum", "Counter", "frozenset", "any", "all"}
+STARTS = {
+    f"{module}.{name}" for module in ("subprocess", "warm_python") for name in ("run", "Popen")
+}
+MODULE = r"(?:subprocess|warm_python)"
+HANDS_ON = rf"-> .*{MODULE}\.|return {MODULE}\.run|append\(\s*{MODULE}\.Popen"
 RESUMES = re.compile(r"resum|restor|continu|kill|goes_on|go_on")
 
 
@@ -40,13 +45,11 @@ def unread_exits(source: str) -> list[str]:
     handing, wrong = set(), []
     for function in functions(tree):
         text = ast.unparse(function)
-        if not calls(function) & {"subprocess.run", "subprocess.Popen"}:
+        if not calls(function) & STARTS:
             continue
         if "returncode" in text or "check=True" in text or ".wait(" in text:
             continue
-        if re.search(
-            r"-> .*subprocess\.|return subprocess\.run|append\(\s*subprocess\.Popen", text
-        ):
+        if re.search(HANDS_ON, text):
             handing.add(function.name)
         else:
             wrong.append(function.name)
@@ -129,6 +132,7 @@ def test_resumed_content_is_compared_in_its_order():
 def test_these_readers_see_what_they_are_for():
     silent = "def test_x():\n    subprocess.run(['false'])\n"
     assert unread_exits(silent) == ["test_x"]
+    assert unread_exits(silent.replace("subprocess", "warm_python")) == ["test_x"]
     handed = "def go():\n    return subprocess.run(['x'])\ndef test_y():\n    assert go().stdout\n"
     assert unread_exits(handed) == ["test_y"]
     table = "| | promise |\n|---|---|\n| A1 | it holds | `x.py::test_y` | | *a fault* |\n"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
+import warm_python
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
 
 def nopad(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "nopad", "eval", *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+    return warm_python.run(["-m", "nopad", "eval", *map(str, arguments)], timeout=200)
 
 
 def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(checkpoint_dir, tmp_path):

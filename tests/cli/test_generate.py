@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm_python
 from nopad.cli.generate import main
 from nopad.cli.prompt_file import read_prompts
 from nopad.inference import Completion
@@ -249,10 +250,8 @@ def test_help_is_quick_and_needs_no_torch(command):
 
 
 def test_the_command_runs_as_a_process(checkpoint):
-    command = [sys.executable, "-m", "nopad", "generate", checkpoint, "--prompt", "Once"]
-    run = subprocess.run(
-        [*command, "--max-tokens", "3", "--stats"], capture_output=True, text=True, cwd=Path.home()
-    )
+    command = ["-m", "nopad", "generate", checkpoint, "--prompt", "Once"]
+    run = warm_python.run([*command, "--max-tokens", "3", "--stats"], cwd=Path.home())
     assert run.returncode == 0 and len(lines(run.stdout)) == 1
     assert '"new_tokens": 3' in run.stderr
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+import warm_python
 from nopad.__main__ import main
 from nopad.cli import pack_map, printable
 from nopad.cli.inspect_data import budget_table, pack_text, padding_waste
@@ -144,10 +143,10 @@ def test_the_picture_is_a_png(tmp_path):
 
 
 def test_a_reader_that_has_read_enough_is_answered_as_by_sigpipe(data):
-    command = [sys.executable, "-m", "nopad", "inspect", str(data), "--budget", "128"]
+    command = ["-m", "nopad", "inspect", str(data), "--budget", "128"]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = warm_python.run(command, stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

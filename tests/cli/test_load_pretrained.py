@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+import warm_python
 from nopad.cli import load_pretrained
 
 
@@ -84,8 +83,8 @@ def test_code_of_a_checkpoint_is_never_run_and_nobody_is_asked(tmp_path, command
     rows.write_text('{"text": "a"}\n')
     name, *options = command
     given = [str(rows), "--tokenizer", str(folder)] if name == "inspect" else [str(folder)]
-    run = [sys.executable, "-m", "nopad", name, *given, *options]
-    done = subprocess.run(run, input="y\n" * 9, capture_output=True, text=True, timeout=100)
+    run = ["-m", "nopad", name, *given, *options]
+    done = warm_python.run(run, input="y\n" * 9, timeout=100)
     assert done.returncode == 2 and not mark.exists(), done.stderr
     assert "[y/N]" not in done.stdout
     assert "it needs Python code that comes with it, which nopad never runs" in done.stderr

@@ -1,8 +1,8 @@
 """Importing the collators is enough for Transformers to know attn_implementation="nopad"."""
 
-import subprocess
-import sys
 import textwrap
+
+import warm_python
 
 
 def test_a_process_that_only_imports_the_collators_knows_the_name():
@@ -17,5 +17,5 @@ def test_a_process_that_only_imports_the_collators_knows_the_name():
         model = LlamaForCausalLM(config)
         assert model.config._attn_implementation == "nopad"
         """)
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    child = warm_python.run(["-c", program], loaded=warm_python.LIBRARIES)
     assert child.returncode == 0, child.stderr[-2000:]

@@ -27,9 +27,9 @@ def open_stream(path, rank=0, world_size=1, **options):
 @pytest.fixture
 def kinds(tools, jsonl):
     """Return functions that open each kind of dataset for one rank."""
-    rows, path = tools.documents(160), jsonl(tools.documents(240, seed=2))
+    rows, path = tools.documents(160), jsonl(tools.documents(120, seed=2))
     store = TokenStore([TokenArray.of([Sample(row) for row in rows])])
-    other = jsonl(tools.documents(60, seed=3), "other.jsonl")
+    other = jsonl(tools.documents(30, seed=3), "other.jsonl")
     mixture = [(path, 3), (other, 1)]
     return {
         "planned": lambda **o: open_list(store, **o),

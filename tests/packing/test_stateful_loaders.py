@@ -1,12 +1,10 @@
 """States through loaders: torchdata's and Accelerate's own, and prefetched packs."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+import warm_python
 from torch.utils.data import DataLoader
 
 StatefulDataLoader = pytest.importorskip(
@@ -94,9 +92,6 @@ def test_accelerates_stateful_loader_resumes_exactly(tmp_path):
         print("finished")
         """
     )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=300
-    )
+    child = warm_python.run(["-c", program], timeout=300)
     assert child.returncode == 0, child.stderr[-2000:]
     assert child.stdout.strip().endswith("finished")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import small_inputs
 import torch
+import warm_python
 from nopad.trainer.graceful_stop import STOP_SIGNALS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -33,12 +32,10 @@ def test_fine_tuning_with_adapters_learns_from_answers_only(tmp_path):
         f"tokenizer: {small_inputs.tokenizer(tmp_path)}\nbudget: 64\n"
         "learning-rate: 0.01\nlora: 4\noutput: out\nlog_every: 1\n"
     )
-    done = subprocess.run(
-        [sys.executable, RECIPES / "sft.py", "--config", "sft.yaml"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    done = warm_python.run(
+        [RECIPES / "sft.py", "--config", "sft.yaml"],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]

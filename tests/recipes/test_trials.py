@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 TRIALS = Path(__file__).parent / "support" / "trials.py"
 QUICK = ["signals:pretrain:2", "signals:pretrain_lightning:1:2", "crashes:train_hf:1:3",
@@ -21,8 +20,8 @@ LONG = [
 
 
 def run_trials(folder: Path, *trials: str) -> None:
-    command = [sys.executable, str(TRIALS), "--folder", str(folder), *trials]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [TRIALS, "--folder", str(folder), *trials]
+    done = warm_python.run(command)
     assert done.stdout, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     assert list(results) == list(trials)

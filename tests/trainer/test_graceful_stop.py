@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import warm_python
 from nopad.trainer import graceful_stop
 from nopad.trainer.graceful_stop import RELAY_SECONDS, STOP_SIGNALS, StopRequest
 
@@ -49,9 +49,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.received, flus
 def child():
     started = []
 
-    def start(code: str) -> subprocess.Popen:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True)
+    def start(code: str) -> warm_python.Popen:
+        process = warm_python.Popen(["-c", code], stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout.readline() == "listening\n"
         return process

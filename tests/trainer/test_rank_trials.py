@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 TRIALS = Path(__file__).parent / "support" / "rank_trials.py"
 
 
 def take(what: str, count: int, folder: Path, first: int = 0) -> None:
-    command = [sys.executable, str(TRIALS), what, str(count), "--first", str(first)]
-    done = subprocess.run([*command, "--folder", str(folder)], capture_output=True, text=True)
+    command = [TRIALS, what, str(count), "--first", str(first)]
+    done = warm_python.run([*command, "--folder", folder])
     assert done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failures"] == [] and found["trials"] == count and done.returncode == 0

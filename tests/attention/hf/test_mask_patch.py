@@ -1,13 +1,12 @@
 """Masks in Transformers: documents isolated under sdpa and eager, padding refused for nopad."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import nopad
 import pytest
 import torch
+import warm_python
 from nopad.attention import document_mask
 from nopad.attention.hf import check_packed, mask_patch, packed_batch, random_documents
 from nopad.cli.tiny_model import randomize_weights, tiny_config
@@ -93,7 +92,8 @@ for name, owner in (("masking", masking), ("F", torch.nn.functional), ("Tensor",
     changed = [k for k, v in before[name].items() if vars(owner).get(k) is not v]
     assert not changed, (name, changed)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = warm_python.run(["-c", program], loaded=warm_python.LIBRARIES)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_first_forward_refuses_a_padding_mask_and_installs_nothing(not_installed):

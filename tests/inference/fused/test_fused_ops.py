@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 
 CHILD = Path(__file__).parents[1] / "support" / "fused_child.py"
 
@@ -18,13 +17,7 @@ CHILD = Path(__file__).parents[1] / "support" / "fused_child.py"
 def test_fused_kernels_compute_what_the_modules_compute():
     pytest.importorskip("triton", reason="the kernels are Triton's")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(CHILD)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path.home(),
-    )
+    run = warm_python.run([CHILD], env=environment, cwd=Path.home())
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import small_inputs
+import warm_python
 from nopad.recipes import pretrain
 from nopad.recipes.support import data_and_model, holdout
 from nopad.trainer.evaluation.generation_eval import RESERVED_NAMES
@@ -121,8 +120,8 @@ def test_fine_tuning_evaluates_by_default(tmp_path):
     argv = ["--model", small_inputs.checkpoint(tmp_path)]
     argv += ["--tokenizer", small_inputs.tokenizer(tmp_path)]
     argv += ["--data", small_inputs.chats(tmp_path, 60), "--budget", "64", "--steps", "3"]
-    command = [sys.executable, RECIPES / "sft.py", *argv, "--output", tmp_path / "out"]
+    command = [RECIPES / "sft.py", *argv, "--output", tmp_path / "out"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = warm_python.run(command, env=env, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "eval_matched" in done.stdout and "after 3 steps:" in done.stdout + done.stderr

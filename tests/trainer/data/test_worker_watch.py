@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import tiny_run
+import warm_python
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.data.worker_watch import WorkerWatch
 
@@ -31,10 +31,10 @@ for number, batch in enumerate(PackedLoader(tiny_run.dataset(epochs=None), num_w
 """
 
 
-def start(pause: float = 0.01) -> tuple[subprocess.Popen, list[psutil.Process]]:
+def start(pause: float = 0.01) -> tuple[warm_python.Popen, list[psutil.Process]]:
     """Train on two workers' packs, at `pause` seconds a step."""
-    command = [sys.executable, "-c", CHILD, str(SUPPORT), str(pause)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command, pipe = ["-c", CHILD, SUPPORT, str(pause)], subprocess.PIPE
+    child = warm_python.Popen(command, stdout=pipe, stderr=pipe)
     assert child.stdout.readline() == "reading\n"
     return child, psutil.Process(child.pid).children(recursive=True)
 

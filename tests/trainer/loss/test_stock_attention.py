@@ -32,8 +32,11 @@ def build(kind: str, attention: str):
     return model
 
 
-@pytest.mark.parametrize("front", FIRST_STEP)
-@pytest.mark.parametrize("kind", FORGETFUL)
+@pytest.mark.parametrize(
+    ("kind", "front"),
+    [pytest.param(kind, front, marks=() if front == "hf" or kind == "opt" else pytest.mark.slow)
+     for kind in FORGETFUL for front in FIRST_STEP],
+)  # fmt: skip
 def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
     kind, front, tmp_path, capsys
 ):

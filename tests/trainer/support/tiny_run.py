@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +112,8 @@ def digest(model) -> str:
 
 def launch(script: Path, *arguments, world: int = 2, timeout: float = 300, check: bool = True):
     """Run a script as `world` processes; return the JSON in the last line of each."""
+    import warm_python  # not there for the scripts, which import this module too
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -129,16 +130,13 @@ def launch(script: Path, *arguments, world: int = 2, timeout: float = 300, check
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
         }
-        command = [sys.executable, str(script), *map(str, arguments)]
-        children.append(
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        command = [script, *map(str, arguments)]
+        pipe = subprocess.PIPE
+        children.append(warm_python.Popen(command, env=env, stdout=pipe, stderr=pipe))
     return [_result(child, timeout, check) for child in children]
 
 
-def _result(child: subprocess.Popen, timeout: float, check: bool):
+def _result(child, timeout: float, check: bool):
     try:
         out, err = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_run
+import warm_python
 from epochs_child import StopAt
 from hf_child import trainer
 from nopad.trainer.with_hf import PackedTrainer
@@ -71,8 +70,7 @@ def test_max_steps_mean_what_they_say_after_a_resume(tmp_path, monkeypatch):
 
 
 def test_another_number_of_ranks_trains_every_pack_of_every_epoch_once(tmp_path):
-    command = [sys.executable, CHILD, tmp_path, "1:2", "2:1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = warm_python.run([CHILD, tmp_path, "1:2", "2:1"], timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 2
