@@ -5,7 +5,8 @@
 
 While it generates, a rank waits for no other (unless the model is sharded: see
 `live_model/lockstep.py`); the ranks synchronize once, at the end. An error on one of them is raised
-on all. The results do not depend on the number of ranks.
+on all. The results do not depend on the number of ranks. Ranks that share a model by tensor
+parallelism run the same requests.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..runtime import all_ranks_or_none, rank, world_size
+from ..runtime import all_ranks_or_none, gather_objects, rank, world_size
 from .engine import Engine
 from .live_model.lockstep import gathers_parameters, lockstep
 from .live_model.model_lock import model_lock
+from .live_model.replica import replica_ranks
 from .requests.draws import shared_draws
 from .requests.outputs import Completion, Score
 from .requests.request_builder import Params, broadcast_params
@@ -82,7 +84,6 @@ class DataParallelEngine:
     def _run(self, work: Work, costs: list[float], prompts: Sequence[Prompt]) -> list[Any]:
         """Run on all ranks; equal prompts stay on one rank, where they share their prefix."""
         keys = [repr(prompt) for prompt in prompts]
-        shards = partition_by_cost(costs, world_size(), keys)
         # Two threads would meet the other ranks in any order, so the second one cannot wait here.
         if not self._lock.acquire(blocking=world_size() == 1):
             raise RuntimeError(
@@ -90,7 +91,9 @@ class DataParallelEngine:
                 "the same order on every rank"
             )
         try:
-            return run_on_all_ranks(self._in_lockstep(work), shards)
+            replicas = replica_of_ranks(self.engine._model)
+            shards = partition_by_cost(costs, max(replicas) + 1, keys)
+            return run_on_all_ranks(self._in_lockstep(work), [shards[r] for r in replicas])
         finally:
             self._lock.release()
 
@@ -129,8 +132,21 @@ def partition_by_cost(
     return [sorted(shard) for shard in shards]
 
 
+def replica_of_ranks(model: Any) -> list[int]:
+    """Return which replica of the model each rank runs: tensor-parallel ranks share one."""
+    own = replica_ranks(model)
+    if len(own) == 1:
+        return list(range(world_size()))
+    first_ranks = gather_objects(own[0])
+    numbers = {first: number for number, first in enumerate(sorted({*first_ranks}))}
+    return [numbers[first] for first in first_ranks]
+
+
 def run_on_all_ranks(work: Work, shards: list[list[int]]) -> list[Any]:
-    """Run each rank's shard of the indices; return all results in the order of the indices."""
+    """Run each rank's shard of the indices; return all results in the order of the indices.
+
+    Ranks of one replica have the same shard, and the same results.
+    """
 
     def run_shard() -> list[Any]:
         shard = shards[rank()]

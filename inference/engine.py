@@ -23,6 +23,7 @@ from .engine_core import Executor
 from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
 from .live_model.model_lock import exclusive, model_lock
+from .live_model.replica import replica_ranks
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .request_runner import RequestRunner
@@ -33,6 +34,7 @@ from .requests.request import Request
 from .requests.request_builder import (
     EncodedPrompt,
     Params,
+    PromptSpec,
     RequestBuilder,
     broadcast_params,
     deadline_seconds,
@@ -142,7 +144,7 @@ class Engine:
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=not progress, unit="req")
         with self._lock, bar:
-            encoded = self._builder.encode(specs)
+            encoded = self._encode(specs)
             draws = own_draws(self._model) if _draws is None else _draws
             with defer_full_gc(), self._runner.borrow_model():
                 self._runner.start_trace()
@@ -164,7 +166,7 @@ class Engine:
         The model is borrowed only while a step runs; between two events it is in the trainer's
         state. Other calls and streams may run in between; each gets its own events.
         """
-        encoded = self._builder.encode(broadcast_params(prompts, params, priority, deadline))
+        encoded = self._encode(broadcast_params(prompts, params, priority, deadline))
         return self._stream(encoded, own_draws(self._model))
 
     def _stream(self, encoded: list[EncodedPrompt], draws: Draws) -> Iterator[StreamEvent]:
@@ -200,7 +202,7 @@ class Engine:
         deadline: float | None = None,
     ) -> int:
         """Queue a request for `step`; the returned id names it in events and for `abort`."""
-        encoded = self._builder.encode(broadcast_params([prompt], params, priority, deadline))
+        encoded = self._encode(broadcast_params([prompt], params, priority, deadline))
         check: WeightsCheck = "full"
         if self._executor is not None and self._loop.busy:
             # If several requests are added in a row, only the first compares a sample.
@@ -316,6 +318,18 @@ class Engine:
                 self._runner.queue_backlog(backlog)
                 self._runner.run_step()
 
+    def _encode(self, specs: Sequence[PromptSpec]) -> list[EncodedPrompt]:
+        self._check_deadline(min((spec.seconds for spec in specs), default=float("inf")))
+        return self._builder.encode(specs)
+
+    def _check_deadline(self, seconds: float) -> None:
+        """Refuse a deadline where ranks run the model together: it would come at other steps."""
+        if seconds < float("inf") and len(replica_ranks(self._model)) > 1:
+            raise ValueError(
+                "deadline= cannot be used with tensor parallelism: its ranks would end a request "
+                "at different steps; lower max_tokens instead"
+            )
+
     def _build_requests(
         self, encoded: list[EncodedPrompt], draws: Draws, streaming: bool = False
     ) -> list[RequestGroup]:
@@ -325,6 +339,7 @@ class Engine:
     @exclusive
     def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:
         seconds = deadline_seconds(deadline)
+        self._check_deadline(seconds)
         with defer_full_gc(), self._runner.borrow_model():
             self._runner.start_trace()
             expires, cache_tokens = self._loop.clock() + seconds, self._session.cache_tokens

@@ -20,6 +20,7 @@ from .fused.fused_ops import FusedOps, verified_ops
 from .fused.qkv_weights import stacked_bytes
 from .live_model.cast_weights import CastWeights, is_matmul
 from .live_model.lockstep import gathers_parameters
+from .live_model.replica import smallest_of_replica
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
@@ -115,7 +116,7 @@ def _build_cache(
     shapes, page_size = layer_shapes(model), settings.page_size
     page_bytes = PagedCache.bytes_per_page(shapes, page_size, dtype)
     max_pages = settings.max_num_seqs * -(-settings.max_model_len // page_size)
-    num_pages = min(budget // page_bytes, max_pages)
+    num_pages = smallest_of_replica(model, min(budget // page_bytes, max_pages))
     if num_pages < 1:
         raise ValueError(
             f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "

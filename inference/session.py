@@ -19,6 +19,7 @@ from .engine_core import BuildKey, Executor, build_executor, build_fused_ops, bu
 from .live_model.borrow import borrow_model
 from .live_model.cast_weights import detect_autocast_dtype
 from .live_model.lockstep import gathers_parameters
+from .live_model.replica import smallest_of_replica
 from .live_model.weights_version import WeightsVersion
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
@@ -87,11 +88,11 @@ class ModelSession:
         try:
             with ExitStack() as stack:
                 stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
-                may_differ = (
-                    full_check
-                    or self.executor is None
-                    or not self._weights.unchanged(weights_check == "sample")
-                )
+                may_differ = full_check or self.executor is None
+                if not may_differ and weights_check == "sample":
+                    may_differ = self._on_any_rank(not self._weights.unchanged(sample=True))
+                elif not may_differ:  # at every step: counters are the same on all ranks
+                    may_differ = not self._weights.unchanged()
                 if self.executor is None:
                     self.executor = self._build(key)
                 updated = self._invalidate_if_changed() if may_differ else []
@@ -169,6 +170,10 @@ class ModelSession:
             (dtype,) = self._autocast_dtype
         return None if dtype is None or dtype == parameter.dtype else dtype
 
+    def _on_any_rank(self, changed: bool) -> bool:
+        """Whether this holds on any rank of the replica: each sees the values of its own shard."""
+        return not smallest_of_replica(self._model, int(not changed))
+
     def _invalidate_if_changed(self) -> list[Request]:
         """Drop what other weights computed: cached prefixes, and the keys of running requests."""
         assert self.executor is not None
@@ -180,7 +185,7 @@ class ModelSession:
             moved = cast_weights.refresh(self._modules) or moved
         if moved:
             runner.drop_graphs()
-        changed = self._weights.refresh()
+        changed = self._on_any_rank(self._weights.refresh())
         if self._weights.forward_changed:  # graphs and fused kernels hold what forwards were
             runner.drop_graphs()
             self.executor.fused_ops = build_fused_ops(self._model, runner, self.settings)

@@ -9,7 +9,7 @@ from .draw_streams import (
     number_call,
 )
 from .host_copy import HostCopy, to_device
-from .layout import describe_layout, model_parallel_sizes, refuse_model_parallel
+from .layout import describe_layout, model_parallel_sizes, refuse_model_parallel, replica_mesh
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
@@ -40,6 +40,7 @@ __all__ = [
     "rank",
     "rebind_global",
     "refuse_model_parallel",
+    "replica_mesh",
     "rms_norm_eps",
     "rng_states",
     "stock_class",

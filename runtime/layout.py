@@ -77,6 +77,24 @@ def refuse_model_parallel(
     )
 
 
+def replica_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the ranks that run one replica of a model together by tensor parallelism, if any do.
+
+    They run every forward together, so they need the same requests in the same order.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    own = getattr(model, "_device_mesh", None)  # of `from_pretrained(tp_plan=)`
+    for mesh in [*([] if own is None else [own]), *_meshes(model)]:
+        names = mesh.mesh_dim_names
+        dims = [name for name in names or () if _KIND_OF.get(name) == "tensor"]
+        tensor_mesh = mesh[dims[0]] if dims else mesh
+        is_tensor = bool(dims) or (names is None and not _is_fsdp(model))
+        if is_tensor and tensor_mesh.size() > 1:
+            return tensor_mesh
+    return None
+
+
 def describe_layout(sizes: dict[str, int]) -> str:
     """Name the kinds of parallelism and their sizes.
 
@@ -113,15 +131,22 @@ def _megatron_sizes() -> dict[str, int]:
 
 def _model_sizes(model: nn.Module) -> Iterator[dict[str, int]]:
     """Read a model's own record of its sharding, and the meshes of its parameters."""
-    modules = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         yield _transformers_sizes(module)
-    is_fsdp = any(hasattr(module, "set_reshard_after_forward") for module in modules)
-    meshes = {id(mesh): mesh for p in model.parameters() if (mesh := _mesh_of(p)) is not None}
-    for mesh in meshes.values():
+    for mesh in _meshes(model):
         yield _mesh_sizes(mesh)
-        if mesh.mesh_dim_names is None and not is_fsdp:
+        if mesh.mesh_dim_names is None and not _is_fsdp(model):
             yield {"tensor": mesh.size()}  # sharded, and not by FSDP
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    return any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
+
+
+def _meshes(model: nn.Module) -> list[Any]:
+    """Return the meshes over which the parameters of a model are distributed."""
+    meshes = {id(mesh): mesh for p in model.parameters() if (mesh := _mesh_of(p)) is not None}
+    return list(meshes.values())
 
 
 def _transformers_sizes(module: nn.Module) -> dict[str, int]:

@@ -126,6 +126,14 @@ FAULTS = {
         "inference/requests/test_draws.py", "nopad.inference.requests.draws",
         "own_draws = lambda model: Draws(*number_call())",
     ),
+    "a context is any model's": (
+        "attention/hf/test_model_support.py::"
+        "test_models_of_two_threads_do_not_read_each_other_s_context",
+        "nopad.attention.hf.forward_context", "_Context.is_for = lambda self, module: True",
+    ),
+    "a rank that shares a model is on its own": (
+        "runtime/test_layout.py", "nopad.runtime.layout", "_KIND_OF.pop('tp')",
+    ),
     "a checkpoint forgets the draws": (
         "trainer/data/test_draw_counts.py", "nopad.trainer.data.data_state", "draw_counts = dict",
     ),

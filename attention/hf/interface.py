@@ -56,7 +56,7 @@ def attention(
         _check_not_sliced(cu_seq_lens_q, query.shape[0])
         varlen = Varlen(cu_seq_lens_q, _max_length(max_length_q, query))
     if varlen is None:
-        varlen = current_varlen()
+        varlen = current_varlen(module)
     compiling, paged, layer = torch.compiler.is_compiling(), False, 0
     if varlen is not None:
         paged = varlen.pages is not None

@@ -102,7 +102,7 @@ def drops_kwargs(model: Any) -> bool:
 
 def step_context(model: Any, varlen: Varlen) -> AbstractContextManager[None]:
     """Return a `forward_context` for a model that drops keyword arguments, else a null context."""
-    return forward_context(varlen) if drops_kwargs(model) else nullcontext()
+    return forward_context(varlen, model) if drops_kwargs(model) else nullcontext()
 
 
 def _observed_reason(model: Any) -> str | None:

@@ -65,6 +65,8 @@ class FusedDecoder:
         self._rope_tables: list[tuple[Tensor, Tensor]] = []
         """Cosines and sines by position; shorter ones are kept, since graphs hold addresses."""
         self._split_counters: Tensor | None = None
+        self._owner: nn.Module | None = None
+        """The model whose layers are patched."""
         self._step: Varlen | None = None
         """What the model's forward was called with; the layers around it receive no keywords."""
 
@@ -77,6 +79,7 @@ class FusedDecoder:
         assert type(body.embed_tokens) is nn.Embedding, "no plain embedding"
         for layer in body.layers:
             check_supported_layer(layer)
+        self._owner = body
         self._supported = _has_one_dtype(body) and _has_no_hooks(body) and _is_verified(body)
         for module, forward in (
             (body, self._body),
@@ -96,7 +99,7 @@ class FusedDecoder:
         return varlen.pages
 
     def _varlen(self) -> Varlen | None:
-        return current_varlen() if self._step is None else self._step
+        return current_varlen(self._owner) if self._step is None else self._step
 
     def _body(self, body: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._step = kwargs.get("varlen")

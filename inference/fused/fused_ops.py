@@ -152,7 +152,7 @@ def _precompile_step(model: Any, cache_like: PagedCache, num_seqs: int) -> None:
         max_length = num_pages * cache.page_size
         pages = Pages(cache, table, cu_seqlens[:-1] * 0 + 1, ids[0] - 1, max_length)
         varlen = Varlen(cu_seqlens, max_queries, pages)
-        with forward_context(varlen), capture_mode(max_queries == 1):
+        with forward_context(varlen, model), capture_mode(max_queries == 1):
             x = body.embed_tokens(ids)
             kwargs = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
             x = body.layers[0](x, attention_mask=None, **kwargs)

@@ -37,16 +37,16 @@ class Detokenizer:
         self._tokens.extend(tokens)
         old, new = self._decode_to(self._end), self._decode_to(None)
         end = len(self._tokens)
-        if new.endswith(_INCOMPLETE) or len(new) <= len(old):
+        if new.endswith(_INCOMPLETE) or not added_text(old, new):
             if end - self._end <= _MAX_PENDING:
                 return ""
             end, new = self._last_boundary(new)
-        return self._append(end, new[len(old) :])
+        return self._append(end, added_text(old, new))
 
     def flush(self) -> str:
         """Return the text held back, complete or not."""
         old = self._decode_to(self._end)
-        return self._append(len(self._tokens), self._decode_to(None)[len(old) :])
+        return self._append(len(self._tokens), added_text(old, self._decode_to(None)))
 
     def _decode_to(self, end: int | None) -> str:
         return self._decode(self._tokens[self._start : end])
@@ -63,6 +63,17 @@ class Detokenizer:
         prefixes = ((end, self._decode_to(end)) for end in ends)
         fallback = (last, self._decode_to(last))
         return next((prefix for prefix in prefixes if text.startswith(prefix[1])), fallback)
+
+
+def added_text(before: str, after: str) -> str:
+    """Return what more tokens added to a text, whose last character they may have completed.
+
+    >>> added_text("a", "ab"), added_text("a\N{REPLACEMENT CHARACTER}", "a\N{EURO SIGN}b")
+    ('b', '€b')
+    """
+    if not after.startswith(before):
+        before = before.rstrip(_INCOMPLETE)
+    return after[len(before) :]
 
 
 def find_stop(text: str, num_new: int, stops: Sequence[str]) -> int | None:

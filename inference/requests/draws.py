@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...runtime import number_call, rank
+from ...runtime import number_call
+from ..live_model.replica import replica_ranks
 from .rng import stream_seed
 
 
@@ -43,8 +44,8 @@ class Draws:
 def own_draws(model: Any) -> Draws:
     """Number a call that this rank makes for itself."""
     stream, call = number_call()
-    group = rank() // (getattr(model, "_tp_size", None) or 1)
-    return Draws(f"{stream}\0rank {group}" if group else stream, call)
+    first = replica_ranks(model)[0]
+    return Draws(f"{stream}\0rank {first}" if first else stream, call)
 
 
 def shared_draws() -> Draws:

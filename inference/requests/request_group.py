@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .detokenizer import CONTEXT_TOKENS, Detokenizer, find_stop
+from .detokenizer import CONTEXT_TOKENS, Detokenizer, added_text, find_stop
 from .outputs import Completion, StreamEvent, TokenLogprob
 from .request import Request
 from .tokenization import TokenizerAdapter
@@ -129,7 +129,7 @@ class RequestGroup:
             return None
         context = _context(request)  # without it, some tokenizers drop the first space
         text = self._tokenizer.decode([*context, *request.output_token_ids])
-        return text[len(self._tokenizer.decode(context)) :]
+        return added_text(self._tokenizer.decode(context), text)
 
     def _prompt(self) -> list[int] | None:
         return None if self.prompt_token_ids is None else self.prompt_token_ids.tolist()

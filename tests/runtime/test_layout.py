@@ -9,7 +9,7 @@ import pytest
 import simulated
 import torch
 from nopad.packing import PackedDataset
-from nopad.runtime import model_parallel_sizes, refuse_model_parallel
+from nopad.runtime import model_parallel_sizes, refuse_model_parallel, replica_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -52,6 +52,21 @@ def test_a_model_on_a_mesh_without_names_is_tensor_parallel_unless_fsdp_made_it(
         parallelize_module(model, mesh, {"0": ColwiseParallel()})
         assert model_parallel_sizes(model) == {"tensor": 2}
         del model, mesh
+
+
+def test_the_ranks_of_one_replica_are_those_of_the_tensor_dimension():
+    from torch.distributed.fsdp import fully_shard
+
+    model, plan = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": ColwiseParallel()}
+    assert replica_mesh(model) is None
+    for names, ranks in ((("dp", "tp"), [2, 3]), (("tp", "dp"), [1, 3])):
+        with simulated.ranks(4, rank=3):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            assert replica_mesh(fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])) is None
+            model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tp"], plan)
+            found = replica_mesh(model)
+            assert found is not None and found.mesh.tolist() == ranks
+            del model, mesh, found
 
 
 def test_settings_and_the_launcher_s_environment_tell(monkeypatch):

@@ -124,6 +124,21 @@ def test_contexts_nest():
         assert current_varlen() is VARLEN
 
 
+def test_models_of_two_threads_do_not_read_each_other_s_context():
+    """The steps of two engines overlap, and the first one to begin may be the first to end."""
+    models = tiny("stablelm"), tiny("nemotron")
+    layers = [model.model.layers[0].self_attn for model in models]
+    own = VARLEN, Varlen(torch.tensor([0, 1], dtype=torch.int32), 1)
+    contexts = [step_context(model, varlen) for model, varlen in zip(models, own, strict=True)]
+    for context in contexts:
+        context.__enter__()
+    assert [current_varlen(layer) for layer in layers] == [*own]
+    contexts[0].__exit__(None, None, None)
+    assert [current_varlen(layer) for layer in layers] == [None, own[1]]
+    contexts[1].__exit__(None, None, None)
+    assert current_varlen(layers[1]) is None
+
+
 @pytest.mark.parametrize("kind", ["llama", "stablelm"])
 def test_engine_steps_push_a_context_only_for_models_that_drop_keyword_arguments(kind, monkeypatch):
     pushed = []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.requests.detokenizer import Detokenizer
+from nopad.inference.requests.request import Request
+from nopad.inference.requests.request_group import RequestGroup
 
 
 @pytest.fixture
@@ -108,3 +112,24 @@ def test_a_stop_string_ends_a_request_at_its_token_also_at_the_last_one(engine, 
             )
             assert done.finish_reason == "stop"
         assert engine.stats.finished == {"stop": 2}
+
+
+def test_a_prompt_that_ends_inside_a_character_costs_no_text():
+    """SentencePiece decodes each byte of an incomplete character to a character of its own."""
+
+    def decode(tokens) -> str:
+        try:
+            return bytes(tokens).decode()
+        except UnicodeDecodeError:
+            return "".join(chr(t) if t < 128 else "\ufffd" for t in tokens)
+
+    data = "\N{GRINNING FACE} hello".encode()
+    for cut in (1, 2, 3):
+        detokenizer = Detokenizer(decode, data[:cut])
+        text = "".join(detokenizer.push([byte]) for byte in data[cut:]) + detokenizer.flush()
+        assert text == detokenizer.text == "\N{GRINNING FACE} hello"
+        group = RequestGroup(0, SimpleNamespace(decode=decode, has_tokenizer=True), False)
+        request = Request(0, np.array([*data[:cut]]), 20, SamplingParams())
+        request.output_token_ids, request.finish_reason = [*data[cut:]], "length"
+        group.requests = [request]
+        assert group.result().text == text

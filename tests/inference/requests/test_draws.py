@@ -78,14 +78,13 @@ def test_the_counters_continue_where_a_checkpoint_was(tiny):
 def test_ranks_that_call_for_themselves_differ_and_those_of_a_group_do_not(tiny, monkeypatch):
     model = tiny("llama")
 
-    def on_rank(rank: int, group: int | None = None) -> list:
+    def on_ranks(*ranks: int) -> list:
         load_draw_counts({})
-        monkeypatch.setattr("nopad.inference.requests.draws.rank", lambda: rank)
-        monkeypatch.setattr(type(model), "_tp_size", group)
+        monkeypatch.setattr("nopad.inference.requests.draws.replica_ranks", lambda _: ranks)
         return drawn(Engine(model).generate)
 
-    assert on_rank(0) != on_rank(1) != on_rank(2)
-    assert on_rank(0, 2) == on_rank(1, 2) != on_rank(2, 2) == on_rank(3, 2)
+    assert on_ranks(0) != on_ranks(1) != on_ranks(2)
+    assert on_ranks(0, 1) == on_ranks(0) != on_ranks(2, 3) == on_ranks(2)
 
 
 def test_prompts_distributed_over_ranks_draw_what_one_rank_draws(tiny, monkeypatch):
@@ -93,7 +92,7 @@ def test_prompts_distributed_over_ranks_draw_what_one_rank_draws(tiny, monkeypat
     want = drawn(ranks.generate)
     for rank in range(2):
         load_draw_counts({})
-        monkeypatch.setattr("nopad.inference.requests.draws.rank", lambda r=rank: r)
+        monkeypatch.setattr("nopad.inference.requests.draws.replica_ranks", lambda _, r=rank: [r])
         monkeypatch.setattr(
             "nopad.inference.data_parallel.run_on_all_ranks",
             lambda work, shards: [work([2]), work([0, 1])],

@@ -89,6 +89,18 @@ def test_in_lock_step_an_error_on_one_rank_reaches_all_and_training_goes_on(two)
         assert all("seeded" in error and rows == [] for error, rows in texts) and len(texts) == 3
 
 
+def test_ranks_that_share_a_model_run_the_same_requests(one, two):
+    """By tensor parallelism, with caches of different sizes: they have to plan the same steps."""
+    for child in two:
+        answers, own, late = child["tensor parallel"]
+        want = one["dealt"]
+        assert {**answers, "scores": []} == {**want, "scores": []}
+        for row, wanted in zip(answers["scores"], want["scores"], strict=True):
+            assert row == pytest.approx(wanted, abs=1e-3)
+        assert own == two[0]["tensor parallel"][1]
+        assert "deadline= cannot be used with tensor parallelism" in late
+
+
 def test_uneven_ranks_never_hang(one, two):
     assert [child["uneven"] for child in (one, *two)] == [RUNS] * 3
 

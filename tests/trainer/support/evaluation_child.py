@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from typing import Any
 
 import tiny_run
 import torch
@@ -14,7 +15,13 @@ from nopad.inference.execution.model_runner import ModelRunner
 from nopad.runtime import load_draw_counts
 from nopad.trainer import fsdp_unshard
 from nopad.trainer.evaluation import Example, GenerationEval
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=5)
@@ -54,9 +61,10 @@ def told(work) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def dealt(model) -> dict:
+def dealt(model, **settings) -> dict:
     """What all ranks together answer, whatever there is to answer."""
-    ranks = DataParallelEngine(Engine(model))
+    load_draw_counts({})
+    ranks = DataParallelEngine(Engine(model, **settings))
     contexts = prompts(5, 1)
     choices = [[[1, 2], [3], [4, 5, 6]][: 1 + i % 3] for i in range(len(contexts))]
     scores = ranks.score(contexts, choices)
@@ -172,6 +180,20 @@ def fail_in_second_step(engine: Engine) -> None:
     engine.generate = failing
 
 
+def tensor_parallel() -> list:
+    """What all ranks together answer if they share one model, and whether a deadline is taken."""
+    model, mesh = tiny_run.model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    across, along = ColwiseParallel(), RowwiseParallel()
+    plan: Any = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), across)
+    plan |= dict.fromkeys(("o_proj", "down_proj"), along)
+    parallelize_module(model, mesh, {f"model.layers.*.*.{name}": how for name, how in plan.items()})
+    memory = 40000 if rank() else 90000  # for other numbers of pages
+    engine = Engine(model, memory=memory, page_size=16, max_num_seqs=4)
+    own = lists(engine.generate(prompts(9), SAMPLED))
+    late = told(lambda: engine.generate([[1, 2]], GREEDY, deadline=9))
+    return [dealt(model, memory=memory, page_size=16, max_num_seqs=4), own, late]
+
+
 def uneven(model, runs: int) -> int:
     """Calls with 0 to n prompts, one after the other; how many gave what one rank alone gives."""
     ranks, alone = DataParallelEngine(Engine(model)), Engine(model)
@@ -193,6 +215,7 @@ def main(runs: int) -> None:
         "sharded": [sharded(True), sharded(False)],
         "locked": sharded(True, fits=False),
         "locked, broken": sharded(True, fits=False, breaks=True),
+        "tensor parallel": tensor_parallel(),
         "uneven": uneven(model, runs),
     }
     print(json.dumps(found))
