@@ -1,11 +1,13 @@
 """Speed of packed training beside padded batches, HF's flattening collator and liger-kernel.
 
-    python benchmarks/bench_training.py [--record FILE] [--only NAME ...] [--profile] [--tiny]
+    python benchmarks/bench_training.py [--record FILE] [--only NAME ...] [--repeats N]
+                                        [--profile] [--tiny]
 
-The model has the shape of Llama-3.2-1B, in bf16, with random weights. Every variant trains on the
-same packs of 16384 tokens with natural document lengths, in the same process, with gradient
-clipping and torch's fused AdamW. Variants named sft compute the loss on the last 40 % of each
-document, the answer.
+The model has the shape of Llama-3.2-1B with random weights. Every variant trains on the same packs
+of 16384 tokens with natural document lengths, in the same process, with gradient clipping and
+torch's AdamW. First come the trainings as users start them (`training_users.py`), each in turn with
+the stock one, `--repeats` times; then loops of our own with bf16 weights. Variants named sft
+compute the loss on the last 40 % of each document, the answer.
 
 Only useful tokens count, not padding. MFU counts the matrix products, the head's only where there
 is a label, and attention within each sample, relative to the matrix rate measured first. "data
@@ -38,7 +40,9 @@ from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import ModelFlops
 from power_monitor import PowerMonitor
 from record import header, write_record
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from training_front_ends import FlatteningCollator
+from training_users import measure, user_variants
+from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_LENGTH = 4096
 ANSWER_FRACTION = 0.4
@@ -94,6 +98,7 @@ class Bench:
         self.wait_seconds = lambda: 0.0
         self.matmul_rate = self._measure_matmul_rate()
         self.results: dict[str, dict] = {}
+        self.user_results: dict[str, dict] = {}
 
     def _measure_matmul_rate(self) -> float:
         size = 256 if self.tiny else 8192
@@ -256,19 +261,6 @@ def run_padded(bench: Bench) -> None:
     bench.run("hf padded sdpa", bench.model("sdpa"), twice, PADDED_STEPS, PADDED_STEPS)
 
 
-class FlatteningCollator:
-    """HF's flattening collator, applied to the samples of our packs."""
-
-    def __init__(self):
-        self.collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-
-    def __call__(self, pack) -> dict:
-        cuts = pack.cu_seqlens[1:-1]
-        pairs = zip(np.split(pack.tokens, cuts), np.split(pack.labels, cuts), strict=True)
-        rows = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]
-        return {**self.collator(rows), "use_cache": False}
-
-
 def run_flattening(bench: Bench, sft: bool = False) -> None:
     model = bench.model("sdpa" if bench.tiny else "flash_attention_2")
     batches = bench.batches(FlatteningCollator(), sft)
@@ -330,6 +322,30 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
     }
 
 
+def run_users(bench: Bench, only: list[str] | None, repeats: int, record: Path | None) -> None:
+    """Measure the trainings as users start them, each beside the stock one."""
+    register()
+    steps = (2, 3) if bench.tiny else (WARMUP_STEPS, TIMED_STEPS)
+    config = model_config(bench.tiny, "nopad")
+    for name, variant in user_variants(
+        bench.documents, bench.budget, steps, bf16=not bench.tiny
+    ).items():
+        if only and name not in only:
+            continue
+        result = bench.user_results[name] = measure(variant, config, bench.device, repeats)
+        for side in ("nopad", "stock"):
+            row = result.get(side)
+            if row:
+                print(
+                    f"{name:16} {side:6} {row['tokens_per_second'] / 1e3:8.1f} k tok/s "
+                    f"{row['peak_GB']:6.1f} GB  step {row['step_ms']:.0f} ms  {row['losses']}",
+                    flush=True,
+                )
+        if "ratio" in result:
+            print(f"{name:16} ratio {result['ratio']}", flush=True)
+        write_record(build_record(bench), record)
+
+
 def build_record(bench: Bench) -> dict:
     """Return all results so far."""
     lengths = (
@@ -341,7 +357,8 @@ def build_record(bench: Bench) -> dict:
         "budget": bench.budget,
         "documents": lengths,
         "steps": {"warm": WARMUP_STEPS, "timed": TIMED_STEPS},
-        "results": bench.results,
+        "users": bench.user_results,
+        "bf16 weights": bench.results,
     }
 
 
@@ -349,6 +366,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     parser.add_argument("--only", nargs="*", help="variants to run: compiled, eager, liger, ...")
+    parser.add_argument("--repeats", type=int, default=3, help="of the trainings as users start")
     parser.add_argument("--profile", action="store_true", help="list the kernels of three steps")
     parser.add_argument("--tiny", action="store_true", help="small shape, for any machine")
     args = parser.parse_args()
@@ -356,6 +374,7 @@ def main() -> None:
     print(
         f"matrix rate {bench.matmul_rate / 1e12:.0f} TFLOP/s, packs of {bench.budget}", flush=True
     )
+    run_users(bench, args.only, args.repeats, args.record)
     for name, variant in variants(bench).items():
         # Graph breaks are a fallback: run that variant only if compiling the full graph failed.
         skipped = name == "broken" and any("compiled" in done for done in bench.results)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from tempfile import TemporaryDirectory
@@ -130,6 +129,7 @@ def _hf_arguments(run: Run, folder: str, **options: Any) -> TrainingArguments:
     return TrainingArguments(
         folder,
         bf16=run.bf16,
+        use_cpu=not torch.cuda.is_available(),
         max_steps=run.steps,
         gradient_accumulation_steps=run.accumulation,
         gradient_checkpointing=run.gradient_checkpointing,
@@ -144,9 +144,12 @@ def _hf_arguments(run: Run, folder: str, **options: Any) -> TrainingArguments:
     )
 
 
-def hf_nopad(run: Run, model: Any, **options: Any) -> None:
+def hf_nopad(run: Run, model: Any, before: Any = None, **options: Any) -> None:
+    """before: called with the model first."""
     from nopad import PackedTrainer
 
+    if before is not None:
+        before(model)
     with TemporaryDirectory() as folder:
         args = _hf_arguments(run, folder)
         data = run.dataset()
@@ -175,7 +178,7 @@ def accelerate_nopad(run: Run, model: Any, **options: Any) -> None:
     accelerator = Accelerator(
         mixed_precision="bf16" if run.bf16 else "no", gradient_accumulation_steps=run.accumulation
     )
-    model, optimizer = accelerator.prepare(model, _adamw(model))
+    model, optimizer = accelerator.prepare(model, adamw(model))
     batches = PackedAccelerateLoader(accelerator, run.dataset(), num_workers=1, **options)
     _accelerate_loop(run, accelerator, model, optimizer, batches)
 
@@ -183,11 +186,11 @@ def accelerate_nopad(run: Run, model: Any, **options: Any) -> None:
 def accelerate_stock(run: Run, model: Any) -> None:
     from accelerate import Accelerator
 
-    _apply_liger(model)
+    apply_liger(model)
     accelerator = Accelerator(
         mixed_precision="bf16" if run.bf16 else "no", gradient_accumulation_steps=run.accumulation
     )
-    model, optimizer, batches = accelerator.prepare(model, _adamw(model), _stock_loader(run))
+    model, optimizer, batches = accelerator.prepare(model, adamw(model), _stock_loader(run))
     _accelerate_loop(run, accelerator, model, optimizer, batches)
 
 
@@ -219,7 +222,7 @@ def lightning_nopad(run: Run, model: Any, **options: Any) -> None:
 
 
 def lightning_stock(run: Run, model: Any) -> None:
-    _apply_liger(model)
+    apply_liger(model)
     _lightning_fit(run, model, [], _stock_loader(run))
 
 
@@ -273,20 +276,12 @@ def _stock_loader(run: Run) -> DataLoader:
     )
 
 
-def _adamw(model: Any) -> torch.optim.Optimizer:
+def adamw(model: Any) -> torch.optim.Optimizer:
     fused = next(model.parameters()).is_cuda or torch.cuda.is_available()
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
 
 
-def _apply_liger(model: Any) -> None:
+def apply_liger(model: Any) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
-
-
-FRONT_ENDS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "hf": (hf_nopad, hf_stock),
-    "accelerate": (accelerate_nopad, accelerate_stock),
-    "lightning": (lightning_nopad, lightning_stock),
-}
-"""By name: nopad's training loop, and the library's own with liger-kernel."""

@@ -56,18 +56,20 @@ def test_a_packed_bf16_step_is_as_near_to_fp32_as_samples_one_by_one(attention, 
     assert error(gradient(trained), gold) <= 2 * error(low, gold)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("option", ["bf16", "torch_compile", "gradient_checkpointing"])
 @pytest.mark.parametrize("attention", ["flash_attention_2", "nopad"])
 def test_a_mixed_precision_step_of_the_hf_trainer_is_that_of_samples_one_by_one(
-    attention, compiled, tmp_path, capsys
+    attention, option, tmp_path, capsys
 ):
-    settings = {"use_cpu": DEVICE == "cpu", "bf16": True, "torch_compile": compiled}
+    settings = {"use_cpu": DEVICE == "cpu", "bf16": True, option: True}
     ours = hf(model(attention), dataset(), tmp_path, accumulation=2, **settings)
     ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
     assert error(ours, one_by_one(torch.float32)) <= 2 * error(
         one_by_one(torch.bfloat16), one_by_one(torch.float32)
     )
-    assert "leak check 0.0" in capsys.readouterr().out
+    banner = capsys.readouterr().out
+    assert "leak check 0.0" in banner
+    assert ("fused kernels for LlamaRMSNorm, LlamaMLP" in banner) == (option != "torch_compile")
 
 
 def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():

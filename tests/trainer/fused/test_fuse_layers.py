@@ -217,31 +217,43 @@ def test_angles_that_learn_are_turned_by_the_model_itself():
     assert not is_supported(q, q, learnt, angles) and not is_supported(q, q, angles, learnt)
 
 
+def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_bf16_step_is_as_near_to_fp32_as_without_our_kernels(compiled):
+@pytest.mark.parametrize("way", ["bf16 weights", "autocast", "adapters", "compiled"])
+def test_a_bf16_step_is_as_near_to_fp32_as_without_our_kernels(way):
     tokens = torch.randint(1, 300, (1, 500), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": piece.tolist()} for piece in tokens[0].split([90, 200, 210])]
     batch = {k: v.cuda() if torch.is_tensor(v) else v for k, v in PackedCollator()(rows).items()}
 
-    def gradients(dtype, prepare) -> dict[str, torch.Tensor]:
+    def gradients(low: bool, prepare) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=320,
                              num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                              attn_implementation="sdpa")  # fmt: skip
-        model = LlamaForCausalLM(config).cuda().to(dtype)
+        model = LlamaForCausalLM(config).cuda()
+        if way == "adapters":
+            model = adapted(model)
+        if low and way != "autocast":
+            model = model.to(torch.bfloat16)
         prepare(model)
-        model(**batch).loss.backward()
-        return {name: p.grad.float() for name, p in model.named_parameters()}
+        with torch.autocast("cuda", torch.bfloat16, enabled=low and way == "autocast"):
+            model(**batch).loss.backward()
+        return {n: p.grad.float() for n, p in model.named_parameters() if p.requires_grad}
 
     def ours(model) -> None:
         attach_loss(model)
-        assert compiled or len(fuse_layers(model).names) == 5
-        if compiled:
+        assert way == "compiled" or len(fuse_layers(model).names) == 5
+        if way == "compiled":
             compile_layers(model)
 
-    gold = gradients(torch.float32, lambda model: None)
-    low = gradients(torch.bfloat16, lambda model: None)
-    for name, gradient in gradients(torch.bfloat16, ours).items():
+    gold = gradients(False, lambda model: None)
+    low = gradients(True, lambda model: None)
+    for name, gradient in gradients(True, ours).items():
         error, allowed = ((g[name] - gold[name]).norm() for g in ({name: gradient}, low))
         assert error <= 2 * allowed, name
