@@ -12,6 +12,7 @@ communication, so the length of their run must be given in packs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -23,6 +24,7 @@ from ..ordering.mixture import has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..sample import Sample
+from ..state.run_state import check_packs_left
 from .shard_reader import ShardReader, StreamSettings
 
 ESTIMATE_ROWS = 256
@@ -43,18 +45,36 @@ class StreamedPacks:
         self._check_share(position, share)
         index = share.next(base, position.index)
         shards = self._shards = self._open(position, share, index, cursors)
+        unended = {shard for shard in shards if not cursors.get(shard, {}).get("ended")}
         end = None if self.max_packs is None else share.round_end(self.max_packs - 1, base)
-        while not self._all_ended(share) if end is None else index < end:
+        while unended or not self._all_ended(share) if end is None else index < end:
             shard = shards[index % self.settings.shards]
             beyond = self.max_packs is not None and index >= self.max_packs
             pack = None if beyond else shard.next_pack()
             if pack is None:
-                if self._all_ended(share) and end is None:
+                # A shard without rows gives one pack too, whose cursor says that it has ended.
+                if end is None and self._all_ended(share) and shard.shard not in unended:
                     return
                 pack = Pack.of([], self.settings.packer["budget"], cursor=shard.last_cursor())
+            unended.discard(shard.shard)
             pack.index = index
             yield pack
             index += share.stride
+
+    def resume_position(self, state: dict, epochs: int | None) -> Position:
+        """Return where a pass of `epochs` epochs and `max_packs` packs continues from a state."""
+        if state["epochs"] != epochs:
+            raise ValueError(
+                f"the state was made with epochs={state['epochs']}, this stream has "
+                f"epochs={epochs}: use the same for both"
+            )
+        position, max_packs = Position(**state["position"]), state["max_packs"]
+        if max_packs == self.max_packs:
+            return position
+        # A position is after a round of the ranks; empty packs complete the last round of a pass.
+        index = position.index if max_packs is None else min(position.index, max_packs)
+        check_packs_left(index, self.max_packs)
+        return replace(position, index=index)
 
     def _open(self, position: Position, share: RankShard, index: int, cursors: Mapping[int, dict]):
         """Open the shards of a share, each after the last of its packs that was trained on."""
