@@ -5,12 +5,13 @@
 
 The sequence of packs depends on S, not on the readers: any ranks x workers that divides S gives the
 same packs in the same order. A shard that ends before the others yields empty packs of weight zero.
-A single rank ends with its last shard. Several ranks cannot know when the others end without
-communication, so the length of their run must be given in packs.
+A single rank ends with its last shard, also before `max_packs`. Several ranks cannot know when the
+others end without communication, so the length of their run must be given in packs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -45,15 +46,16 @@ class StreamedPacks:
         self._check_share(position, share)
         index = share.next(base, position.index)
         shards = self._shards = self._open(position, share, index, cursors)
-        unended = {shard for shard in shards if not cursors.get(shard, {}).get("ended")}
-        end = None if self.max_packs is None else share.round_end(self.max_packs - 1, base)
-        while unended or not self._all_ended(share) if end is None else index < end:
+        # Shards of which other readers do not know yet that they have ended: each gives a pack.
+        unended = {n for n in shards if share.stride > 1 and not cursors.get(n, {}).get("ended")}
+        end = sys.maxsize if self.max_packs is None else share.round_end(self.max_packs - 1, base)
+        alone = share.world_size == 1  # several ranks do not know when the others end
+        while index < end and not (alone and not unended and _all_ended(shards, share)):
             shard = shards[index % self.settings.shards]
             beyond = self.max_packs is not None and index >= self.max_packs
             pack = None if beyond else shard.next_pack()
             if pack is None:
-                # A shard without rows gives one pack too, whose cursor says that it has ended.
-                if end is None and self._all_ended(share) and shard.shard not in unended:
+                if alone and _all_ended(shards, share) and shard.shard not in unended:
                     return
                 pack = Pack.of([], self.settings.packer["budget"], cursor=shard.last_cursor())
             unended.discard(shard.shard)
@@ -110,14 +112,6 @@ class StreamedPacks:
         )
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
 
-    def _all_ended(self, share: RankShard) -> bool:
-        """Return whether all shards have ended; raise if the data never gave a pack."""
-        shards = self._shards.values()
-        ended = all(shard.ended for shard in shards)
-        if ended and share.stride == 1 and not any(s.packer.counts.packs for s in shards):
-            raise ValueError(NO_PACKS)
-        return ended
-
     def estimate(self) -> int | None:
         """Estimate the packs of an epoch from the first rows of each source and its size."""
         tokens = 0.0
@@ -163,3 +157,12 @@ class StreamedPacks:
                 "length of the run with max_packs= (over all ranks), or use epochs=None and stop "
                 "by steps"
             )
+
+
+def _all_ended(shards: Mapping[int, ShardReader], share: RankShard) -> bool:
+    """Return whether all shards have ended; raise if the data never gave a pack."""
+    readers = shards.values()
+    ended = all(shard.ended for shard in readers)
+    if ended and share.stride == 1 and not any(shard.packer.counts.packs for shard in readers):
+        raise ValueError(NO_PACKS)
+    return ended

@@ -261,6 +261,22 @@ def test_shards_without_rows_can_be_counted_and_resumed(tools, jsonl, workers):
     assert found == whole
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_stream_of_one_rank_ends_before_max_packs(make, tools, workers):
+    """Empty packs up to `max_packs` would be steps that train nothing."""
+    whole = tools.full(make("sharded"))
+    run = tools.Run(partial(make, "sharded", max_packs=1000), 1, workers)
+    packs = list(run.packs())
+    assert tools.full(packs) == whole and len(packs) < len(whole) + 4
+
+
+def test_two_iterators_of_a_stream_end_each(make, tools):
+    data = make("sharded")
+    first, second = iter(data), iter(data)
+    packs = [next(first), next(second)]
+    assert tools.full(packs[:1] + list(first)) == tools.full(packs[1:] + list(second))
+
+
 @pytest.mark.parametrize("field, value", [("finished", 1), ("finished", None), ("max_packs", -1)])
 def test_an_end_that_cannot_be_is_refused(make, field, value):
     with pytest.raises(ValueError, match=f"the state's {field} is {value}"):
