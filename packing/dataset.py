@@ -42,7 +42,7 @@ from .planning.planner import Strategy, check_ints
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .state.progress import Progress, index_and_cursor
-from .state.run_state import VERSION, check_state, end_epoch_of, is_finished
+from .state.run_state import VERSION, check_state, is_finished
 
 
 class PackedDataset(IterableDataset):
@@ -304,18 +304,12 @@ class PackedDataset(IterableDataset):
 
         A finished pass is followed by the next one, unless the pass may be longer here:
         `max_packs` may differ and, if lengths are known, so may `epochs`, which then is the total
-        of the pass. A stream's last epoch ends with the packs of all pending samples, so its
-        `epochs` must be the same.
+        of the pass; the empty packs that completed its last round are replaced by the packs that
+        follow. A stream's last epoch ends with the packs of all pending samples, so its `epochs`
+        must be the same.
         """
         check_state(state, self.settings, self.fingerprint)
-        position = Position(**state["position"])
-        if state["epochs"] != self.epochs:
-            if not isinstance(self.reader, PlannedPacks):
-                raise ValueError(
-                    f"the state was made with epochs={state['epochs']}, this stream has "
-                    f"epochs={self.epochs}: use the same for both"
-                )
-            position = replace(position, end_epoch=end_epoch_of(state, self.epochs))
+        position = self.reader.resume_position(state, self.epochs)
         worker, info = state.get("worker"), get_worker_info()
         this_worker = None if info is None else (info.id, info.num_workers)
         if worker is not None and this_worker != (worker["id"], worker["num_workers"]):

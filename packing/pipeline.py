@@ -10,9 +10,11 @@ import numpy as np
 from .encoding.encode_rows import drop_bad_documents, encode_source
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
-from .ordering.mixture import StoppingStrategy, Weight
+from .ordering.mixture import Mixture, StoppingStrategy, Weight
+from .ordering.rank_shard import RankShard
 from .pack import MAX_BUDGET
 from .planning.overflow import max_sample_length
+from .planning.packer import Packer
 from .planning.planner import check_ints
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
@@ -61,6 +63,9 @@ def build_packs(
     opened: list[Opened], weights: list[Weight], options: PipelineOptions, skipped: SkippedRows
 ) -> PlannedPacks | StreamedPacks:
     """Plan the run if every length is known or cheap to find out, otherwise stream shards."""
+    # Invalid settings raise now, not when iteration starts, perhaps in a worker.
+    Packer(**options.packer)
+    Mixture(weights, options.stopping_strategy)
     streamed = any(
         isinstance(source, RowSource) and not _pretokenizes(source, options) for source in opened
     )
@@ -151,6 +156,8 @@ def state_settings(
         "add_eos": encoder.eos_token_id,
         "on_error": "skip" if options.skip_errors else "raise",
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
+        # It decides which rows of a stream are skipped; of known lengths, those left are compared.
+        "vocab_size": encoder.vocab_size if streamed and options.skip_errors else None,
     }
 
 
@@ -179,9 +186,12 @@ def check_counts(**settings: int | None) -> list[int | None]:
 
 
 def check_rank(rank: int | None, world_size: int | None) -> None:
-    """Raise if only one of the two is given."""
-    if (rank is None) != (world_size is None):
+    """Raise if only one of the two is given, or the rank is none of the ranks."""
+    if rank is None and world_size is None:
+        return
+    if rank is None or world_size is None:
         raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
+    RankShard(*check_ints(rank=rank, world_size=world_size))
 
 
 def check_values(

@@ -92,11 +92,11 @@ class Mixture:
     def mark_exhausted(self, source: int) -> bool:
         """Record that a source is exhausted; return whether the epoch ends."""
         self.exhausted[source] = True
-        if self.stopping_strategy == "all_exhausted_without_replacement":
-            self.active[source] = False
-            return bool(self.exhausted.all())
         # The epoch does not wait for a source whose weight has reached zero for good.
         retired = (self.fractions[-1] == 0) & (self.tokens_drawn.sum() >= self.knots[-1])
+        if self.stopping_strategy == "all_exhausted_without_replacement":
+            self.active &= ~(self.exhausted | retired)
+            return not self.active.any()
         first_ends = self.stopping_strategy == "first_exhausted"
         return first_ends or bool((self.exhausted | retired).all())
 
@@ -139,8 +139,10 @@ def _weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]
     """Convert constant and changing weights to fractions of SCALE at common token counts."""
     lines = [[(0, float(w))] if isinstance(w, int | float) else list(w) for w in weights]
     for line in lines:
-        tokens = [count for count, _ in line]
-        if not line or tokens != sorted(set(tokens)) or any(w < 0 for _, w in line):
+        pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in line)
+        numbers = pairs and all(isinstance(x, int | float | np.number) for p in line for x in p)
+        tokens = [count for count, _ in line] if numbers else []
+        if not tokens or tokens != sorted(set(tokens)) or any(w < 0 for _, w in line):
             raise ValueError(
                 f"the weight {line}: pass (tokens, weight >= 0) pairs, tokens increasing"
             )

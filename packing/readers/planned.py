@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..planning.overflow import Counts, max_sample_length, too_long_error
 from ..planning.plan import Plan
 from ..planning.planner import Planner
 from ..sources.token_store import TokenStore
+from ..state.run_state import check_packs_left, end_epoch_of
 
 GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
@@ -155,6 +157,29 @@ class PlannedPacks:
             index += max(1, self.count(epoch))
             epoch += 1
         return epoch
+
+    def resume_position(self, state: dict, epochs: int | None) -> Position:
+        """Return where a pass of `epochs` epochs and `max_packs` packs continues from a state."""
+        position = Position(**state["position"])
+        if (state["epochs"], state["max_packs"]) == (epochs, self.max_packs):
+            return position
+        # A position is after a round of the ranks; empty packs complete the last round of a pass.
+        index = min(position.index, self._pass_end(position, state["max_packs"]))
+        if state["max_packs"] != self.max_packs:
+            check_packs_left(index, self.max_packs)
+        return replace(position, index=index, end_epoch=end_epoch_of(state, epochs))
+
+    def _pass_end(self, position: Position, max_packs: int | None) -> int:
+        """Return the pack after the last of a pass, or if it is not known yet, a later one."""
+        end = sys.maxsize if max_packs is None else max_packs
+        if position.end_epoch is None:
+            return end
+        planned = position.epoch_start
+        for epoch in range(position.epoch, position.end_epoch):
+            planned += self.count(epoch)
+            if not planned < position.index <= planned + MAX_READERS:
+                return end  # more packs follow, or `read` refuses the position
+        return min(end, planned)
 
     def read(self, position: Position, share: RankShard, base: int) -> Iterator[Pack]:
         """Yield the share's packs from `position` on, through the epochs before its `end_epoch`.

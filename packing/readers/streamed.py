@@ -5,13 +5,15 @@
 
 The sequence of packs depends on S, not on the readers: any ranks x workers that divides S gives the
 same packs in the same order. A shard that ends before the others yields empty packs of weight zero.
-A single rank ends with its last shard. Several ranks cannot know when the others end without
-communication, so the length of their run must be given in packs.
+A single rank ends with its last shard, also before `max_packs`. Several ranks cannot know when the
+others end without communication, so the length of their run must be given in packs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -23,6 +25,7 @@ from ..ordering.mixture import has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..sample import Sample
+from ..state.run_state import check_packs_left
 from .shard_reader import ShardReader, StreamSettings
 
 ESTIMATE_ROWS = 256
@@ -43,18 +46,37 @@ class StreamedPacks:
         self._check_share(position, share)
         index = share.next(base, position.index)
         shards = self._shards = self._open(position, share, index, cursors)
-        end = None if self.max_packs is None else share.round_end(self.max_packs - 1, base)
-        while not self._all_ended(share) if end is None else index < end:
+        # Shards of which other readers do not know yet that they have ended: each gives a pack.
+        unended = {n for n in shards if share.stride > 1 and not cursors.get(n, {}).get("ended")}
+        end = sys.maxsize if self.max_packs is None else share.round_end(self.max_packs - 1, base)
+        alone = share.world_size == 1  # several ranks do not know when the others end
+        while index < end and not (alone and not unended and _all_ended(shards, share)):
             shard = shards[index % self.settings.shards]
             beyond = self.max_packs is not None and index >= self.max_packs
             pack = None if beyond else shard.next_pack()
             if pack is None:
-                if self._all_ended(share) and end is None:
+                if alone and _all_ended(shards, share) and shard.shard not in unended:
                     return
                 pack = Pack.of([], self.settings.packer["budget"], cursor=shard.last_cursor())
+            unended.discard(shard.shard)
             pack.index = index
             yield pack
             index += share.stride
+
+    def resume_position(self, state: dict, epochs: int | None) -> Position:
+        """Return where a pass of `epochs` epochs and `max_packs` packs continues from a state."""
+        if state["epochs"] != epochs:
+            raise ValueError(
+                f"the state was made with epochs={state['epochs']}, this stream has "
+                f"epochs={epochs}: use the same for both"
+            )
+        position, max_packs = Position(**state["position"]), state["max_packs"]
+        if max_packs == self.max_packs:
+            return position
+        # A position is after a round of the ranks; empty packs complete the last round of a pass.
+        index = position.index if max_packs is None else min(position.index, max_packs)
+        check_packs_left(index, self.max_packs)
+        return replace(position, index=index)
 
     def _open(self, position: Position, share: RankShard, index: int, cursors: Mapping[int, dict]):
         """Open the shards of a share, each after the last of its packs that was trained on."""
@@ -89,14 +111,6 @@ class StreamedPacks:
             ShardReader, self.settings, epoch=position.epoch, end_epoch=position.end_epoch
         )
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
-
-    def _all_ended(self, share: RankShard) -> bool:
-        """Return whether all shards have ended; raise if the data never gave a pack."""
-        shards = self._shards.values()
-        ended = all(shard.ended for shard in shards)
-        if ended and share.stride == 1 and not any(s.packer.counts.packs for s in shards):
-            raise ValueError(NO_PACKS)
-        return ended
 
     def estimate(self) -> int | None:
         """Estimate the packs of an epoch from the first rows of each source and its size."""
@@ -143,3 +157,12 @@ class StreamedPacks:
                 "length of the run with max_packs= (over all ranks), or use epochs=None and stop "
                 "by steps"
             )
+
+
+def _all_ended(shards: Mapping[int, ShardReader], share: RankShard) -> bool:
+    """Return whether all shards have ended; raise if the data never gave a pack."""
+    readers = shards.values()
+    ended = all(shard.ended for shard in readers)
+    if ended and share.stride == 1 and not any(shard.packer.counts.packs for shard in readers):
+        raise ValueError(NO_PACKS)
+    return ended

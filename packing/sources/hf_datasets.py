@@ -26,7 +26,7 @@ from ..state.run_state import is_non_negative_int
 from ..token_ids import LOSS_MASKS, check_masks
 from .in_memory import row_or_error
 from .paths import resolve_inside
-from .source import IndexedSource, Row, RowSource, cursor_error
+from .source import IndexedSource, Row, RowSource, cursor_error, drop_null_fields
 from .token_store import TokenArray
 
 TOKEN_COLUMNS = ("input_ids", "labels", *sorted(LOSS_MASKS), *sorted(BOUNDARY_COLUMNS))
@@ -138,7 +138,7 @@ class DatasetSource(IndexedSource):
 
     def rows(self, numbers):
         if not _has_transform(self.data):
-            return self.data.select(numbers).to_list()
+            return [drop_null_fields(row) for row in self.data.select(numbers).to_list()]
         # One by one: the result of a transform must not depend on the other rows of a batch.
         return [row_or_error(self.data, number) for number in numbers.tolist()]
 
@@ -181,7 +181,7 @@ class IterableDatasetSource(RowSource):
         for batch in data.iter(batch_size=1):
             number += 1
             if divisible or (number - 1) % shards == shard:
-                row = {name: values[0] for name, values in batch.items()}
+                row = drop_null_fields({name: values[0] for name, values in batch.items()})
                 yield Row(row, f"{self.name}, row {number - 1} of shard {shard}", cursor_after)
 
     def check_cursor(self, cursor):

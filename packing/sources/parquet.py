@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .paths import display_name, files_fingerprint
-from .source import SMALL_BYTES, Row, RowSource
+from .source import SMALL_BYTES, Row, RowSource, drop_null_fields
 
 WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
 """Bytes of a decoded value; others have at least one."""
@@ -85,7 +85,7 @@ def _row_group(file: pq.ParquetFile, group: int, first: int, numbers: range):
             if begin < end:
                 rows = batch.slice(begin - number, end - begin).to_pylist()
                 for each, row in enumerate(rows, begin):
-                    yield row, each, each + 1
+                    yield drop_null_fields(row), each, each + 1
             number += len(batch)
             if number >= numbers.stop:
                 return

@@ -152,6 +152,20 @@ def end_epoch_of(state: dict, epochs: int | None) -> int | None:
     return end_epoch
 
 
+def check_packs_left(index: int, max_packs: int | None) -> None:
+    """Raise if a pass of `max_packs` packs ends before pack `index`.
+
+    >>> check_packs_left(5, 4)
+    Traceback (most recent call last):
+    ValueError: the state is at pack 5, max_packs=4: no packs are left, raise max_packs=
+    """
+    if max_packs is not None and index >= max_packs:
+        raise ValueError(
+            f"the state is at pack {index}, max_packs={max_packs}: "
+            "no packs are left, raise max_packs="
+        )
+
+
 def is_finished(state: dict, epochs: int | None, max_packs: int | None) -> bool:
     """Return whether a state's pass has ended, with the same `epochs` and `max_packs` as here."""
     return state["finished"] and (state["epochs"], state["max_packs"]) == (epochs, max_packs)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -94,11 +93,24 @@ def test_a_shard_without_rows_is_refused_where_there_is_no_end():
         ({"epochs": 1.5}, "epochs 1.5 must be an integer"),
         ({"max_packs": 2.5}, "packs 2.5 must be an integer"),
         ({"shards": 2.0}, "shards 2.0 must be an integer"),
+        ({"strategy": "x"}, "strategy 'x': choose"),
+        ({"overflow": "x"}, "overflow 'x': choose"),
+        ({"strategy": "concat", "overflow": "drop"}, "concat always splits"),
+        ({"pad_to_multiple_of": 16}, "pad_to_multiple_of 16 must be"),
+        ({"stopping_strategy": "x"}, "stopping_strategy='x': choose"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is not one of 2 ranks"),
+        ({"rank": 0.0, "world_size": 1}, "rank 0.0 must be an integer"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(options, told):
+def test_settings_that_make_no_sense_are_refused_by_name_when_it_is_opened(options, told):
     with pytest.raises(ValueError, match=told):
-        list(islice(PackedDataset([[1, 2, 3]], **{"budget": 8, **options}), 9))
+        PackedDataset([[1, 2, 3]], **{"budget": 8, **options})
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), [(0, "a")], [0.5, 0.2], [(0, 1, 2)], [], 0])
+def test_weights_that_make_no_sense_are_refused_when_it_is_opened(weight):
+    with pytest.raises(ValueError, match="the weight"):
+        PackedDataset([([[1, 2, 3]], weight)], budget=8)
 
 
 def test_settings_of_numpy_are_the_same_settings(tools):

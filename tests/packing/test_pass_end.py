@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 from nopad.packing import PackedDataset, Sample
@@ -205,6 +206,75 @@ def test_a_pass_that_packs_ended_goes_on_where_there_may_be_more(make, tools, ki
     assert (
         done + one_pass(tools, loaded(make(kind, epochs=None, max_packs=20), saved(data))) == whole
     )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kind, first, longer",
+    [
+        ("leveled", {"epochs": 1}, {"epochs": 2}),
+        ("planned", {"epochs": 2, "max_packs": 17}, {"epochs": 3}),
+        ("planned", {"epochs": None, "max_packs": 13}, {"epochs": None, "max_packs": 25}),
+        ("sharded", {"max_packs": 13}, {"max_packs": 18}),
+    ],
+)
+def test_a_longer_pass_has_the_packs_that_empty_ones_stood_for(
+    make, tools, kind, first, longer, world_size
+):
+    """Empty packs complete the last round of the ranks: they are none of the sequence."""
+
+    def run(world_size, options):
+        return tools.Run(partial(make, kind, **options), world_size)
+
+    whole = tools.full(run(1, longer).packs())
+    short = run(4, first)
+    done = tools.full(short.packs())
+    assert len(done) % 4, "the last round is complete: the case tests nothing"
+    assert done + tools.full(run(world_size, longer).load(short.saved()).packs()) == whole
+
+
+@pytest.mark.parametrize("kind", ["planned", "sharded"])
+def test_a_shorter_pass_that_has_no_packs_left_is_refused(make, kind):
+    data = make(kind, epochs=None, max_packs=12)
+    for pack in itertools.islice(data, 9):
+        data.mark_trained(pack)
+    for max_packs in (5, 9):
+        with pytest.raises(ValueError, match=f"at pack 9, max_packs={max_packs}: no packs are"):
+            make(kind, epochs=None, max_packs=max_packs).load_state_dict(saved(data))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_shards_without_rows_can_be_counted_and_resumed(tools, jsonl, workers):
+    path = jsonl([[1, 2, 3], [4, 5, 6]])
+
+    def build(rank=0, world_size=1):
+        options = {"shards": 8, "pretokenize": False, "rank": rank, "world_size": world_size}
+        return PackedDataset(path, budget=4, epochs=3, **options)
+
+    whole = tools.full(build())
+    run, found = tools.Run(build, 1, workers), []
+    for pack in run.packs():
+        found += tools.full([pack])
+        state = run.saved()
+        for other in (1, 8):
+            assert found + tools.full(tools.Run(build, 1, other).load(state).packs()) == whole
+    assert found == whole
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_stream_of_one_rank_ends_before_max_packs(make, tools, workers):
+    """Empty packs up to `max_packs` would be steps that train nothing."""
+    whole = tools.full(make("sharded"))
+    run = tools.Run(partial(make, "sharded", max_packs=1000), 1, workers)
+    packs = list(run.packs())
+    assert tools.full(packs) == whole and len(packs) < len(whole) + 4
+
+
+def test_two_iterators_of_a_stream_end_each(make, tools):
+    data = make("sharded")
+    first, second = iter(data), iter(data)
+    packs = [next(first), next(second)]
+    assert tools.full(packs[:1] + list(first)) == tools.full(packs[1:] + list(second))
 
 
 @pytest.mark.parametrize("field, value", [("finished", 1), ("finished", None), ("max_packs", -1)])

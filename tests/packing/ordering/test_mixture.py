@@ -251,3 +251,17 @@ def test_the_tokens_of_earlier_epochs_are_counted_once(monkeypatch):
     again = PackedDataset(mixture, budget=16, epochs=5)
     again.count(2)
     assert [pack.tokens.tolist() for pack in again] == first
+
+
+@pytest.mark.parametrize("weight", [0, [(0, 1), (20, 0)]])
+@pytest.mark.parametrize("options", [{}, {"pretokenize": False, "shards": 1}])
+def test_a_source_without_weight_is_not_read_when_the_others_are_exhausted(weight, options):
+    """At most the documents are drawn that its weight gave it before."""
+    documents = [[[number + 1] * 4 for number in range(20)] for _ in range(3)]
+    weights = 1, 1, weight
+    data = PackedDataset(
+        list(zip(documents, weights, strict=True)), budget=8, **options,
+        stopping_strategy="all_exhausted_without_replacement",
+    )  # fmt: skip
+    counts = np.bincount(np.concatenate([pack.sources for pack in data]), minlength=3)
+    assert counts[:2].tolist() == [20, 20] and counts[2] <= (2 if weight else 0)

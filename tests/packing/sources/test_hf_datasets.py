@@ -336,3 +336,23 @@ def test_a_labels_column_may_be_cut_at_other_rows_than_the_ids(rows, way):
         assert np.concatenate([pack.labels for pack in packs]).tolist() == [
             x for own in labels[chosen] for x in [-100, *own[1:]]
         ]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream", "parquet"])
+def test_fields_that_arrow_adds_to_chats_are_not_rendered(tmp_path, kind):
+    """All entries of an Arrow column have the same fields, null where a row has none."""
+    call = {"name": "f", "arguments": {"a": 1}}
+    other = {"name": "g", "arguments": {"b": 2}}
+    chats = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
+        [{"role": "user", "content": "w"}, {"role": "assistant", "content": None, "calls": [call]}],
+        [{"role": "user", "content": "w"}, {"role": "assistant", "content": "x", "calls": [other]}],
+    ]
+    data = datasets.Dataset.from_list([{"messages": messages} for messages in chats])
+    if kind == "parquet":
+        data.to_parquet(tmp_path / "chats.parquet")
+    source = open_source(
+        {"dataset": data, "stream": data.to_iterable_dataset()}.get(kind)
+        or str(tmp_path / "chats.parquet")
+    )
+    assert [row.value["messages"] for row in source.read(0, 1)] == chats

@@ -62,6 +62,15 @@ def test_another_window_or_number_of_shards_is_refused_by_name(shuffle, shards):
         other.load_state_dict(state)
 
 
+def test_another_vocabulary_that_skips_other_rows_of_a_stream_is_refused_by_name():
+    def make(vocab_size):
+        options = {"pretokenize": False, "on_error": "skip", "vocab_size": vocab_size}
+        return PackedDataset(ROWS, budget=32, **options)
+
+    with pytest.raises(ValueError, match="made with vocab_size=100, this dataset has vocab_size=9"):
+        make(9).load_state_dict(make(100).state_dict())
+
+
 def test_another_mixture_is_refused_by_name():
     state = state_of([(ROWS, 1), (ROWS, 2)])
     with pytest.raises(ValueError, match="made with weights="):
