@@ -1,4 +1,4 @@
-"""Tell the HF Trainer's callbacks of every epoch: the stock loop takes a pass over the data for one.
+"""Tell the HF Trainer's callbacks of every epoch: the stock loop takes a pass for one.
 
     pass        ├── epoch 0 ──┼── epoch 1 ──┼── epoch 2 ──┤
     stock loop  on_epoch_begin                    on_epoch_end

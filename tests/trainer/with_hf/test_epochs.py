@@ -1,4 +1,4 @@
-"""Epochs in the HF Trainer: what they do, how many steps they are, and trainings after the first."""
+"""Epochs in the HF Trainer: what they do, their steps, and trainings after the first."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_after_an_error_the_next_training_begins_with_the_step_that_failed(tmp_p
 
 def test_data_without_packs_is_refused(tmp_path):
     data = PackedDataset([[1] * 9], budget=8, overflow="drop")
-    with pytest.raises(ValueError, match="^the data has no packs"):
+    with pytest.raises(ValueError, match=r"^the data has no packs"):
         trainer(tmp_path, data, 1, num_train_epochs=1)
 
 
