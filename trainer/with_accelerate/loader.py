@@ -28,7 +28,7 @@ from ...packing import Pack, PackedDataset
 from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
-from ..monitoring.finite_check import FiniteCheck, check_weights
+from ..monitoring.finite_check import FiniteCheck
 from ..monitoring.preflight import check_first_batches, check_run, print_banner
 
 
@@ -52,7 +52,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
 
         check: before the first step, refuse runs that would train the prepared model wrongly.
         continue_on_nan: continue after a loss that is not finite, instead of raising
-            `NonFiniteError`; `save_state` still refuses weights that are not finite.
+            `NonFiniteError`; `save_state` then saves nothing while weights are not finite, says
+            so and returns None.
         options: num_workers, drop_last; see `PackedLoader`.
         """
         _check_accelerator(accelerator)
@@ -102,7 +103,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 self.finite_check.add(losses)
 
     def _guard_saves(self) -> None:
-        """Have `save_state` refuse weights that are not finite, before it deletes older ones.
+        """Have `save_state` save no weights that are not finite, before it deletes older ones.
 
         A hook would be too late: Accelerate deletes for `total_limit` first.
         """
@@ -110,10 +111,10 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
 
         @wraps(save)
         def save_finite(*args: Any, **kwargs: Any) -> Any:
-            self.finite_check.flush()
-            for model in self.accelerator._models:
-                check_weights(model, str(self.last_pack or "no step"))
-            return save(*args, **kwargs)
+            place = str(self.last_pack or "no step")
+            models = self.accelerator._models
+            finite = [self.finite_check.may_save(model, place) for model in models]
+            return save(*args, **kwargs) if all(finite) else None
 
         self.accelerator.save_state = save_finite
 

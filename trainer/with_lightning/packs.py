@@ -257,12 +257,12 @@ class PackedCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
-        if self.data.loader is not None:
-            loader = self.data.loader
-            checkpoint[DATA_KEY] = gather_data_state(loader, loader.trained_state)
-            checkpoint[ACCUMULATION_KEY] = trainer.accumulate_grad_batches
-            device = trainer.strategy.root_device
-            checkpoint[RNG_KEY] = gather_rng_states(device, self._step_rng)
+        loader = self.data.loader  # None before the training: a tuner saves and restores there
+        state = self.data.train_dataset.state_dict() if loader is None else loader.trained_state
+        checkpoint[DATA_KEY] = gather_data_state(loader, state)
+        checkpoint[ACCUMULATION_KEY] = trainer.accumulate_grad_batches
+        device = trainer.strategy.root_device
+        checkpoint[RNG_KEY] = gather_rng_states(device, self._step_rng)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict

@@ -46,6 +46,22 @@ class Fail(pl.Callback):
         self._fail("end", trainer)
 
 
+def test_a_search_for_a_learning_rate_leaves_the_data_where_they_were(tmp_path):
+    from lightning.pytorch.tuner import Tuner
+
+    module, data = Module(), PackedDataModule(tiny_run.dataset(epochs=None))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=2, callbacks=[PackedCallback(data, check=False)],
+        logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    Tuner(trainer).lr_find(module, datamodule=data, num_training=3, update_attr=False)
+    module.packs.clear()
+    trainer.fit(module, data)
+    wanted = tiny_run.packs(tiny_run.dataset(epochs=None), 2)
+    assert module.packs == [pack.tokens.tolist() for pack in wanted]
+
+
 def fit(folder, fail: Fail, checkpoint=None, **settings) -> Module:
     torch.manual_seed(0)
     module, data = Module(), PackedDataModule(tiny_run.dataset(epochs=None))
