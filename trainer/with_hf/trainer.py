@@ -46,6 +46,11 @@ _Base = Trainer if TYPE_CHECKING else object
 class PackedTrainerMixin(_Base):
     """Mixin, listed before a Trainer, whose `train_dataset` is a `PackedDataset`."""
 
+    _counted_steps: int | None = None
+    """The `max_steps` that were counted from `num_train_epochs`."""
+    _trained_state: dict | None = None
+    """The data state after the last trained step, or at the start of the training."""
+
     def __init__(
         self,
         model: Any = None,
@@ -83,8 +88,6 @@ class PackedTrainerMixin(_Base):
         known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
         refuse_model_parallel(name, known, parallelism)
         smoothing = adapt_arguments(args, train_dataset, kwargs)
-        self._counted_steps: int | None = None
-        """The `max_steps` that were counted from `num_train_epochs`."""
         if args.max_steps <= 0:
             args.max_steps = self._counted_steps = set_epochs(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
@@ -106,8 +109,6 @@ class PackedTrainerMixin(_Base):
         self._eval_loaders: dict[int, tuple[Any, TrainerEvaluationLoader]] = {}
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
-        self._trained_state: dict = {}
-        """The data state after the last trained step, or at the start of the training."""
 
     def _attach_loss(self) -> None:
         model = self.accelerator.unwrap_model(self.model)
@@ -215,6 +216,7 @@ class PackedTrainerMixin(_Base):
         """Begin another training with the data after that of the last one."""
         data = self.train_dataset
         if not self._counts_epochs():
+            assert self._trained_state is not None
             return data.load_state_dict(self._trained_state)
         data.end_pass()
         data.start_next_pass()
