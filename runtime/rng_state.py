@@ -42,9 +42,12 @@ def rng_states(device: torch.device | None = None) -> list[Tensor]:
     return states
 
 
-def gather_rng_states(device: torch.device) -> list[list[Tensor]]:
-    """Return the random states of all ranks, for a checkpoint; call it on every rank."""
-    return gather_objects(rng_states(device))
+def gather_rng_states(device: torch.device, own: list[Tensor] | None = None) -> list[list[Tensor]]:
+    """Return the random states of all ranks, for a checkpoint; call it on every rank.
+
+    own: those of this rank, if not the present ones.
+    """
+    return gather_objects(own or rng_states(device))
 
 
 def load_rng_states(states: list[list[Tensor]], device: torch.device) -> None:

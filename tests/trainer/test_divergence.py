@@ -120,14 +120,14 @@ def test_a_run_that_diverges_stops_and_keeps_its_finite_checkpoint(front, what, 
     assert saved and all(tensor.isfinite().all() for tensors in saved for tensor in tensors)
 
 
-@pytest.mark.parametrize("front", ["hf", "lightning"])
+@pytest.mark.parametrize("front", FRONTS)
 def test_a_run_told_to_go_on_still_keeps_its_finite_checkpoint(front, tmp_path, capsys):
     model = tiny_run.model()
     Spoiled("weights").attach(model)
     FRONTS[front](model, tmp_path, continue_on_nan=True)
     saved = saved_weights(tmp_path)
     assert saved and all(tensor.isfinite().all() for tensors in saved for tensor in tensors)
-    assert "no checkpoint: the weights are not finite after step" in capsys.readouterr().out
+    assert "no checkpoint: the weights are not finite after" in capsys.readouterr().out
 
 
 def test_the_loss_of_the_log_is_that_of_the_run(tmp_path):

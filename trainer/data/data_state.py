@@ -25,9 +25,13 @@ DRAWS = "draws"
 """Key of the counters of generation in a merged state."""
 
 
-def gather_data_state(loader: PackedLoader, state: dict | None = None) -> dict:
-    """Merge the states of all ranks into the one state of the run; call it on every rank."""
-    states, counts = zip(*gather_objects((state or loader.state(), draw_counts())), strict=True)
+def gather_data_state(loader: PackedLoader | None, state: dict | None = None) -> dict:
+    """Merge the states of all ranks into the one state of the run; call it on every rank.
+
+    state: this rank's, if not the loader's.
+    """
+    own = loader.state() if loader is not None and not state else state
+    states, counts = zip(*gather_objects((own, draw_counts())), strict=True)
     return {**merge_states(list(states)), DRAWS: merge_draw_counts(counts)}
 
 

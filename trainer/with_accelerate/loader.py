@@ -30,7 +30,7 @@ from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
-from ..monitoring.finite_check import FiniteCheck, check_weights
+from ..monitoring.finite_check import FiniteCheck
 from ..monitoring.preflight import (
     check_first_batches,
     check_run,
@@ -63,7 +63,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             compute what the model's own layers do; the banner names them.
         check: before the first step, refuse runs that would train the prepared model wrongly.
         continue_on_nan: continue after a loss that is not finite, instead of raising
-            `NonFiniteError`; `save_state` still refuses weights that are not finite.
+            `NonFiniteError`; `save_state` then saves nothing while weights are not finite, says
+            so and returns None.
         options: num_workers, drop_last; see `PackedLoader`.
         """
         _check_accelerator(accelerator)
@@ -114,7 +115,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 self.finite_check.add(losses)
 
     def _guard_saves(self) -> None:
-        """Have `save_state` refuse weights that are not finite, before it deletes older ones.
+        """Have `save_state` save no weights that are not finite, before it deletes older ones.
 
         A hook would be too late: Accelerate deletes for `total_limit` first.
         """
@@ -122,10 +123,10 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
 
         @wraps(save)
         def save_finite(*args: Any, **kwargs: Any) -> Any:
-            self.finite_check.flush()
-            for model in self.accelerator._models:
-                check_weights(model, str(self.last_pack or "no step"))
-            return save(*args, **kwargs)
+            place = str(self.last_pack or "no step")
+            models = self.accelerator._models
+            finite = [self.finite_check.may_save(model, place) for model in models]
+            return save(*args, **kwargs) if all(finite) else None
 
         self.accelerator.save_state = save_finite
 

@@ -19,8 +19,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ...packing import PackedDataset
 from ..monitoring.preflight import print_banner
 
-BEGINNING = {"epoch": 0, "epoch_start": 0, "index": 0}
-
 
 def set_epochs(args: TrainingArguments, data: PackedDataset) -> int:
     """Let the data have `num_train_epochs` epochs, rewind it, and return the steps of all."""
@@ -36,24 +34,30 @@ def set_epochs(args: TrainingArguments, data: PackedDataset) -> int:
         )
     data.epochs = math.ceil(args.num_train_epochs)
     data.rewind()
-    return _steps(_packs_left(args.num_train_epochs, data, BEGINNING), args)
+    steps = _steps(_packs_left(args, data, data.state_dict()), args)
+    if not steps:
+        raise ValueError("the data has no packs: it is empty, or all of it was skipped or dropped")
+    return steps
 
 
-def pass_steps(args: TrainingArguments, data: PackedDataset, first_epoch: int) -> int:
-    """Count the steps of `num_train_epochs` from the beginning of an epoch."""
-    start = BEGINNING | {"epoch": first_epoch}
-    return _steps(_packs_left(first_epoch + args.num_train_epochs, data, start), args)
+def count_again(args: TrainingArguments, data: PackedDataset) -> int:
+    """Count the steps from the data's position: since `set_epochs` the arguments may have changed.
+
+    Trials of a hyperparameter search change them, as does `accelerator_config`.
+    """
+    data.start_next_pass()
+    state, data.epochs = data.state_dict(), math.ceil(args.num_train_epochs)
+    data.load_state_dict(state)
+    return _steps(_packs_left(args, data, data.state_dict()), args)
 
 
-def last_step(args: TrainingArguments, data: PackedDataset, state: dict, checkpoint: Path) -> int:
+def last_step(args: TrainingArguments, data: PackedDataset, checkpoint: Path) -> int:
     """Return the step after which a resumed run has trained all packs of its epochs.
 
-    state: the data state of the checkpoint.
+    data: with the position of the checkpoint.
     """
     saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    left = 0
-    if not state["finished"]:
-        left = _packs_left(args.num_train_epochs, data, state["position"])
+    left = _packs_left(args, data, data.state_dict())
     step = saved.global_step + _steps(left, args)
     if step != saved.max_steps:
         print_banner([
@@ -63,8 +67,13 @@ def last_step(args: TrainingArguments, data: PackedDataset, state: dict, checkpo
     return step
 
 
-def _packs_left(epochs: float, data: PackedDataset, position: dict[str, Any]) -> int:
-    """Count the packs from a position to the end of the epochs; the last one may be a fraction."""
+def _packs_left(args: TrainingArguments, data: PackedDataset, state: dict[str, Any]) -> int:
+    """Count the packs from a state to the end of its pass; its last epoch may be a fraction."""
+    position = state["position"]
+    if state["finished"]:
+        return 0
+    first = position["end_epoch"] - data.epochs  # not 0 in a second training
+    epochs = first + args.num_train_epochs
     last, end = math.ceil(epochs) - 1, position["epoch_start"]
     for epoch in range(position["epoch"], last + 1):
         share = epochs - last if epoch == last else 1

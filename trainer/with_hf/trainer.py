@@ -36,7 +36,7 @@ from ...runtime import (
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
-from ..data.loader import Batch, EvaluationLoader, PackedLoader
+from ..data.loader import Batch, PackedLoader
 from ..data.model_limits import ModelLimits
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
@@ -49,8 +49,9 @@ from ..monitoring.preflight import (
 )
 from ..monitoring.throughput import ThroughputMeter
 from .arguments import adapt_arguments
-from .eval_set import pack_like
-from .step_count import last_step, pass_steps, set_epochs
+from .epochs import EpochCallback
+from .eval_set import TrainerEvaluationLoader, pack_like
+from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
 
 _Base = Trainer if TYPE_CHECKING else object
@@ -58,6 +59,11 @@ _Base = Trainer if TYPE_CHECKING else object
 
 class PackedTrainerMixin(_Base):
     """Mixin, listed before a Trainer, whose `train_dataset` is a `PackedDataset`."""
+
+    _counted_steps: int | None = None
+    """The `max_steps` that were counted from `num_train_epochs`."""
+    _trained_state: dict | None = None
+    """The data state after the last trained step, or at the start of the training."""
 
     def __init__(
         self,
@@ -98,10 +104,9 @@ class PackedTrainerMixin(_Base):
         name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
         known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
         refuse_model_parallel(name, known, parallelism)
-        self._counts_epochs = args.max_steps <= 0
         smoothing = adapt_arguments(args, train_dataset, kwargs)
-        if self._counts_epochs:
-            args.max_steps = set_epochs(args, train_dataset)
+        if args.max_steps <= 0:
+            args.max_steps = self._counted_steps = set_epochs(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
         made: Any = self.model  # by now, from a path or model_init as well
@@ -114,10 +119,12 @@ class PackedTrainerMixin(_Base):
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self.packed_check = check
         self.finite_check = FiniteCheck(continue_on_nan)
+        self._epochs = EpochCallback(self)
+        self.callback_handler.callbacks.insert(0, self._epochs)
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
-        self._eval_loaders: dict[int, tuple[Any, EvaluationLoader]] = {}
+        self._eval_loaders: dict[int, tuple[Any, TrainerEvaluationLoader]] = {}
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
 
@@ -158,13 +165,7 @@ class PackedTrainerMixin(_Base):
             multiprocessing_context=getattr(self.args, "dataloader_multiprocessing_context", None),
             count_items=False,
         )
-        if self._resume_from is not None:
-            load_data_state(self._loader, self._resume_from)
-            if self._counts_epochs:
-                state = self._loader.state()
-                self.args.max_steps = last_step(
-                    self.args, self.train_dataset, state, self._resume_from
-                )
+        self._set_position()
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         if self.attached_loss.model is not model:  # `model_init` has made another one
             self._prepare_model()
@@ -176,6 +177,24 @@ class PackedTrainerMixin(_Base):
         self.meter = ThroughputMeter.of(self._loader, model)
         return self._loader
 
+    def _set_position(self) -> None:
+        """Continue from the checkpoint, if there is one; count the steps that are left."""
+        assert self._loader is not None
+        data, counts_epochs = self.train_dataset, self._counts_epochs()
+        if counts_epochs:
+            self._counted_steps = count_again(self.args, data)
+        if self._resume_from is not None:
+            load_data_state(self._loader, self._resume_from)
+            if counts_epochs:
+                self._counted_steps = last_step(self.args, data, self._resume_from)
+        if counts_epochs:
+            self.args.max_steps = self._counted_steps
+        self._trained_state = self._loader.state()
+
+    def _counts_epochs(self) -> bool:
+        """Whether the length is `num_train_epochs`, and nobody has set `max_steps` since."""
+        return self.args.max_steps <= 0 or self.args.max_steps == self._counted_steps
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         datasets: Any = self.eval_dataset
         data = datasets if eval_dataset is None else eval_dataset
@@ -185,7 +204,8 @@ class PackedTrainerMixin(_Base):
             return super().get_eval_dataloader()  # raises
         if id(data) not in self._eval_loaders:  # kept: each reads its data once to count labels
             packed = pack_like(self.train_dataset, data, self.processing_class)
-            loader = EvaluationLoader(packed, self.packed_collator)
+            loader = TrainerEvaluationLoader(packed, self.packed_collator)
+            loader.gradient_state = self.accelerator.gradient_state
             if self.packed_check:
                 loader.limits = ModelLimits.of(self.accelerator.unwrap_model(self.model))
             self._eval_loaders[id(data)] = data, loader
@@ -201,7 +221,9 @@ class PackedTrainerMixin(_Base):
         if kwargs.get("trial", args[0] if args else None) is not None:
             self.train_dataset.rewind()  # trials of a hyperparameter search train on the same data
         elif self._resume_from is None and self._loader is not None:
-            self._continue_data(self._loader.state())
+            self._continue_data()
+        if self._counts_epochs():
+            self.args.max_steps, self._counted_steps = -1, None  # a trial may set either
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._check_finite_end()
@@ -211,15 +233,14 @@ class PackedTrainerMixin(_Base):
                 if isinstance(callback, StopCallback):
                     callback.request.release()
 
-    def _continue_data(self, state: dict) -> None:
+    def _continue_data(self) -> None:
         """Begin another training with the data after that of the last one."""
         data = self.train_dataset
-        if not self._counts_epochs:
-            return data.load_state_dict(state)
+        if not self._counts_epochs():
+            assert self._trained_state is not None
+            return data.load_state_dict(self._trained_state)
         data.end_pass()
         data.start_next_pass()
-        first_epoch = data.state_dict()["position"]["epoch"]
-        self.args.max_steps = pass_steps(self.args, data, first_epoch)
 
     def _check_finite_end(self) -> None:
         if not self.finite_check.continue_on_nan:
@@ -239,11 +260,21 @@ class PackedTrainerMixin(_Base):
             self.meter.add(info, inputs["labels"], self.attached_loss.token_losses)
             self.finite_check.add(loss)
             if state is not None:
+                self._trained_state = state
                 self.finite_check.end_step(f"step {self.state.global_step + 1}")
         return loss
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._epochs.ends_within_pass():  # the stock loop sees the ends of passes only
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._paused_meter():
+        needs_logits = self.compute_metrics is not None
+        logits = self.attached_loss.logits_kept() if needs_logits else nullcontext()
+        with self._paused_meter(), logits:
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

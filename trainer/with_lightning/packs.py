@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel
+from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel, rng_states
 from ..data.data_state import gather_data_state, restore_draws
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..data.model_limits import ModelLimits
@@ -166,6 +166,8 @@ class PackedCallback(pl.Callback):
         self._fused_layers: Any = None
         self._rng_states: list[list[Tensor]] | None = None
         """Random states of a checkpoint, until the training starts."""
+        self._step_rng: list[Tensor] | None = None
+        """Random states at the start of the step, inside of it: what is saved is complete steps."""
         self._micro_losses: list[Tensor] = []
         """Losses of the micro-batches since the last step; Lightning has divided them already."""
         self._validation = ExitStack()
@@ -173,7 +175,9 @@ class PackedCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         _refuse_shared_model(trainer)
         if stage == "fit":
-            self._rng_states = None
+            self._rng_states = self._step_rng = None
+            # First, so that a callback that raises finds the data state in step with the weights.
+            trainer.callbacks = sorted(trainer.callbacks, key=lambda other: other is not self)
             guard_saves(trainer, self.finite_check)
         if stage != "predict":
             self._loss = attach_loss(causal_lm(pl_module), **self.options)
@@ -207,6 +211,7 @@ class PackedCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self.data.loader is not None
+        self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
         now, at_start = trainer.accumulate_grad_batches, self.data.loader.accumulation_steps
         if now != at_start:
             raise ValueError(
@@ -240,6 +245,7 @@ class PackedCallback(pl.Callback):
             self._micro_losses.append(outputs["loss"].detach())
         if state is None:
             return
+        self._step_rng = None
         losses, self._micro_losses = self._micro_losses, []
         for loss in losses:
             self.finite_check.add(loss)
@@ -265,11 +271,12 @@ class PackedCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
     ) -> None:
-        if self.data.loader is not None:
-            loader = self.data.loader
-            checkpoint[DATA_KEY] = gather_data_state(loader, loader.trained_state)
-            checkpoint[ACCUMULATION_KEY] = trainer.accumulate_grad_batches
-            checkpoint[RNG_KEY] = gather_rng_states(trainer.strategy.root_device)
+        loader = self.data.loader  # None before the training: a tuner saves and restores there
+        state = self.data.train_dataset.state_dict() if loader is None else loader.trained_state
+        checkpoint[DATA_KEY] = gather_data_state(loader, state)
+        checkpoint[ACCUMULATION_KEY] = trainer.accumulate_grad_batches
+        device = trainer.strategy.root_device
+        checkpoint[RNG_KEY] = gather_rng_states(device, self._step_rng)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict
@@ -284,12 +291,23 @@ class PackedCallback(pl.Callback):
         self.data.train_dataset.load_state_dict(restore_draws(checkpoint[DATA_KEY]))
         self.data.loader = None  # otherwise the next loader would continue where this one is
         self._rng_states = checkpoint[RNG_KEY]
-        # Lightning counts batches, and steps whenever the count is a multiple of the accumulation.
-        # The checkpoint holds complete steps: convert the count to the current accumulation.
-        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        steps = batches["ready"] // checkpoint[ACCUMULATION_KEY]
-        more = steps * trainer.accumulate_grad_batches - batches["ready"]
-        batches.update({name: count + more for name, count in batches.items()})
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        accumulation = checkpoint[ACCUMULATION_KEY], trainer.accumulate_grad_batches
+        _count_complete_steps(progress, *accumulation)
+
+
+def _count_complete_steps(progress: dict, before: int, now: int) -> None:
+    """Convert Lightning's counts of batches to complete steps of the accumulation that is now.
+
+    Lightning steps whenever its count is a multiple of the accumulation. The checkpoint holds
+    complete steps only, although it may have been saved inside of one, when a batch failed.
+    """
+    batches = progress["current"]
+    is_saved_by_step = not batches["processed"] % before  # not yet `completed` then
+    is_saved_by_step &= batches["completed"] < batches["processed"]
+    for counts in (batches, progress["total"]):
+        complete = counts["processed"] // before * now
+        counts.update(dict.fromkeys(counts, complete), completed=complete - is_saved_by_step)
 
 
 def _refuse_shared_model(trainer: Any) -> None:

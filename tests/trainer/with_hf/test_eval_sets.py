@@ -7,6 +7,7 @@ import pytest
 import tiny_run
 from hf_child import trainer
 from nopad.packing import PackedDataset
+from trained_packs import tokens_of, trained
 
 
 def wanted_loss(run, rows) -> float:
@@ -47,26 +48,6 @@ def test_an_evaluation_set_that_does_not_fit_the_model_is_refused(tmp_path):
         run.evaluate(datasets.Dataset.from_dict({"text": ["a b"]}))
     with pytest.raises(ValueError, match="eval_dataset"):
         run.evaluate()
-
-
-def trained(run) -> list[list[int]]:
-    """Train, and return the tokens of every batch."""
-    batches, step = [], run.training_step
-
-    def note(model, inputs, *rest):
-        batches.append(inputs["input_ids"].flatten().tolist())
-        return step(model, inputs, *rest)
-
-    run.training_step = note
-    try:
-        run.train()
-    finally:
-        run.training_step = step
-    return batches
-
-
-def tokens_of(data: PackedDataset, count: int) -> list[list[int]]:
-    return [pack.tokens.tolist() for pack in tiny_run.packs(data, count)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

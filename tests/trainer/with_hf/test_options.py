@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import option_tables as tables
 import pytest
@@ -123,7 +124,7 @@ def test_arguments_of_the_loader_reach_it(tmp_path, monkeypatch):
     if len(settings) == 3:
         assert loader.multiprocessing_context.get_start_method() == "spawn"
     seen: dict = {}
-    monkeypatch.setattr(module, "PackedLoader", lambda *_, **kwargs: seen.update(kwargs))
+    monkeypatch.setattr(module, "PackedLoader", lambda *_, **kw: seen.update(kw) or Mock())
     monkeypatch.setattr(TrainingArguments, "device", SimpleNamespace(type="cuda"))
     for pin in (True, False):
         run.args.dataloader_pin_memory, run.packed_check = pin, False

@@ -1,0 +1,44 @@
+"""Tell the HF Trainer's callbacks of every epoch: the stock loop takes a pass for one.
+
+    pass        ├── epoch 0 ──┼── epoch 1 ──┼── epoch 2 ──┤
+    stock loop  on_epoch_begin                    on_epoch_end
+    here        on_epoch_end, evaluate, save, log, on_epoch_begin after the steps between
+
+A step may train the last packs of an epoch and the first of the next: the epoch ends after it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class EpochCallback(TrainerCallback):
+    """Keep `state.epoch` right, and notice the ends of epochs; the first callback of a trainer."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._ended = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._ended = math.floor(self._epochs_done() or 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        done = self._epochs_done()
+        state.epoch = state.epoch if done is None else done
+
+    def ends_within_pass(self) -> bool:
+        """Return, once, whether the last step ended an epoch and the stock loop goes on."""
+        before, self._ended = self._ended, math.floor(self._epochs_done() or 0)
+        state, control = self._trainer.state, self._trainer.control
+        is_stopping = control.should_training_stop or control.should_epoch_stop
+        if self._ended == before or is_stopping or state.global_step >= state.max_steps:
+            return False
+        return not self._trainer._loader.state()["finished"]
+
+    def _epochs_done(self) -> float | None:
+        """Return the epochs of the data that were trained; None for a stream, of unknown length."""
+        loader = self._trainer._loader
+        return None if loader is None else loader.epochs_done()
