@@ -12,13 +12,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
-from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
+from nopad.cli import (
+    HelpFormatter,
+    checkpoint_path,
+    count,
+    load_tokenizer,
+    load_weights,
+    positive,
+)
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_packing_options,
     check_vocab_size,
     error_context,
+    model_errors,
     open_data,
     packed_dataset,
 )
@@ -60,8 +69,8 @@ def load_data(args: argparse.Namespace):
 
     tokenizer = load_tokenizer(args.tokenizer or checkpoint_path(args.model))
     if args.chat_template:
-        with open(args.chat_template) as file:
-            tokenizer.chat_template = file.read()
+        with error_context(f"--chat-template {args.chat_template}"):
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     source = open_data(args, tokenizer, args.text_column)
     source, examples = hold_out(source, args.eval_examples, args.text_column)
     check_evaluation(args, examples)
@@ -83,14 +92,11 @@ def check_evaluation(args: argparse.Namespace, examples: list) -> None:
 def load_model(args: argparse.Namespace, tokenizer):
     """Load the pretrained model; add LoRA adapters with `--lora`."""
     from nopad.attention import register
-    from transformers import AutoModelForCausalLM
 
     register()
-    with error_context(args.model):
-        name = checkpoint_path(args.model)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, attn_implementation=args.attention, trust_remote_code=False
-        )
+    name = checkpoint_path(args.model)
+    with model_errors(args.model):
+        model = load_weights(name, attn_implementation=args.attention)
     check_vocab_size(model, tokenizer)
     if not args.lora:
         return model
