@@ -35,9 +35,7 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
         ("compile: 1", "compile is 1; it must be true or false"),
     ],
 )
-def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
-    tmp_path, line, complaint
-):
+def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(tmp_path, line, complaint):
     (tmp_path / "sft.yaml").write_text(line + "\n")
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
         sft.main(["--config", str(tmp_path / "sft.yaml")])
