@@ -14,20 +14,13 @@ import os
 import sys
 from pathlib import Path
 
-from nopad.cli import (
-    HelpFormatter,
-    checkpoint_path,
-    count,
-    load_tokenizer,
-    load_weights,
-    positive,
-)
+from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_packing_options,
     check_vocab_size,
     error_context,
-    model_errors,
+    load_checkpoint,
     open_data,
     packed_dataset,
 )
@@ -94,9 +87,7 @@ def load_model(args: argparse.Namespace, tokenizer):
     from nopad.attention import register
 
     register()
-    name = checkpoint_path(args.model)
-    with model_errors(args.model):
-        model = load_weights(name, attn_implementation=args.attention)
+    model = load_checkpoint(checkpoint_path(args.model), attn_implementation=args.attention)
     check_vocab_size(model, tokenizer)
     if not args.lora:
         return model

@@ -135,6 +135,12 @@ def model_errors(name: str) -> Iterator[None]:
         raise ValueError(f"cannot load {name}: {short_error(error)}") from error
 
 
+def load_checkpoint(path: str, **options: Any) -> Any:
+    """Load a causal LM with its weights, for training."""
+    with model_errors(path):
+        return load_weights(path, **options)
+
+
 def load_model(args: argparse.Namespace, tokenizer):
     """Load `--model`, or build it with new weights if it is only a config; default: a Llama."""
     from nopad.attention import register
@@ -148,10 +154,10 @@ def load_model(args: argparse.Namespace, tokenizer):
         )
     else:
         name = resolve_path(args.model)
-        with model_errors(args.model):
-            if has_weights(name):
-                model = load_weights(name, **settings)
-            else:
+        if has_weights(name):
+            model = load_checkpoint(name, **settings)
+        else:
+            with model_errors(args.model):
                 config = AutoConfig.from_pretrained(name, trust_remote_code=False)
                 model = AutoModelForCausalLM.from_config(
                     config, trust_remote_code=False, **settings
