@@ -209,7 +209,9 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
         return function(prompt, **options)["input_ids"]
     except Exception as error:
         if isinstance(prompt, str) and _SURROGATE.search(prompt):
-            raise RequestError("the prompt has a surrogate, half a character: remove it") from None
+            raise RequestError(
+                "the tokenizer cannot read the prompt: it has a surrogate, half a character"
+            ) from None
         raise RequestError(
             f"the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
         ) from error
