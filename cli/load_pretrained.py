@@ -81,9 +81,10 @@ def load_weights(path: str, **options: Any) -> Any:
     """Load a causal LM; raise if weights are missing, which Transformers fills at random."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, trust_remote_code=False, output_loading_info=True, **options
     )
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{len(missing)} of its weights are missing and would be random, such as {missing[0]}: "

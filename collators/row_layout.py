@@ -15,8 +15,9 @@ MAX_TOKEN_ID = 2**31 - 1
 
 def is_integer(value: Any, minimum: int) -> bool:
     """Whether a value is an integer of Python or NumPy, of at least this size."""
-    is_int = isinstance(value, Integral) and not isinstance(value, bool)
-    return is_int and minimum <= value <= MAX_TOKEN_ID
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return minimum <= int(value) <= MAX_TOKEN_ID
 
 
 def check_pad_token_id(pad_token_id: Any) -> None:
