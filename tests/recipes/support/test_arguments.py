@@ -147,7 +147,7 @@ def test_a_number_that_would_train_wrongly_is_refused(wrong, capsys):
     """A negative clip turns every gradient around; clipping to 0 removes it."""
     option, value = wrong.split()
     with pytest.raises(SystemExit, match="2"):
-        pretrain.main([f"{option}={value}"])
+        pretrain.parse_args([f"{option}={value}"])
     assert f"{option}: '{value}': pass a number " in capsys.readouterr().err
 
 
