@@ -9,7 +9,9 @@ from .load_pretrained import (
     has_weights,
     load_model,
     load_tokenizer,
+    load_weights,
     resolve_path,
+    short_error,
 )
 from .options import (
     HelpFormatter,
@@ -19,6 +21,8 @@ from .options import (
     attention_name,
     count,
     data_kwargs,
+    number_above_0,
+    number_from_0,
     positive,
 )
 from .terminal import printable
@@ -36,7 +40,11 @@ __all__ = [
     "has_weights",
     "load_model",
     "load_tokenizer",
+    "load_weights",
+    "number_above_0",
+    "number_from_0",
     "positive",
     "printable",
     "resolve_path",
+    "short_error",
 ]

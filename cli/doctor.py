@@ -23,7 +23,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .load_pretrained import has_weights, hide_progress_bars, resolve_path, short_error
+from .load_pretrained import (
+    checkpoint_path,
+    has_weights,
+    hide_progress_bars,
+    is_adapter,
+    load_weights,
+    resolve_path,
+    short_error,
+)
 from .options import attention_name, parser
 from .terminal import printable
 
@@ -35,7 +43,10 @@ MAX_PARAMETERS = 50_000_000
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     args = _parse_args(argv)
-    names = [name.strip() for name in args.attn.split(",") if name.strip()]
+    if args.parity and args.attn is not None:
+        raise ValueError("--attn has no effect with --parity, which compares backends of nopad")
+    args.attn = IMPLEMENTATIONS if args.attn is None else args.attn
+    names = list(dict.fromkeys(name.strip() for name in args.attn.split(",") if name.strip()))
     if not names:
         raise ValueError(f"--attn {args.attn!r} names no attention implementation")
     with _quiet():
@@ -59,7 +70,8 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     command = parser("doctor", __doc__)
     add = command.add_argument
     add("model", help="checkpoint folder, config.json, hub name or model type such as llama")
-    add("--attn", default=IMPLEMENTATIONS, help="attention implementations, separated by commas")
+    add("--attn", help="attention implementations, separated by commas; default: "
+        f"{IMPLEMENTATIONS}")  # fmt: skip
     add("--tiny", action="store_true", help="check a tiny model of the same config, random weights")
     add("--parity", action="store_true",
         help="compare log-probabilities of generation and training")  # fmt: skip
@@ -88,29 +100,46 @@ def _report_parity(name: str, model: Any) -> int:
 
     reason = unsupported_reason(model)
     if reason is not None:
-        print(f"{name}: refused: {reason}")
+        print(printable(f"{name}: refused: {reason}"))
         return 2
     rows = list(measure(model))
-    print(table(name, rows))
+    print(printable(table(name, rows)))
     return int(any(row.is_bad for row in rows) or all(row.parity is None for row in rows))
 
 
 def _load(name: str, tiny: bool) -> tuple[Any, Any]:
     """Return a model, in fp32 with eager attention, on the GPU if there is one, and its config."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     path = resolve_path(name)
+    if Path(path).is_dir():
+        checkpoint_path(name)
     options = {"attn_implementation": "eager", "dtype": torch.float32}
     is_type = name in CONFIG_MAPPING and not Path(path).exists()
-    config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
-    if tiny or is_type or not has_weights(path):
-        model = _tiny_model(config, options)
+    if is_adapter(path):
+        if tiny:
+            raise ValueError("it is an adapter, and --tiny needs the config of a model")
+        model = load_weights(path, **options)
+        config = model.config
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+        config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
+        is_tiny = tiny or is_type or not has_weights(path)
+        model = _tiny_model(config, options) if is_tiny else load_weights(path, **options)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.eval().to(device), config
+    model = model.eval().to(device)
+    _check_finite(model)
+    return model, config
+
+
+def _check_finite(model: Any) -> None:
+    """Raise if the model's own results are not numbers: no attention could be compared with it."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3]], device=model.device), use_cache=False).logits
+    if not logits.isfinite().all():
+        raise ValueError("its logits are not numbers (NaN or infinite): are its weights damaged?")
 
 
 def _load_config(path: str) -> Any:

@@ -18,10 +18,20 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
-from .options import add_model_options, as_cli_message, count, parser, plot_path, writable_path
+from .options import (
+    add_model_options,
+    as_cli_message,
+    count,
+    number_above_0,
+    parser,
+    plot_path,
+    positive,
+    writable_path,
+)
 from .prompt_file import PromptEntry, read_prompts
 from .terminal import printable
 
@@ -51,7 +61,7 @@ def _generate(args: argparse.Namespace) -> int:
     completions = engine.generate(prompts, params, deadline=args.deadline, progress=args.progress)
     text = "".join(_output_lines(completions, args.text))
     if args.output:
-        args.output.write_text(text, encoding="utf-8")
+        _write_output(args.output, text)
     else:
         sys.stdout.write(printable(text))
     if args.stats:
@@ -60,7 +70,17 @@ def _generate(args: argparse.Namespace) -> int:
         engine.trace.write_chrome(args.trace)
     if args.plot:
         engine.stats.plot(args.plot)
-    return int(any(completion.error for completion in completions))
+    return int(any(each.error for done in completions for each in (done, *done.others)))
+
+
+def _write_output(path: Path, text: str) -> None:
+    """Write the completions; if the disk is full, save them from being lost."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        sys.stdout.write(printable(text))
+        message = f"--output {path}: {error.strerror}; the completions are on standard output"
+        raise ValueError(message) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the sampling")
     add("--n", type=int, default=1, help="completions per prompt")
     add("--logprobs", type=count, help="write log-probabilities, and this many alternatives")
-    add("--deadline", type=float, help="seconds after which requests return unfinished")
+    add("--deadline", type=number_above_0, help="seconds after which requests return unfinished")
     add_model_options(add)
     add("--memory", type=_memory, help="memory of the engine: bytes, or a fraction of free memory")
-    add("--max-num-seqs", type=int, help="maximum number of requests per step")
+    add("--max-num-seqs", type=positive, help="maximum number of requests per step")
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
     add("--plot", type=plot_path, help="plot running and waiting requests: .svg, .png or .pdf")
     add("--stats", action="store_true", help="print engine statistics to standard error")
@@ -111,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read_entries(args: argparse.Namespace) -> list[PromptEntry]:
     """Return all prompts, as chats with --chat."""
+    if args.jsonl and not args.file:
+        raise ValueError("--jsonl is the format of --file, which is missing")
     entries: list[PromptEntry] = [(prompt, {}) for prompt in args.prompt or ()]
     if args.file:
         entries += read_prompts(args.file, args.jsonl)
@@ -127,10 +149,16 @@ def _sampling_params(args: argparse.Namespace, entries: list[PromptEntry]) -> li
 
     common = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
     shared = SamplingParams(**common)
-    params = [SamplingParams(**common | own) if own else shared for _, own in entries]
-    for each in params:
+    params = []
+    for index, (_, own) in enumerate(entries):
+        try:
+            each = SamplingParams(**common | own) if own else shared
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
         if each.n > 1 and each.is_greedy:
-            raise ValueError(f"--n {each.n} would repeat the same text: raise --temperature")
+            where = f"prompt {index}: n" if "n" in own else "--n"
+            raise ValueError(f"{where} {each.n} would repeat the same text: raise --temperature")
+        params.append(each)
     return params
 
 
@@ -141,7 +169,8 @@ def _engine(args: argparse.Namespace, prompts: list[Any], uses_stop_strings: boo
     try:
         tokenizer = load_tokenizer(args.tokenizer or name)
     except ValueError:
-        if args.tokenizer or uses_stop_strings or not all(map(_is_token_ids, prompts)):
+        needs_text = args.tokenizer or args.text or args.chat or uses_stop_strings
+        if needs_text or not all(map(_is_token_ids, prompts)):
             raise
         tokenizer = None
     if args.chat:
@@ -153,7 +182,10 @@ def _engine(args: argparse.Namespace, prompts: list[Any], uses_stop_strings: boo
 
 def _memory(text: str) -> int | float:
     try:
-        return int(text) if text.isdecimal() else float(text)
+        memory = int(text) if text.isdecimal() else float(text)
+        if 0 < memory < float("inf"):
+            return memory
+        raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r}: pass bytes, or a fraction of the free memory such as 0.5"
@@ -180,6 +212,11 @@ def _record(index: int, sample_index: int, completion: Completion) -> dict[str, 
         record["logprobs"] = [entry.logprob for entry in completion.logprobs]
         if any(entry.top_logprobs for entry in completion.logprobs):
             record["top_logprobs"] = [entry.top_logprobs for entry in completion.logprobs]
+    if completion.prompt_logprobs is not None:
+        known = completion.prompt_logprobs
+        record["prompt_logprobs"] = [None if entry is None else entry.logprob for entry in known]
+        if any(entry is not None and entry.top_logprobs for entry in known):
+            record["prompt_top_logprobs"] = [entry and entry.top_logprobs for entry in known]
     if completion.error is not None:
         record["error"] = completion.error
     return record

@@ -21,9 +21,19 @@ from ..packing import IGNORE_INDEX, MAX_BUDGET, Pack, pack_lengths
 from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
 from . import pack_map
 from .load_pretrained import load_tokenizer
-from .options import add_data_options, as_cli_message, count, data_kwargs, parser, writable_path
+from .options import (
+    add_data_options,
+    as_cli_message,
+    count,
+    data_kwargs,
+    parser,
+    png_path,
+    positive,
+    writable_path,
+)
 from .terminal import printable
 
+EMPTY = "the data is empty"
 MAX_LENGTHS = 1 << 24
 """Samples to inspect at most, if their lengths are known."""
 MAX_STREAM_PACKS = 256
@@ -35,6 +45,8 @@ MAX_TEXT_SAMPLES = 16
 def main(argv: list[str]) -> int:
     """Inspect a dataset; return the exit status."""
     args = _parse_args(argv)
+    if not args.data:
+        raise ValueError("the name of the data is empty: pass a file or a folder")
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
     try:
         return _inspect(args, tokenizer)
@@ -58,16 +70,18 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     )
     skipped = data.skipped
     lengths, total = measure_lengths(data, skipped)
+    reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
+    if not len(lengths):
+        raise ValueError(f"every row was skipped; the first: {reason}" if reason else EMPTY)
     print(_summary(lengths, total))
-    if skipped.rows:
-        reason = printable(as_cli_message(skipped.reasons[0]))
+    if reason:
         print(f"{skipped.rows:,} rows skipped; the first: {reason}")
     print(histogram(lengths), budget_table(lengths, args.budget, args.overflow), sep="\n\n")
     print(f"\npadded batches of 32 in random order would be {padding_waste(lengths):.1%} padding\n")
     packs = list(islice(data, max(args.packs, args.decode)))
     shown = [pack.lengths for pack in packs[: args.packs]]
     width = max(20, shutil.get_terminal_size().columns - 32)
-    print(pack_map.draw_packs(shown, args.budget, width, color=sys.stdout.isatty()))
+    print(pack_map.draw_packs(shown, args.budget, width, color=pack_map.has_color(sys.stdout)))
     if args.html:
         pack_map.write_html(args.html, shown, args.budget)
     if args.png:
@@ -84,14 +98,14 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--text-column", default="text", help="column with the text")
     add_data_options(add)
-    add("--budget", type=int, default=8192, help="maximum tokens per pack")
+    add("--budget", type=positive, default=8192, help="maximum tokens per pack")
     add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
         help="what to do with samples longer than a pack")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
     add("--html", type=writable_path, help="write the map to this HTML file, too")
-    add("--png", type=writable_path, help="write the map to this PNG file, too (matplotlib)")
+    add("--png", type=png_path, help="write the map to this PNG file, too (matplotlib)")
     return command.parse_args(argv)
 
 
@@ -114,8 +128,6 @@ def measure_lengths(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | 
 
 
 def _summary(lengths: np.ndarray, total: int | None) -> str:
-    if not len(lengths):
-        raise ValueError("the data is empty")
     median, p99 = np.percentile(lengths, [50, 99]).astype(int).tolist()
     first = "" if total == len(lengths) else "the first "
     of = f" of {total:,}" if first and total is not None else ""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 ARGUMENT = re.compile(
     r"""(?<![\w/])(add_eos|attn_implementation|budget|dtype|glob|max_steps|memory|"""
     r"""num_train_epochs|on_error|overflow|text_column|tokenizer)="""
@@ -54,7 +57,12 @@ def add_data_options(add: Any) -> None:
 
 
 def data_kwargs(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the data options as arguments of `PackedDataset`."""
+    """Return the data options as arguments of `PackedDataset`; raise for one without effect."""
+    if args.data and (path := Path(os.path.expanduser(args.data))).is_file():
+        if args.glob is not None:
+            raise ValueError(f"--glob {args.glob}: {args.data} is a file; pass its folder")
+        if args.dtype is not None and path.suffix != ".bin":
+            raise ValueError(f"--dtype {args.dtype} is for flat .bin files; omit it")
     add_eos = True if args.add_eos is None else args.add_eos
     return {"glob": args.glob, "on_error": args.on_error, "add_eos": add_eos, "dtype": args.dtype}
 
@@ -101,16 +109,26 @@ def attention_name(name: str) -> str:
 
 def writable_path(text: str) -> Path:
     """Return a path to write to; create its folder, or raise now instead of after an hour."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: pass a file")
     path = Path(os.path.expanduser(text))
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder: pass a file in it")
     try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is a folder: pass a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"{text[:40]}...: the name is too long") from None
         message = f"{text}: {path.parent} is not a folder and cannot be created"
         raise argparse.ArgumentTypeError(message) from None
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is not writable")
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        message = f"{text} is not writable ({error.strerror})"
+        raise argparse.ArgumentTypeError(message) from None
+    if not existed:
+        path.unlink()  # a run that fails leaves no empty file
     return path
 
 
@@ -118,6 +136,15 @@ def plot_path(text: str) -> Path:
     """Return a path to write a plot to; raise now if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+    if Path(text).suffix not in PLOT_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text}: pass a name in {', '.join(PLOT_SUFFIXES)}")
+    return writable_path(text)
+
+
+def png_path(text: str) -> Path:
+    """Return a path to write a PNG image to; raise now if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib, or use --html")
     return writable_path(text)
 
 
@@ -142,15 +169,37 @@ def _integer(text: str, minimum: int) -> int:
         number = -1
     if not minimum <= number < float("inf") or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r}: pass an integer >= {minimum}")
+    if number > sys.maxsize:
+        raise argparse.ArgumentTypeError(f"{text!r}: pass an integer <= {sys.maxsize}")
     return int(number)
+
+
+def number_from_0(text: str) -> float:
+    """Parse a finite number >= 0."""
+    number = _float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a number >= 0")
+    return number
+
+
+def number_above_0(text: str) -> float:
+    """Parse a number above 0; inf stands for no limit."""
+    number = _float(text)
+    if not number > 0:  # also true for NaN
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a number above 0")
+    return number
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def count_or_fraction(text: str) -> int | float:
     """Parse an integer >= 1, or a fraction below 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
+    number = _float(text)
+    if not 0 < number < float("inf") or (number > 1 and number != int(number)):
         raise argparse.ArgumentTypeError(f"{text!r}: pass an integer >= 1, or a fraction below 1")
     return int(number) if number >= 1 else number

@@ -8,8 +8,10 @@ Samples differ in color in a terminal, and in shade elsewhere.
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -17,6 +19,11 @@ COLORS = (39, 208, 76, 170, 220, 45, 203, 112, 141, 180)
 """Terminal colors (of 256); neighbors are easy to distinguish."""
 HTML_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759")
 SHADES = "█▓▒░"
+
+
+def has_color(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal whose user did not switch colors off (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def draw_pack(lengths: Sequence[int] | np.ndarray, budget: int, width: int, color: bool) -> str:
@@ -67,11 +74,9 @@ def write_html(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
 
 def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
     """Write the map as a PNG image; needs matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise ValueError("--png needs matplotlib: pip install matplotlib, or use --html") from None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(10, 0.25 * len(packs) + 1.2), layout="constrained")
     axes = figure.subplots()
     for index, lengths in enumerate(packs):
@@ -85,4 +90,4 @@ def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
         title=f"{len(packs)} packs of {budget:,} tokens: fill, samples",
     )  # fmt: skip
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path)
+    figure.savefig(path, format="png")  # whatever the name: it would append a suffix

@@ -5,7 +5,7 @@
     all.json       ["Once upon a time", {"prompt": [1, 403, 407], "temperature": 0.5}]
 
 Empty lines are skipped. Sampling parameters in a JSON object apply to its prompt; its other fields
-are ignored.
+are ignored. Suffixes may be in capitals, and a byte order mark is no text.
 """
 
 from __future__ import annotations
@@ -25,29 +25,37 @@ PromptEntry = tuple[Any, dict[str, Any]]
 
 def read_prompts(name: str, is_jsonl: bool = False) -> list[PromptEntry]:
     """Read a file, or standard input if its name is `-`; is_jsonl: its lines are JSON."""
+    label, suffix = _label(name), Path(name).suffix.lower()
     with _open(name) as file:
-        if name.endswith(".json"):
-            return list(_parse_list(name, file.read()))
-        if is_jsonl or name.endswith(".jsonl"):
-            return list(_parse_lines(name, file))
+        if is_jsonl or suffix == ".jsonl":
+            return list(_parse_lines(label, file))
+        if suffix == ".json":
+            return list(_parse_list(label, file.read()))
         return [(line.rstrip("\n"), {}) for line in file if line.strip()]
 
 
 @contextmanager
 def _open(name: str) -> Iterator[IO[str]]:
-    label = "standard input" if name == "-" else name
     try:
         if name != "-":
-            with Path(os.path.expanduser(name)).open(encoding="utf-8") as file:
+            with Path(os.path.expanduser(name)).open(encoding="utf-8-sig") as file:
                 yield file
             return
+        if sys.stdin is None:
+            raise ValueError("--file -: standard input is closed")
         if hasattr(sys.stdin, "reconfigure"):  # UTF-8 in every locale
-            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # pyright: ignore
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # pyright: ignore
         yield sys.stdin
     except FileNotFoundError:
         raise ValueError(f"--file {name}: there is no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"--file {name} is a folder: pass a file in it") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{label} is not UTF-8: {error.reason}") from None
+        raise ValueError(f"{_label(name)} is not UTF-8: {error.reason}") from None
+
+
+def _label(name: str) -> str:
+    return "standard input" if name == "-" else name
 
 
 def _parse_list(name: str, text: str) -> Iterator[PromptEntry]:
@@ -72,6 +80,10 @@ def _parse_json(label: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{label}: not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError(f"{label}: JSON is nested too deeply") from None
+    except ValueError:  # an integer of thousands of digits
+        raise ValueError(f"{label}: a number has too many digits") from None
 
 
 def _parse_entry(label: str, entry: Any) -> PromptEntry:
@@ -83,17 +95,35 @@ def _parse_entry(label: str, entry: Any) -> PromptEntry:
     from ..inference import SamplingParams
 
     if isinstance(entry, str | list):
-        return entry, {}
+        return _check_prompt(label, entry), {}
     if not isinstance(entry, dict) or not entry.keys() & {"prompt", "messages"}:
         raise ValueError(f'{label}: has neither "prompt" nor "messages"')
-    prompt = entry.get("prompt")
+    prompt, messages = entry.get("prompt"), entry.get("messages")
+    if prompt is not None and messages is not None:
+        raise ValueError(f'{label}: has both "prompt" and "messages": remove one')
+    if messages is not None and not _is_list_of(dict, messages):
+        raise ValueError(f'{label}: "messages" must be a list of objects with "role", "content"')
     names = [field.name for field in fields(SamplingParams)]
     params: dict[str, Any] = {name: entry[name] for name in names if name in entry}
     if isinstance(bias := params.get("logit_bias"), dict):  # keys are strings in JSON
         params["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+    _check_prompt(label, messages if prompt is None else prompt)
     try:
         # Check now; --max-tokens may raise the default limit that min_tokens is compared with.
         SamplingParams(**{"max_tokens": sys.maxsize, **params})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{label}: {error}") from None
-    return (entry.get("messages") if prompt is None else prompt), params
+    return (messages if prompt is None else prompt), params
+
+
+def _check_prompt(label: str, prompt: Any) -> Any:
+    """Return a prompt of text, token ids or messages; raise for anything else."""
+    if isinstance(prompt, str) or _is_list_of(dict, prompt) or _is_list_of(int, prompt):
+        return prompt
+    raise ValueError(f"{label}: a prompt is text, a list of token ids or a list of messages")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, kind) and not isinstance(item, bool) for item in value)

@@ -13,14 +13,13 @@ There is no attention mask: a 2-D one would disable boundary detection in stock 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from ..packing import IGNORE_INDEX, Pack, Sample
-from .row_layout import as_samples, lay_out_rows
+from .row_layout import as_samples, check_pad_token_id, is_integer, lay_out_rows
 
 
 class PackedCollator:
@@ -63,19 +62,19 @@ class PackedCollator:
             weights (`nopad.trainer.loss.attach_loss`, or any of our front ends); stock losses
             ignore them.
         """
-        if fixed_sequences is not None and fixed_sequences < 1:
-            raise ValueError(f"fixed_sequences={fixed_sequences}: the padding sequence needs one")
-        if max_length is not None and (fixed_sequences is None or max_length < 1):
+        flags = {"seq_idx": seq_idx, "pad_to_budget": pad_to_budget, "stack": stack}
+        for name, value in flags.items():
+            if not isinstance(value, bool | np.bool_):
+                raise ValueError(f"{name}={value!r}: pass True or False")
+        if fixed_sequences is not None and not is_integer(fixed_sequences, 1):
+            raise ValueError(f"fixed_sequences={fixed_sequences!r}: the padding sequence needs one")
+        if max_length is not None and (fixed_sequences is None or not is_integer(max_length, 1)):
             raise ValueError(
                 f"max_length={max_length}, fixed_sequences={fixed_sequences}: max_length is the "
                 "sequence length of fixed shapes, at least 1; omit it otherwise; "
                 "use PackedDataset(overflow=...) for long samples"
             )
-        if not isinstance(pad_token_id, Integral) or pad_token_id < 0:
-            raise ValueError(
-                f"pad_token_id={pad_token_id!r}: pass any id of the vocabulary, such as 0; the "
-                "loss ignores padding"
-            )
+        check_pad_token_id(pad_token_id)
         if mean not in ("token", "sample"):
             raise ValueError(f"mean={mean!r}: the loss is a mean over 'token' or 'sample'")
         self.seq_idx = seq_idx

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..packing import IGNORE_INDEX, Sample
-from .row_layout import as_samples
+from .row_layout import as_samples, check_pad_token_id, is_integer
 
 
 class PaddedCollator:
@@ -19,10 +19,11 @@ class PaddedCollator:
     """
 
     def __init__(self, *, pad_token_id: int = 0, pad_to_multiple_of: int = 1):
-        if pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of}: 1 or more, or omit it")
-        self.pad_token_id = pad_token_id
-        self.pad_to_multiple_of = pad_to_multiple_of
+        if not is_integer(pad_to_multiple_of, 1):
+            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of!r}: 1 or more, or omit it")
+        check_pad_token_id(pad_token_id)
+        self.pad_token_id = int(pad_token_id)
+        self.pad_to_multiple_of = int(pad_to_multiple_of)
 
     def __call__(self, rows: Sequence[Mapping | Sample]) -> dict[str, torch.Tensor]:
         if not len(rows):

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, jit, make_sample, row_inner_starts
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def is_integer(value: Any, minimum: int) -> bool:
+    """Whether a value is an integer of Python or NumPy, of at least this size."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return minimum <= int(value) <= MAX_TOKEN_ID
+
+
+def check_pad_token_id(pad_token_id: Any) -> None:
+    """Raise for what is no token id."""
+    if not is_integer(pad_token_id, 0):
+        raise ValueError(
+            f"pad_token_id={pad_token_id!r}: pass any id of the vocabulary, such as 0; the loss "
+            "ignores padding"
+        )
 
 
 def as_samples(rows: Iterable[Sample | Mapping[str, Any]]) -> list[Sample]:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..attention import causal_mask
 from ..attention.backends import force_backend, without_prefix_sharing, without_trials
 from .fused.fused_ops import without_fused_ops
+from .settings import check_positive
 
 _MIN_ROWS = 2
 """Rows of a batched product on a CPU: a single row is computed by another routine."""
@@ -39,6 +40,7 @@ _BLOCK = 64
 @contextmanager
 def batch_invariant(max_length: int) -> Iterator[None]:
     """Compute products in one shape, and attention over `max_length` keys."""
+    check_positive("max_length", max_length)
     # Without trials: the sequences of a trial may be longer than `max_length`.
     with (
         force_backend("sdpa"),

@@ -34,6 +34,8 @@ class DataParallelEngine:
     """An engine's `generate` and `score`, distributed over the ranks that train together."""
 
     def __init__(self, engine: Engine):
+        if not isinstance(engine, Engine):
+            raise ValueError(f"engine is a {type(engine).__name__}; pass an Engine")
         self.engine = engine
         self._lock = model_lock(engine._model)
 

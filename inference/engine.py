@@ -44,7 +44,7 @@ from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
-from .settings import check_dtype, check_positive, check_seed, resolve_settings
+from .settings import check_dtype, check_model, check_positive, check_seed, resolve_settings
 
 
 class Engine:
@@ -91,7 +91,7 @@ class Engine:
         cuda_graphs: bool = True,
         debug: bool = False,
     ):
-        self._model = unwrap_model(model)
+        self._model = check_model(unwrap_model(model))
         settings = resolve_settings(
             self._model,
             memory=memory,

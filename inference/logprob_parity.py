@@ -76,6 +76,8 @@ def compare_logprobs(
 
     backend: the attention backend of the generation; by default the preferred one.
     """
+    if not len(prompts):
+        raise ValueError("prompts is empty; pass at least one")
     params = SamplingParams(
         temperature=temperature, max_tokens=max_tokens, logprobs=0, ignore_eos=True
     )

@@ -15,6 +15,8 @@ from ..attention.hf import SequenceLimit, sequence_limit
 from .execution.memory_budget import Memory, check_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MAX_SETTING = 2**31 - 1
+"""Lengths and counts are kept in 32 bits."""
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
 """Names of learned position tables; adapters wrap the layer that they adapt."""
 
@@ -71,11 +73,24 @@ def resolve_settings(
     )
 
 
+def check_model(model: Any) -> Any:
+    """Return a model of Transformers; raise for anything else."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ValueError(
+            f"{name} is not a causal LM: pass a model of Transformers, as "
+            "AutoModelForCausalLM.from_pretrained returns it"
+        )
+    return model
+
+
 def check_positive(name: str, value: int | None, default: int | None = None) -> int:
     """Return an integer >= 1, or the default for None."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
+    if value > MAX_SETTING:
+        raise ValueError(f"{name} is {value}; it must be at most {MAX_SETTING}")
     return int(value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .sources.source import SMALL_BYTES, RowSource
 from .sources.token_store import TokenArray, TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 
+MAX_TOKEN_ID = 2**31 - 1
 SHUFFLE_BLOCK = 1024
 """Rows that a stream shuffles together by default."""
 
@@ -43,6 +44,21 @@ class PipelineOptions:
     balance: bool
     max_packs: int | None
     skip_errors: bool
+
+    def __post_init__(self) -> None:
+        """Raise for a value of the wrong type, also of settings that this source does not use."""
+        flags = {"balance": self.balance, "pretokenize": self.pretokenize or False}
+        flags["continue_positions"] = self.packer["continue_positions"]
+        for name, value in flags.items():
+            if not isinstance(value, bool | np.bool_):
+                raise ValueError(f"{name}={value!r}: pass True or False")
+        choices = get_args(StoppingStrategy)
+        if self.stopping_strategy not in choices:
+            raise ValueError(
+                f"stopping_strategy={self.stopping_strategy!r}: choose {', '.join(choices)}"
+            )
+        if self.packer["pool"] < 1:
+            raise ValueError(f"pool {self.packer['pool']}: at least one segment")
 
 
 def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list[Opened]:
@@ -202,8 +218,9 @@ def check_values(
         raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
     if budget > MAX_BUDGET:
         raise ValueError(f"budget {budget}: a pack has at most {MAX_BUDGET} tokens")
-    if pad_token_id < 0 or (vocab_size is not None and pad_token_id >= vocab_size):
-        ids = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+    largest = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+    if not 0 <= pad_token_id <= largest:
+        ids = f"from 0 to {largest}"
         raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary, {ids}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')

@@ -24,9 +24,13 @@ from nopad.cli import (
     add_model_options,
     check_chat_template,
     checkpoint_path,
+    count,
     load_model,
     load_tokenizer,
+    number_above_0,
+    number_from_0,
     positive,
+    printable,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +53,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=positive, help="maximum number of examples")
     add("--max-tokens", type=positive, default=256, help="maximum new tokens per completion")
     add("--stop", action="append", default=[], help="stop string; may be repeated")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
+    add("--temperature", type=number_from_0, default=0.0, help="sampling temperature; 0 is greedy")
     add("--seed", type=int, default=0, help="sampling seed")
-    add("--deadline", type=float, help="time limit in seconds; unfinished examples do not count")
+    add(
+        "--deadline",
+        type=number_above_0,
+        help="time limit in seconds; unfinished examples do not count",
+    )
     add_model_options(add)
-    add("--show", type=int, default=3, help="number of completions to print")
+    add("--show", type=count, default=3, help="number of completions to print")
     return parser.parse_args(argv)
 
 
@@ -70,27 +78,40 @@ def load_examples(args: argparse.Namespace) -> list:
         messages = [{"role": "user", "content": prompt}]
         reference = fill_template("--reference", args.reference, row, location)
         examples.append(Example(messages if args.chat else prompt, reference))
+    if not examples:
+        raise ValueError(f"--data {args.data} has no examples")
     return examples
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yield the line number and the object of every line of a jsonl file, except blank lines."""
     number = 0
-    with path.open(encoding="utf-8") as lines:
+    with Path(os.path.expanduser(path)).open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, dict(json.loads(line))
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"got a {type(row).__name__}")
+                    yield number, row
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: {error.reason}") from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number} is not a JSON object: {error}") from None
+
+
+class _Null:
+    """A null of the file, which is no text."""
+
+    def __format__(self, _: str) -> str:
+        raise ValueError("a column of it is null")
 
 
 def fill_template(option: str, template: str, row: dict, location: str) -> str:
     """Insert a row's values into a template."""
+    filled = {name: _Null() if value is None else value for name, value in row.items()}
     try:
-        return template.replace("\\n", "\n").format(**row)
+        return template.replace("\\n", "\n").format(**filled)
     except KeyError as missing:
         raise ValueError(
             f"{location} has no {missing}, only {sorted(row)}: "
@@ -103,23 +124,23 @@ def fill_template(option: str, template: str, row: dict, location: str) -> str:
 def main(argv: list[str] | None = None) -> Report:
     """Evaluate; print some completions, a line per metric, and the metrics as JSON last."""
     args = parse_args(argv)
-    examples = load_examples(args)
+    examples = load_examples(args)  # wrong data and options are told before the model is loaded
     from nopad.inference import DataParallelEngine, Engine, SamplingParams
     from nopad.runtime import init_group
     from nopad.trainer.evaluation import GenerationEval, exact_match, regex_match, report_lines
 
+    metrics: dict[str, Any] = {"exact": exact_match}
+    if args.regex is not None:
+        metrics["regex_match"] = regex_match(args.regex)
+    params = SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
+    )
     init_group()
     name = checkpoint_path(args.model)
     tokenizer = load_tokenizer(args.tokenizer or name)
     if args.chat:
         check_chat_template(tokenizer)
     model = load_model(name, args.dtype, args.device)
-    params = SamplingParams(
-        temperature=args.temperature, max_tokens=args.max_tokens, stop=args.stop, seed=args.seed
-    )
-    metrics: dict[str, Any] = {"exact": exact_match}
-    if args.regex:
-        metrics["regex_match"] = regex_match(args.regex)
     evaluation = GenerationEval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
@@ -131,7 +152,7 @@ def main(argv: list[str] | None = None) -> Report:
     )
     report = evaluation.run(0)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*report_lines(report)[1:], sep="\n")
+        print(printable("\n".join(report_lines(report)[1:])))
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))
@@ -148,9 +169,13 @@ def run(argv: list[str] | None = None) -> int:
     """
     try:
         report = main(argv)
-    except (ValueError, OSError) as error:
-        print(f"evaluate_checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (ValueError, OSError, ImportError) as error:
+        message = printable(" ".join(str(error).split()) or type(error).__name__)
+        print(f"evaluate_checkpoint: {message}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("evaluate_checkpoint: interrupted", file=sys.stderr)
+        return 130
     from nopad.runtime import destroy_group
 
     destroy_group()

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 
-from nopad.cli import HelpFormatter, count, positive
+from nopad.cli import HelpFormatter, count, number_above_0, number_from_0, positive
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
 from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
@@ -36,10 +36,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=800, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=6e-3, help="peak learning rate")
+    add("--learning-rate", type=number_from_0, default=6e-3, help="peak learning rate")
     add("--warmup", type=count, default=40, help="warmup steps")
-    add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
-    add("--clip", type=float, default=1.0, help="maximum gradient norm")
+    add("--weight-decay", type=number_from_0, default=0.1, help="weight decay of matrices")
+    add("--clip", type=number_above_0, default=1.0, help="maximum gradient norm; inf: none")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, "pretrain")

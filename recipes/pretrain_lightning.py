@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from nopad.cli import HelpFormatter, count, positive
+from nopad.cli import HelpFormatter, count, number_from_0, positive
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
 from nopad.recipes.support.holdout import continuation_eval
@@ -24,7 +24,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=4e-3, help="peak learning rate")
+    add("--learning-rate", type=number_from_0, default=4e-3, help="peak learning rate")
     add("--warmup", type=count, default=10, help="warmup steps")
     add("--precision", default="32-true", help="Lightning's name of a precision")
     add("--accelerator", default="auto", help="cpu, gpu, ...")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
 from nopad.recipes.support.arguments import parse_with_config
@@ -19,6 +20,7 @@ from nopad.recipes.support.data_and_model import (
     add_packing_options,
     check_vocab_size,
     error_context,
+    load_checkpoint,
     open_data,
     packed_dataset,
 )
@@ -60,8 +62,8 @@ def load_data(args: argparse.Namespace):
 
     tokenizer = load_tokenizer(args.tokenizer or checkpoint_path(args.model))
     if args.chat_template:
-        with open(args.chat_template) as file:
-            tokenizer.chat_template = file.read()
+        with error_context(f"--chat-template {args.chat_template}"):
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     source = open_data(args, tokenizer, args.text_column)
     source, examples = hold_out(source, args.eval_examples, args.text_column)
     check_evaluation(args, examples)
@@ -83,14 +85,9 @@ def check_evaluation(args: argparse.Namespace, examples: list) -> None:
 def load_model(args: argparse.Namespace, tokenizer):
     """Load the pretrained model; add LoRA adapters with `--lora`."""
     from nopad.attention import register
-    from transformers import AutoModelForCausalLM
 
     register()
-    with error_context(args.model):
-        name = checkpoint_path(args.model)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, attn_implementation=args.attention, trust_remote_code=False
-        )
+    model = load_checkpoint(checkpoint_path(args.model), attn_implementation=args.attention)
     check_vocab_size(model, tokenizer)
     if not args.lora:
         return model

@@ -330,6 +330,24 @@ FAULTS = {
         "nopad.recipes.support.arguments",
         "import yaml\n_flat_loader = lambda: yaml.SafeLoader",
     ),
+    "missing weights are random": (
+        "cli/test_load_pretrained.py::test_weights_that_are_missing_are_not_filled_at_random",
+        "nopad.cli.load_pretrained",
+        "from transformers import AutoModelForCausalLM as auto\n"
+        "load_weights = lambda path, **k: auto.from_pretrained(path, trust_remote_code=False, **k)",
+    ),
+    "a settings file is read with the types of YAML": (
+        "recipes/support/test_arguments.py::"
+        "test_values_in_the_yaml_are_the_text_that_is_written",
+        "nopad.recipes.support.arguments",
+        "import yaml\n_flat_loader = lambda: yaml.SafeLoader",
+    ),
+    "any number may clip": (
+        "recipes/support/test_arguments.py::"
+        "test_a_number_that_would_train_wrongly_is_refused",
+        "nopad.cli.options",
+        "number_above_0 = number_from_0 = float",
+    ),
     "prompts are logged": (
         "inference/test_engine.py::test_logs_hold_no_prompt_and_no_text",
         "nopad.inference.engine",

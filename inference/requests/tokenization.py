@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -14,6 +15,7 @@ from .batch_encoding import to_host, without_padding
 from .generation_config import check_generation_config
 from .sampling_params import SamplingParams
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
@@ -29,6 +31,12 @@ class TokenizerAdapter:
             name = str(tokenizer)
             raise ValueError(
                 f"tokenizer={name!r} is a name: pass AutoTokenizer.from_pretrained({name!r})"
+            )
+        if tokenizer is not None and not all(
+            callable(getattr(tokenizer, name, None)) for name in ("__call__", "decode")
+        ):
+            raise ValueError(
+                f"tokenizer is a {type(tokenizer).__name__}: pass a Hugging Face tokenizer, or None"
             )
         self.tokenizer = tokenizer
         self._model = model
@@ -200,6 +208,10 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
     try:
         return function(prompt, **options)["input_ids"]
     except Exception as error:
+        if isinstance(prompt, str) and _SURROGATE.search(prompt):
+            raise RequestError(
+                "the tokenizer cannot read the prompt: it has a surrogate, half a character"
+            ) from None
         raise RequestError(
             f"the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
         ) from error

@@ -50,6 +50,8 @@ class Encoder:
         add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
         """
         _check_tokenizer(tokenizer)
+        if not isinstance(text_column, str):
+            raise ValueError(f"text_column={text_column!r}: pass the name of a column")
         self.tokenizer = tokenizer
         self.text_column = text_column
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
@@ -213,6 +215,8 @@ class Encoder:
             offsets = batch["offset_mapping"] if with_ends else [None] * len(texts)
             return [_Tokens.of(*both) for both in zip(batch["input_ids"], offsets, strict=True)]
         except Exception as error:  # a tokenizer may raise anything on hostile text
+            if len(texts) == 1 and any("\ud800" <= letter <= "\udfff" for letter in texts[0]):
+                return [ValueError("the text has a surrogate, half a character: remove it")]
             if len(texts) == 1:
                 return [_as_value_error(error)]
             return [tokens for text in texts for tokens in self._tokenize([text], with_ends)]
@@ -260,7 +264,7 @@ def _eos_token_id(tokenizer: Any, add_eos: bool | int) -> int | None:
         return None
     if add_eos is True:
         return getattr(tokenizer, "eos_token_id", None)
-    if not isinstance(add_eos, int | np.integer):
+    if not isinstance(add_eos, int | np.integer) or not 0 <= add_eos < 2**31:
         raise ValueError(
             f"add_eos={add_eos!r}: True for the tokenizer's own, an id, or False for none"
         )

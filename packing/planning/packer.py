@@ -19,7 +19,7 @@ from ..pack import Pack
 from ..sample import IGNORE_INDEX, Sample
 from .overflow import Counts, Overflow
 from .plan import Plan
-from .planner import Planner, Strategy
+from .planner import Planner, Strategy, check_ints
 
 
 class Packer:
@@ -53,7 +53,11 @@ class Packer:
             overflow=overflow,
             pad_to_multiple_of=pad_to_multiple_of,
         )
-        self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
+        if not isinstance(continue_positions, bool | np.bool_):
+            raise ValueError(f"continue_positions={continue_positions!r}: pass True or False")
+        if not 0 <= check_ints(pad_token_id=pad_token_id)[0] < 2**31:
+            raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary")
+        self.continue_positions, self.pad_token_id = bool(continue_positions), int(pad_token_id)
         self.pending: dict[int, Sample] = {}
         """The samples that are pending at least in part, by number of arrival."""
         self._pending_tokens: dict[int, int] = {}

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from ..numba_jit import jit
+from ..pack import MAX_BUDGET
 from ..state.int_codec import ints_from_text, ints_to_text
 from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
@@ -98,6 +99,8 @@ class Planner:
         budget, pool, multiple = check_ints(
             budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of
         )
+        if not 1 <= budget <= MAX_BUDGET:
+            raise ValueError(f"budget {budget}: a pack has 1 to {MAX_BUDGET} tokens")
         if multiple < 1 or budget < multiple:
             raise ValueError(
                 f"pad_to_multiple_of {multiple} must be at least 1 and at most the budget {budget}"

@@ -49,9 +49,11 @@ def open_source(
     number: int = 0,
 ) -> Opened:
     """Open a source; `number` is its index in a mixture."""
+    if isinstance(source, str) and not source:
+        raise ValueError("the name of the source is empty: pass a file or a folder")
     if isinstance(source, str | Path):
         options = _PathOptions(text_column, glob, dtype, eos_token_id, number)
-        return _open_path(Path(source).expanduser(), options)
+        return _open_path(Path(os.path.expanduser(source)), options)
     if isinstance(source, list | tuple) and _lists_files(source):
         raise ValueError(
             f"{source[0]} is a file, the list would be read as {len(source)} documents: pass a "

@@ -39,6 +39,8 @@ def resolve_inside(folder: Path, name: str) -> Path:
 
 def list_files(path: Path, glob: str | None = None) -> list[Path]:
     """List the files of a path, sorted by name: the file itself, or all matches in a folder."""
+    if glob is not None and (not isinstance(glob, str) or Path(glob).is_absolute()):
+        raise ValueError(f"glob={glob!r}: pass a pattern inside the folder, such as '*.jsonl'")
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -15,6 +15,9 @@ from typing import Any
 
 from nopad.recipes.support.run_dir import check_unchanged, find_run, read_settings
 
+TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
+"""The words of YAML for an option that is on or off."""
+
 
 def parse_with_config(
     parser: argparse.ArgumentParser, argv: list[str] | None, recipe: str
@@ -25,7 +28,7 @@ def parse_with_config(
     if "config" in explicit:
         explicit = yaml_args(explicit["config"], parser) | explicit
     settings = vars(parser.parse_args([]))
-    if explicit.get("resume"):
+    if explicit.get("resume") is not None:
         path = find_run(recipe, explicit["resume"], explicit.get("output"))
         settings |= {k: v for k, v in read_settings(path).items() if k in settings}
         check_unchanged(path, settings, explicit)
@@ -50,28 +53,53 @@ def yaml_args(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     for name, value in read_yaml(path).items():
         if name not in actions:
             raise ValueError(f"{path}: unknown setting {name}; see --help")
-        if value is False and actions[name].nargs not in (0, "?"):
-            raise ValueError(f"{path}: {name} cannot be false; see --help")
-        if value is None or value is False:
-            defaults[name] = actions[name].default
+        if name == "config":
+            raise ValueError(f"{path}: a settings file cannot name another with config")
+        action = actions[name]
+        if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+            raise ValueError(f"{path}: {name} takes one value, not a list")
+        if isinstance(value, list) and (not value or None in value):
+            raise ValueError(f"{path}: {name} is a list without values, or with null in it")
+        if value is None or (action.nargs in (0, "?") and _is(value, FALSE)):
+            defaults[name] = action.default
         else:
-            argv += _to_argv(actions[name].option_strings[-1], value)
-    return explicit_args(parser, argv) | defaults
+            argv += _to_argv(path, action, value)
+    return _explicit_of_yaml(path, parser, argv) | defaults
 
 
-def _to_argv(option: str, value: Any) -> list[str]:
-    """Write a YAML value as command-line arguments.
+def _explicit_of_yaml(
+    path: Path, parser: argparse.ArgumentParser, argv: list[str]
+) -> dict[str, Any]:
+    """Parse the values of a file; a wrong one is told with the file's name."""
+    before, parser.exit_on_error = parser.exit_on_error, False
+    try:
+        return explicit_args(parser, argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{path}: {error}") from None
+    finally:
+        parser.exit_on_error = before
 
-    >>> _to_argv("--budget", 512), _to_argv("--compile", True), _to_argv("--prompt", ["a", "b"])
-    (['--budget=512'], ['--compile'], ['--prompt=a', '--prompt=b'])
-    """
-    if value is True:
+
+def _to_argv(path: Path, action: argparse.Action, value: str | list[str]) -> list[str]:
+    """Write a value, as it stands in the file, as command-line arguments."""
+    option = action.option_strings[-1]
+    if action.nargs in (0, "?") and _is(value, TRUE):
         return [option]
+    if action.nargs == 0:
+        raise ValueError(f"{path}: {action.dest} is {value}; it must be true or false")
     return [f"{option}={item}" for item in (value if isinstance(value, list) else [value])]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a flat YAML file; `learning-rate` and `learning_rate` are the same name."""
+def _is(value: str | list[str], words: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value.lower() in words
+
+
+def read_yaml(path: Path) -> dict[str, str | list[str] | None]:
+    """Read a flat YAML file; `learning-rate` and `learning_rate` are the same name.
+
+    Values keep the text they have in the file, as on the command line: `no` is no, and 010 is not
+    octal. Only null is None.
+    """
     import yaml
 
     try:
@@ -97,7 +125,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _flat_loader() -> Any:
-    """Return a safe YAML loader without aliases, which can grow a few bytes without bound."""
+    """Return a safe YAML loader of texts and nulls.
+
+    It has no aliases, which can grow a few bytes without bound.
+    """
     import yaml
 
     class FlatLoader(yaml.SafeLoader):
@@ -115,4 +146,6 @@ def _flat_loader() -> Any:
                 raise yaml.constructor.ConstructorError(None, None, f"{twice} appears twice", mark)
             return super().construct_mapping(node, deep)
 
+    for kind in ("bool", "int", "float", "timestamp"):
+        FlatLoader.add_constructor(f"tag:yaml.org,2002:{kind}", FlatLoader.construct_scalar)
     return FlatLoader

@@ -15,8 +15,10 @@ from nopad.cli import (
     data_kwargs,
     has_weights,
     load_tokenizer,
+    load_weights,
     positive,
     resolve_path,
+    short_error,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ def load_data(args: argparse.Namespace, num_held_out: int = 32):
 
 def open_data(args: argparse.Namespace, tokenizer, column: str):
     """Open `--data` as one source, from which rows can be held out."""
+    if not args.data:
+        raise ValueError("--data is empty: pass a file or a folder, or omit it")
     from nopad.packing.encoding import Encoder
     from nopad.packing.sources import TokenStore, open_source
 
@@ -120,6 +124,23 @@ def error_context(subject: str) -> Iterator[None]:
         raise ValueError(f"{subject}: {error}") from error
 
 
+@contextmanager
+def model_errors(name: str) -> Iterator[None]:
+    """Turn an error of loading a model, which may be of any type, into one line that names it."""
+    try:
+        yield
+    except ImportError:
+        raise  # names what to install
+    except Exception as error:
+        raise ValueError(f"cannot load {name}: {short_error(error)}") from error
+
+
+def load_checkpoint(path: str, **options: Any) -> Any:
+    """Load a causal LM with its weights, for training."""
+    with model_errors(path):
+        return load_weights(path, **options)
+
+
 def load_model(args: argparse.Namespace, tokenizer):
     """Load `--model`, or build it with new weights if it is only a config; default: a Llama."""
     from nopad.attention import register
@@ -132,13 +153,11 @@ def load_model(args: argparse.Namespace, tokenizer):
             _small_llama(args, tokenizer), trust_remote_code=False, **settings
         )
     else:
-        with error_context(args.model):
-            name = resolve_path(args.model)
-            if has_weights(name):
-                model = AutoModelForCausalLM.from_pretrained(
-                    name, trust_remote_code=False, **settings
-                )
-            else:
+        name = resolve_path(args.model)
+        if has_weights(name):
+            model = load_checkpoint(name, **settings)
+        else:
+            with model_errors(args.model):
                 config = AutoConfig.from_pretrained(name, trust_remote_code=False)
                 model = AutoModelForCausalLM.from_config(
                     config, trust_remote_code=False, **settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from nopad.cli import count, positive
+from nopad.cli import count, number_from_0, positive
 from nopad.recipes.support.run_dir import RunDir, add_run_options
 from nopad.recipes.support.run_recipe import hold_signals
 
@@ -16,7 +16,7 @@ def add_hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: 
     add("--epochs", type=float, default=1.0, help="passes over the data")
     add("--steps", type=positive, help="optimizer steps; overrides --epochs")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=float, default=learning_rate, help="peak learning rate")
+    add("--learning-rate", type=number_from_0, default=learning_rate, help="peak learning rate")
     add("--warmup", type=count, default=10, help="warmup steps")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add("--compile", action="store_true",

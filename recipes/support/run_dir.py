@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ None of them changes the order of the data; only `devices` changes how much of i
 
 def add_run_options(add: Any, recipe: str) -> None:
     """Add the options that place a run and resume it."""
-    add("--output", type=Path,
+    add("--output", type=folder,
         help=f"folder of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
     add("--resume", nargs="?", const="last", metavar="FOLDER",
         help="continue this run, or the last one, with the settings it was started "
@@ -48,12 +49,27 @@ def add_run_options(add: Any, recipe: str) -> None:
         "saved")  # fmt: skip
 
 
+def folder(text: str) -> Path:
+    """Return the path of a folder, which need not exist."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: pass a folder, or omit it")
+    path = Path(os.path.expanduser(text))
+    above = next(each for each in (path, *path.parents) if each.exists())
+    if not above.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: {above} is a file, not a folder")
+    return path
+
+
 def find_run(recipe: str, name: str, output: Path | None) -> Path:
     """Return the folder of the run to resume.
 
     name: a folder, or "last" for `output`, if given, or else the run with the highest number.
     """
-    path = Path(name) if name != "last" else output
+    if not name:
+        raise ValueError(
+            "--resume '' names no folder: pass one, or --resume alone for the last run"
+        )
+    path = Path(os.path.expanduser(name)) if name != "last" else output
     if path and output and path.resolve() != output.resolve():
         raise ValueError(
             f"--resume {path} and --output {output} differ: a run continues in its own folder"
@@ -67,6 +83,9 @@ def find_run(recipe: str, name: str, output: Path | None) -> Path:
         raise ValueError(
             f"{path} is not a run folder (it has no run.json): name one under {RUNS_DIR}/"
         )
+    of = read_settings(path).get("recipe", recipe)
+    if of != recipe:
+        raise ValueError(f"{path} is a run of {of}.py: resume it with that, or start a new run")
     return path
 
 
@@ -132,6 +151,7 @@ class RunDir:
         A run that was killed before its first checkpoint starts over: `args.resume` becomes None.
         """
         settings = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
+        settings["recipe"] = recipe
         path = args.output if args.resume else new_path(recipe, args.output)
         run_dir = cls(path, settings, progress, created=bool(args.resume))
         args.output = path

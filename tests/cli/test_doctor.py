@@ -187,3 +187,14 @@ def test_lengths_that_are_too_long_for_the_check_are_named():
 def test_parity_keeps_within_the_chunks_of_a_model(capsys):
     assert main(["llama4_text", "--parity"]) == 0
     assert "TOO LARGE" not in capsys.readouterr().out
+
+
+def test_an_option_without_effect_and_weights_that_are_no_numbers_are_told(tmp_path, capsys):
+    with pytest.raises(ValueError, match="--attn has no effect with --parity"):
+        main(["llama", "--parity", "--attn", "sdpa"])
+    config = tiny_config(CONFIG_MAPPING["llama"]())
+    model = AutoModelForCausalLM.from_config(config)
+    model.lm_head.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--attn", "nopad"]) == 2
+    assert "its logits are not numbers" in capsys.readouterr().err

@@ -128,6 +128,17 @@ def test_standard_input_may_be_json_lines(checkpoint, capsys, monkeypatch):
         ("a.json", '["a", {"text": "b"}]', 'entry 2: has neither "prompt" nor "messages"'),
         ("a.json", "[", r"a.json: not JSON \("),
         ("missing.txt", None, "missing.txt: there is no such file"),
+        ("a.jsonl", '{"prompt": "a", "messages": [{}]}', 'line 1: has both "prompt" and'),
+        ("a.jsonl", '{"messages": [5]}', 'line 1: "messages" must be a list of objects'),
+        ("a.jsonl", '{"prompt": null}', "line 1: a prompt is text, a list of token ids or"),
+        ("a.jsonl", '{"prompt": [true]}', "line 1: a prompt is text, a list of token ids or"),
+        ("a.jsonl", '{"prompt": "a", "min_tokens": 999}', "prompt 0: min_tokens 999 exceeds"),
+        ("a.jsonl", "[" * 100_000, "line 1: JSON is nested too deeply"),
+        (
+            "a.jsonl",
+            f'{{"prompt": "a", "n": {"9" * 5000}}}',
+            "line 1: a number has too many digits",
+        ),
     ],
 )
 def test_a_wrong_entry_is_named(tmp_path, name, text, told):
@@ -135,6 +146,41 @@ def test_a_wrong_entry_is_named(tmp_path, name, text, told):
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=told):
         main(["m", "--file", str(tmp_path / name)])
+
+
+def test_the_format_of_a_file_is_what_its_name_or_the_option_says(tmp_path):
+    entries = [("a", {}), ("b", {})]
+    (tmp_path / "a.JSONL").write_bytes(b'\xef\xbb\xbf"a"\r\n"b"\r\n')
+    assert read_prompts(str(tmp_path / "a.JSONL")) == entries
+    (tmp_path / "a.json").write_text('"a"\n"b"\n')
+    assert read_prompts(str(tmp_path / "a.json"), is_jsonl=True) == entries
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\nb\n")
+    assert read_prompts(str(tmp_path / "a.txt")) == entries
+    with pytest.raises(ValueError, match="is a folder: pass a file in it"):
+        read_prompts(str(tmp_path))
+
+
+def test_closed_standard_input_and_a_format_without_a_file_are_told(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        main(["m", "--file", "-"])
+    with pytest.raises(ValueError, match="--jsonl is the format of --file, which is missing"):
+        main(["m", "--prompt", "a", "--jsonl"])
+
+
+def test_log_probabilities_of_the_prompt_are_written_if_asked_for(checkpoint, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1, 403, 407], "prompt_logprobs": 1}\n')
+    assert main([checkpoint, "--file", str(tmp_path / "in.jsonl"), "--max-tokens", "1"]) == 0
+    first, *others = lines(capsys.readouterr().out)[0]["prompt_logprobs"]
+    assert first is None and len(others) == 2 and all(value < 0 for value in others)
+
+
+def test_a_full_disk_does_not_lose_the_completions(checkpoint, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip(reason="no /dev/full")
+    with pytest.raises(ValueError, match="the completions are on standard output"):
+        main([checkpoint, "--prompt", "Once", "--max-tokens", "2", "--output", "/dev/full"])
+    assert len(lines(capsys.readouterr().out)[0]["token_ids"]) == 2
 
 
 def test_bytes_of_standard_input_that_are_no_utf8_are_told(monkeypatch):

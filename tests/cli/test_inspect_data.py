@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import warm_python
 from nopad.__main__ import main
-from nopad.cli import pack_map, printable
+from nopad.cli import inspect_data, pack_map, printable
 from nopad.cli.inspect_data import budget_table, pack_text, padding_waste
 from nopad.packing import Pack, Sample
 
@@ -186,3 +187,28 @@ def test_the_folder_one_stands_in_is_read(data, monkeypatch, capsys):
     monkeypatch.chdir(data.parent)
     assert main(["inspect", ".", "--budget", "128"]) == 0
     assert "200 samples" in capsys.readouterr().out
+
+
+def test_an_image_has_the_name_it_was_given(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    pack_map.write_png(tmp_path / "map", [np.array([3, 4])], 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["map"]
+
+
+def test_data_whose_rows_are_all_skipped_says_why(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": "abc"}\n')
+    with pytest.raises(ValueError, match=r"^every row was skipped; the first: .*got str"):
+        inspect_data.main([str(tmp_path / "a.jsonl"), "--on-error", "skip"])
+    with pytest.raises(ValueError, match="the name of the data is empty"):
+        inspect_data.main([""])
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colors_can_be_switched_off(monkeypatch, name, value):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    assert pack_map.has_color(terminal)
+    monkeypatch.setenv(name, value)
+    assert not pack_map.has_color(terminal)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +19,14 @@ def test_a_tokenizer_may_lie_at_home(checkpoint_dir, monkeypatch):
         load_pretrained.load_tokenizer("~")
 
 
-def test_a_tokenizer_that_cannot_be_reached_is_told_that_a_folder_would_do(monkeypatch):
+def test_a_tokenizer_that_cannot_be_reached_is_told_that_there_is_no_such_folder(
+    monkeypatch,
+):
     def unreachable(path, **options):
         raise OSError("couldn't find it in the cached files.\nCheck your connection.")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
-    message = r"^owner/name: couldn't find it in the cached files; --tokenizer also takes a folder$"
+    message = r"^owner/name: couldn't find it .* files; there is no folder owner/name here either$"
     with pytest.raises(ValueError, match=message):
         load_pretrained.load_tokenizer("owner/name")
 
@@ -88,3 +92,61 @@ def test_code_of_a_checkpoint_is_never_run_and_nobody_is_asked(tmp_path, command
     assert done.returncode == 2 and not mark.exists(), done.stderr
     assert "[y/N]" not in done.stdout
     assert "it needs Python code that comes with it, which nopad never runs" in done.stderr
+
+
+def copied(checkpoint_dir: Path, tmp_path: Path, **changes: object) -> Path:
+    """A copy of the checkpoint whose config differs."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_weights_that_are_missing_are_not_filled_at_random(checkpoint_dir, tmp_path):
+    layers = json.loads((checkpoint_dir / "config.json").read_text())["num_hidden_layers"] + 1
+    folder = copied(checkpoint_dir, tmp_path, num_hidden_layers=layers, layer_types=None)
+    message = r"^cannot load .*: \d+ of its weights are missing and would be random, such as model"
+    with pytest.raises(ValueError, match=message):
+        load_pretrained.load_model(str(folder))
+
+
+def test_the_folder_of_an_adapter_is_its_model_with_the_adapter(checkpoint_dir, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = load_pretrained.load_model(str(checkpoint_dir))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = model(ids).logits
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "lora")
+    loaded = load_pretrained.load_model(str(tmp_path / "lora"))
+    logits = loaded(ids).logits
+    assert torch.allclose(logits, adapted(ids).logits, atol=1e-5)
+    assert not torch.allclose(logits, before, atol=1e-2)
+
+
+def test_a_folder_of_checkpoints_says_which_one(checkpoint_dir, tmp_path):
+    shutil.copytree(checkpoint_dir, tmp_path / "checkpoint-5")
+    with pytest.raises(ValueError, match=r"has no config\.json; checkpoint-5 in it has one$"):
+        load_pretrained.checkpoint_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", "~nobody-of-that-name/x"])
+def test_an_odd_name_is_told_in_one_line(name):
+    with pytest.raises(ValueError, match=r"^(the name is empty|there is no folder ~nobody)"):
+        load_pretrained.checkpoint_path(name)
+
+
+@pytest.mark.parametrize("name", ["meta", "xla"])
+def test_a_device_that_is_not_here_is_told(name):
+    with pytest.raises(ValueError, match=f"^--device {name}: this machine cannot use it; pass cpu"):
+        load_pretrained._device(name)
+
+
+def test_a_broken_config_is_not_taken_for_a_missing_tokenizer(checkpoint_dir, tmp_path):
+    folder = copied(checkpoint_dir, tmp_path)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"has no readable tokenizer \(.*config\.json"):
+        load_pretrained.load_tokenizer(str(folder))
+    with pytest.raises(ValueError, match="is a file: pass the folder of a tokenizer"):
+        load_pretrained.load_tokenizer(str(folder / "config.json"))

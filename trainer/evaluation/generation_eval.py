@@ -76,6 +76,8 @@ class GenerationEval:
         on_error: report an error and continue training, or raise it.
         """
         metrics = {} if metrics is None else metrics
+        if examples is not None and not isinstance(examples, Iterable):
+            raise ValueError(f"examples is a {type(examples).__name__}; pass a list of Example")
         examples = None if examples is None else list(examples)
         _check_settings(generate, metrics, every, num_samples, mode, on_error)
         if examples is not None:

@@ -41,7 +41,8 @@ def regex_match(pattern: str, *, last: bool = True) -> Metric:
     """
     try:
         regex = re.compile(pattern)
-    except re.error as error:
+        regex.search("")  # bytes do not match text
+    except (re.error, TypeError) as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
     def metric(text: str, reference: Any) -> float:

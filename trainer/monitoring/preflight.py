@@ -6,6 +6,7 @@ nopad: 1,024 packs of 8192 tokens per epoch, fill 99.8%, 9.1 sequences per pack;
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,10 @@ def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, li
 def _find_fault(model: Any, collator: Any, rows: dict[int, list[list[int]]], mask: bool = False):
     """Return what packing does to this model, in words; "" if nothing."""
     leak = measure_leak(model, collator, mask, rows[0][0])
+    if math.isnan(leak):
+        raise ValueError(
+            "the model's logits are not numbers (NaN or infinite): are its weights damaged?"
+        )
     if leak:
         return f"lets packed samples see each other (logits move by {leak:.2g})"
     for length, lengths in [(limit, row) for limit in rows for row in rows[limit]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -26,16 +27,31 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
         ("budget: many", "--budget: 'many': pass an integer >= 1"),
         ("steps: 1.5", "--steps: '1.5': pass an integer >= 1"),
         ("warmup: -3", "--warmup: '-3': pass an integer >= 0"),
-        ("workers: .nan", "--workers: 'nan': pass an integer >= 0"),
+        ("workers: .nan", "--workers: '.nan': pass an integer >= 0"),
+        ("add_eos: false", "--add-eos: 'false': pass a token id, or none"),
+        ("learning_rate: -1", "--learning-rate: '-1': pass a number >= 0"),
+        ("steps: [1, 2]", "steps takes one value, not a list"),
+        ("config: other.yaml", "a settings file cannot name another"),
+        ("compile: 1", "compile is 1; it must be true or false"),
     ],
 )
-def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(
-    tmp_path, capsys, line, complaint
-):
+def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(tmp_path, line, complaint):
     (tmp_path / "sft.yaml").write_text(line + "\n")
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
         sft.main(["--config", str(tmp_path / "sft.yaml")])
-    assert complaint in capsys.readouterr().err
+    assert str(caught.value).startswith(str(tmp_path / "sft.yaml"))
+
+
+def test_values_in_the_yaml_are_the_text_that_is_written(tmp_path):
+    lines = "precision: no\nseed: 010\ntext_column: yes\nprompt: [on, 1:30]\n"
+    (tmp_path / "run.yaml").write_text(lines)
+    args = pretrain.parse_args(["--config", str(tmp_path / "run.yaml")])
+    assert (args.precision, args.seed, args.text_column) == ("no", 10, "yes")
+    assert args.prompt == ["on", "1:30"]
+    for line in ("prompt: []", "prompt: [a, null]"):
+        (tmp_path / "run.yaml").write_text(line)
+        with pytest.raises(ValueError, match="prompt is a list without values, or with null in it"):
+            pretrain.parse_args(["--config", str(tmp_path / "run.yaml")])
 
 
 def test_the_command_line_overrides_the_yaml(tmp_path):
@@ -91,9 +107,6 @@ def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_pa
     args = pretrain.parse_args(config)
     assert (args.steps, args.resume, args.prompt) == (800, None, None)
     assert pretrain.parse_args([*config, "--steps", "3"]).steps == 3
-    (tmp_path / "run.yaml").write_text("add_eos: false\n")
-    with pytest.raises(ValueError, match=r"run\.yaml: add_eos cannot be false; see --help"):
-        pretrain.parse_args(config)
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
@@ -126,6 +139,33 @@ def test_an_impossible_number_is_refused_before_any_work(wrong, capsys):
     assert (
         f"{wrong.split()[0]}: '{wrong.split()[1]}': pass an integer >= " in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("wrong", ["--clip -1", "--clip 0", "--clip nan", "--weight-decay -1",
+                                   "--weight-decay nan", "--learning-rate inf"])  # fmt: skip
+def test_a_number_that_would_train_wrongly_is_refused(wrong, capsys):
+    """A negative clip turns every gradient around; clipping to 0 removes it."""
+    option, value = wrong.split()
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.parse_args([f"{option}={value}"])
+    assert f"{option}: '{value}': pass a number " in capsys.readouterr().err
+
+
+def test_an_empty_name_is_not_the_working_directory(capsys):
+    with pytest.raises(ValueError, match="--resume '' names no folder"):
+        pretrain.parse_args(["--resume", ""])
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.parse_args(["--output", ""])
+    assert "the name is empty: pass a folder" in capsys.readouterr().err
+
+
+def test_a_run_of_another_recipe_is_not_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RunDir.from_args("train_hf", train_hf.parse_args([])).create()
+    message = r"runs/train_hf-1 is a run of train_hf\.py: resume it with that"
+    for recipe in (pretrain, sft, pretrain_lightning):
+        with pytest.raises(ValueError, match=message):
+            recipe.parse_args(["--resume", "runs/train_hf-1"])
 
 
 @pytest.mark.parametrize("recipe", [pretrain, sft])
