@@ -22,10 +22,10 @@ from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
 from .plan import Plan
 from .segments import Segments
-from .window_fit import MAX_DEFERRALS, SMALL_SET, fit_windows
+from .window_fit import MAX_DEFERRALS, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 4
+VERSION = 5
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 
@@ -156,9 +156,8 @@ class Planner:
                 self._deferrals,
                 self.capacity,
                 self.settings["pool"],
-                defer=self.settings["defer"],
-                final=final,
-                small=self.counts.items < SMALL_SET,
+                self.settings["defer"],
+                final,
             )
         else:
             offsets = next_fit(sizes, self.capacity, final)
