@@ -44,7 +44,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[4], [4], [1, 3], [0, 2]], [8, 3, 6, 2, 5, 3], [0, 8, 0, 0, 0, 0])
+    ([[1, 3], [4], [0, 4], [2]], [6, 2, 8, 5, 3, 3], [0, 0, 0, 0, 8, 0])
     """
     lengths = np.asarray(lengths)
     if pool is None:

@@ -25,12 +25,14 @@ PROBES = 8
 ROOM_FOR_SEVERAL, ROOM_FOR_TWO = 12, 6
 """Quarters: where this many mean segments of those that fit find room, any joins; any with a
 partner joins. Where fewer do, the one that fits best."""
-CHANCE = 250
-"""The tokens of one pack in CHANCE are spent on chance, if each pair leaves the full tolerance."""
+CHANCE, LARGEST_TOLERANCE = 350, 1 / 16
+"""The tolerance of pairs, as a part of the capacity: 1 / CHANCE if every pack has a long segment,
+four times that if every second has one. Pairs cost little fill where there are few."""
 MAX_BUCKETS = 1 << 16
 """Sizes are told apart up to this many; above, several share a bucket."""
-BINS, UPDATES = 64, 8
+BINS, UPDATES = 64, 4
 """The mean of those that fit is known for this many rooms, and updated so often."""
+
 
 @jit
 def bucket_shift(capacity):
@@ -162,7 +164,8 @@ def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
         add(low, high, bucket)
         tokens += size
         long += 2 * size > capacity
-    return mix(key), min(capacity // 16, tokens // (CHANCE * max(long, 1)))
+    packs_per_long = tokens / (capacity * max(long, 1))
+    return mix(key), int(capacity * min(packs_per_long**2 / CHANCE, LARGEST_TOLERANCE))
 
 
 @jit

@@ -24,7 +24,7 @@ from ..numba_jit import jit
 from .bitset import leading_zeros, unsigned
 from .random_fit import below, empty_buckets, mix, random_fit
 
-SWEEP = 1024
+SWEEP = 2048
 """Segments packed together; more would choose from more, and leave the same ones over."""
 MAX_DEFERRALS = 14
 """How often a segment may be deferred."""
@@ -101,19 +101,19 @@ def _empty_output(n):
 @jit
 def _emit(fitted, segments, emitted, out, packs):
     """Append the emitted packs; return the number of all, and which segments are left."""
-    waiting = np.zeros(len(segments), np.bool_)
-    end = out.offsets[packs]
+    order, offsets, lacks = fitted  # numba counts a reference at each access to a field
+    out_order, out_offsets, out_lacks = out
+    waiting = np.ones(len(segments), np.bool_)
+    end = out_offsets[packs]
     for p in range(len(emitted)):
-        for i in range(fitted.offsets[p], fitted.offsets[p + 1]):
-            if emitted[p]:
-                out.order[end] = segments[fitted.order[i]]
-                end += 1
-            else:
-                waiting[fitted.order[i]] = True
         if emitted[p]:
-            out.lacks[packs] = fitted.lacks[p]
+            for i in range(offsets[p], offsets[p + 1]):
+                waiting[unsigned(order[i])] = False
+                out_order[unsigned(end)] = segments[unsigned(order[i])]
+                end += 1
+            out_lacks[packs] = lacks[p]
             packs += 1
-            out.offsets[packs] = end
+            out_offsets[packs] = end
     return packs, waiting
 
 
@@ -192,8 +192,8 @@ def _ranks(sizes):
 def _arrange(fitted, packs, key):
     """Shuffle the packs, and put the segments of each into the order of their arrival."""
     order, offsets, lacks = fitted
-    shuffled = np.arange(packs)
-    out = Output(np.empty_like(order), np.zeros(packs + 1, np.int64), np.empty(packs, np.int64))
+    shuffled, arranged = np.arange(packs), np.empty_like(order)
+    ends, lacking = np.zeros(packs + 1, np.int64), np.empty(packs, np.int64)
     end = 0
     for p in range(packs):
         key = mix(key)
@@ -201,12 +201,12 @@ def _arrange(fitted, packs, key):
         chosen, shuffled[other] = shuffled[other], shuffled[p]
         start = end
         for i in range(offsets[chosen], offsets[chosen + 1]):
-            place = end
-            while place > start and out.order[place - 1] > order[i]:
-                out.order[place] = out.order[place - 1]
+            s, place = order[i], end
+            while place > start and arranged[unsigned(place - 1)] > s:
+                arranged[unsigned(place)] = arranged[unsigned(place - 1)]
                 place -= 1
-            out.order[place] = order[i]
+            arranged[unsigned(place)] = s
             end += 1
-        out.lacks[p] = lacks[chosen]
-        out.offsets[p + 1] = end
-    return out
+        lacking[p] = lacks[chosen]
+        ends[p + 1] = end
+    return Output(arranged, ends, lacking)
