@@ -28,6 +28,9 @@ partner joins. Where fewer do, the one that fits best."""
 CHANCE, LARGEST_TOLERANCE = 350, 1 / 16
 """The tolerance of pairs, as a part of the capacity: 1 / CHANCE if every pack has a long segment,
 four times that if every second has one. Pairs cost little fill where there are few."""
+SMALL_SET = 128
+"""Of fewer segments each pack counts: pairs have no tolerance, and segments over a third of a pack
+come first. The same holds where a pack has four mean segments or more: chance needs no more."""
 MAX_BUCKETS = 1 << 16
 """Sizes are told apart up to this many; above, several share a bucket."""
 BINS, UPDATES = 64, 4
@@ -67,7 +70,8 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
     n, shift, bin_shift = len(sizes), bucket_shift(capacity), bin_shift_of(capacity)
     links, rest, packed = np.empty(n, np.int32), np.arange(n), np.zeros(n, np.bool_)
     key, tolerance = _insert_all(sizes, capacity, shift, links, heads, counts, low, high)
-    means, noise, longest, half = np.empty(BINS, np.int64), key, capacity >> shift, capacity >> 1
+    means, noise, longest = np.empty(BINS, np.int64), key, capacity >> shift
+    opening = (capacity // 2 if tolerance else capacity // 3) >> shift
     packs = placed = cursor = next_update = 0
     end = n
     while placed < n:
@@ -85,7 +89,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
                 mean = means[unsigned(room >> bin_shift)]
                 several = 4 * room > ROOM_FOR_SEVERAL * mean
                 probes = PROBES if 4 * room > ROOM_FOR_TWO * mean else 0
-            elif longest > half >> shift:
+            elif longest > opening:
                 probes = 0
             slack = tolerance if placed == start + 1 else 0
             joins, left = False, room
@@ -164,6 +168,8 @@ def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
         add(low, high, bucket)
         tokens += size
         long += 2 * size > capacity
+    if len(sizes) < SMALL_SET or 4 * tokens <= capacity * len(sizes):
+        return mix(key), 0
     packs_per_long = tokens / (capacity * max(long, 1))
     return mix(key), int(capacity * min(packs_per_long**2 / CHANCE, LARGEST_TOLERANCE))
 
