@@ -9,6 +9,7 @@ Here chance decides who joins, and length only who comes first and who comes las
 nearly as full and differ between epochs. A long segment, over half a pack, that has room for one
 more takes any that leaves at most `tolerance`: these pairs would else be the same in every epoch.
 
+The loop is one function: numba counts references to arrays at each call, which takes twice as long.
 There is no generator: what is random is the order of arrival, which the seed and the epoch shuffle,
 and a hash of it.
 """
@@ -30,7 +31,7 @@ CHANCE, LARGEST_TOLERANCE = 350, 1 / 16
 four times that if every second has one. Pairs cost little fill where there are few."""
 SMALL_SET = 128
 """Of fewer segments each pack counts: pairs have no tolerance, and segments over a third of a pack
-come first. The same holds where a pack has four mean segments or more: chance needs no more."""
+come first. The same holds where a pack has five mean segments or more: chance needs no more."""
 MAX_BUCKETS = 1 << 16
 """Sizes are told apart up to this many; above, several share a bucket."""
 BINS, UPDATES = 64, 4
@@ -66,14 +67,12 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
     Writes the segments of the packs, their offsets, and what each pack lacks to be full: a pair
     within the tolerance lacks nothing. Returns the number of packs and a hash of the sizes.
     """
-    # One function: numba counts references to arrays at each call, which takes twice as long.
     n, shift, bin_shift = len(sizes), bucket_shift(capacity), bin_shift_of(capacity)
     links, rest, packed = np.empty(n, np.int32), np.arange(n), np.zeros(n, np.bool_)
     key, tolerance = _insert_all(sizes, capacity, shift, links, heads, counts, low, high)
-    means, noise, longest = np.empty(BINS, np.int64), key, capacity >> shift
+    means, longest = np.empty(BINS, np.int64), capacity >> shift
     opening = (capacity // 2 if tolerance else capacity // 3) >> shift
-    packs = placed = cursor = next_update = 0
-    end = n
+    packs, placed, cursor, end, next_update = 0, 0, 0, n, 0
     while placed < n:
         if placed >= next_update:
             _update_means(sizes, packed, bin_shift, means)
@@ -81,18 +80,17 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
         longest = largest_at_most(low, high, longest)
         room, start = capacity, placed
         while room > 0 and placed < n:
-            several, probes, largest = True, PROBES, longest
+            mean = means[unsigned(room >> bin_shift)] if placed > start else 0
+            several, largest = 4 * room > ROOM_FOR_SEVERAL * mean, longest
+            probes = PROBES if 4 * room > ROOM_FOR_TWO * mean else 0
             if placed > start:
                 largest = largest_at_most(low, high, room >> shift)
                 if largest < 0:
                     break
-                mean = means[unsigned(room >> bin_shift)]
-                several = 4 * room > ROOM_FOR_SEVERAL * mean
-                probes = PROBES if 4 * room > ROOM_FOR_TWO * mean else 0
             elif longest > opening:
                 probes = 0
             slack = tolerance if placed == start + 1 else 0
-            joins, left = False, room
+            s, joins, left = np.int64(0), False, room
             while probes > 0:
                 if cursor == end:
                     cursor, end = 0, _compact(rest, packed, end)
@@ -106,24 +104,19 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
                     joins = True
                     break
             if joins:
-                _remove(s, sizes, shift, packed, heads, counts, low, high)
-                order[unsigned(placed)] = s
-                placed += 1
                 room = left
+                _remove(s, sizes, shift, packed, heads, counts, low, high)
+                order[unsigned(placed)], placed = s, placed + 1
                 if several or left <= slack or not contains(low, left >> shift):
                     continue
                 largest = left >> shift  # the partner
             elif slack > 0:
-                noise = mix(noise)
-                bound = (room - below(noise, min(slack, room) + 1)) >> shift
-                any_size = largest_at_most(low, high, bound)
-                if any_size > 0 and any_size << shift >= room - slack:
-                    largest = any_size
+                noise = mix(key + np.uint64(placed))
+                largest = _any_within(low, high, room, slack, shift, noise, largest)
             s = _find(largest, links, packed, heads)
-            _remove(s, sizes, shift, packed, heads, counts, low, high)
-            order[unsigned(placed)] = s
-            placed += 1
             room -= sizes[unsigned(s)]
+            _remove(s, sizes, shift, packed, heads, counts, low, high)
+            order[unsigned(placed)], placed = s, placed + 1
         lacks[packs] = max(room - tolerance, 0) if placed - start <= 2 else room
         packs += 1
         offsets[packs] = placed
@@ -168,7 +161,7 @@ def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
         add(low, high, bucket)
         tokens += size
         long += 2 * size > capacity
-    if len(sizes) < SMALL_SET or 4 * tokens <= capacity * len(sizes):
+    if len(sizes) < SMALL_SET or 5 * tokens <= capacity * len(sizes):
         return mix(key), 0
     packs_per_long = tokens / (capacity * max(long, 1))
     return mix(key), int(capacity * min(packs_per_long**2 / CHANCE, LARGEST_TOLERANCE))
@@ -218,3 +211,10 @@ def _remove(s, sizes, shift, packed, heads, counts, low, high):
     if counts[unsigned(bucket)] == 0:
         heads[unsigned(bucket)] = -1
         discard(low, high, bucket)
+
+
+@jit
+def _any_within(low, high, room, slack, shift, noise, largest):
+    """Return any bucket that leaves at most `slack` of the room, else the largest."""
+    found = largest_at_most(low, high, (room - below(noise, min(slack, room) + 1)) >> shift)
+    return found if found > 0 and found << shift >= room - slack else largest

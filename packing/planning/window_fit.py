@@ -146,7 +146,7 @@ def _least(packs):
 
 @jit
 def _balance(fitted, sizes, overdue, emitted):
-    """Defer full packs as well, at random, until the deferred segments are as long as all.
+    """Defer full packs as well, from anywhere, until the deferred segments are as long as all.
 
     Packs that are not full mostly have short segments, or long ones without a partner; deferring
     these alone would move one end of the length distribution towards the end of the epoch.
@@ -161,22 +161,32 @@ def _balance(fitted, sizes, overdue, emitted):
         excess += 0 if emitted[p] else deviations[p]
         left += emitted[p]
     sign, excess = np.sign(excess), abs(excess)
-    for p in range(len(lacks)):
-        if emitted[p] and not overdue[p] and deviations[p] * sign < 0:
-            excess += deviations[p] * sign
-            if excess < 0 or left <= 0:
-                break
+    p, stride = 0, _golden_stride(len(lacks))
+    for _ in range(len(lacks)):
+        change = deviations[p] * sign
+        if left > 0 and emitted[p] and not overdue[p] and -excess <= change < 0:
+            excess += change
             emitted[p] = False
             left -= 1
+        p = (p + stride) % len(lacks)
+
+
+@jit
+def _golden_stride(n):
+    """Choose a stride near the golden section that visits all of n, so that neighbours differ."""
+    stride = max(1, int(n * 0.618))
+    while np.gcd(stride, n) > 1:
+        stride += 1
+    return stride
 
 
 @jit
 def _ranks(sizes):
-    """Return the ranks of the sizes, counted from the middle; those within 12 % share theirs."""
-    counts, ranks = np.zeros(512, np.int64), np.empty(len(sizes), np.int64)
+    """Return the ranks of the sizes, counted from the middle; those within 3 % share theirs."""
+    counts, ranks = np.zeros(2048, np.int64), np.empty(len(sizes), np.int64)
     for i in range(len(sizes)):
-        exponent = max(60 - leading_zeros(unsigned(sizes[i])), 0)
-        ranks[i] = (exponent << 3) + (sizes[i] >> exponent)
+        exponent = max(58 - leading_zeros(unsigned(sizes[i])), 0)
+        ranks[i] = (exponent << 5) + (sizes[i] >> exponent)
         counts[ranks[i]] += 1
     smaller = -len(sizes)
     for k in range(len(counts)):
