@@ -235,15 +235,24 @@ FAULTS = {
         "nopad.packing.sources.jsonl",
         "_bounded_line = lambda file: ((line := file.readline(1 << 40)), len(line))",
     ),
-    "packs leave in the order they were made": (
+    "packs leave in the order of their lengths": (
         "packing/test_order.py::test_a_place_tells_nothing_of_length_epoch_or_seed",
-        "nopad.packing.planning.window_fit", "_noise = lambda sizes, count: np.arange(count)",
+        "nopad.packing.planning.planner",
+        "right = fit_windows\n"
+        "def fit_windows(sizes, *settings):\n"
+        "    order, offsets, *rest = right(sizes, *settings)\n"
+        "    if len(offsets) < 3: return order, offsets, *rest\n"
+        "    packs = sorted(np.split(order, offsets[1:-1]), key=lambda pack: sizes[pack].max())\n"
+        "    return np.concatenate(packs), np.cumsum([0, *map(len, packs)]), *rest",
     ),
     "packs are made by length alone": (
         "packing/test_order.py::test_documents_that_shared_a_pack_meet_again_by_chance_only",
-        "nopad.packing.planning.window_fit",
-        "random_fit = lambda sizes, capacity, *_: "
-        "(np.arange(len(sizes)), np.arange(len(sizes) + 1), capacity - sizes)",
+        "nopad.packing.planning.planner",
+        "right = fit_windows\n"
+        "def fit_windows(sizes, *settings):\n"
+        "    by_size = np.argsort(sizes)\n"
+        "    order, offsets, pending, deferrals = right(sizes[by_size], *settings)\n"
+        "    return by_size[order], offsets, by_size[pending], deferrals",
     ),
     "groups of one cost keep their place": (
         "packing/test_order.py::test_a_place_tells_nothing_of_length_epoch_or_seed",

@@ -85,17 +85,3 @@ def largest_at_most(low, high, bound):
         bits = high[unsigned(top)]
     word = (top << 6) + 63 - leading_zeros(bits)
     return (word << 6) + 63 - leading_zeros(low[unsigned(word)])
-
-
-@jit
-def largest_within(low, bound, within):
-    """Find the largest member of bound - within .. bound, or -1; searches up to 64 back."""
-    word = bound >> 6
-    bits = low[unsigned(word)] & (ALL >> np.uint64(63 - (bound & 63)))
-    if bits == ZERO and (bound & 63) < within and word > 0:
-        word -= 1
-        bits = low[unsigned(word)]
-    if bits == ZERO:
-        return np.int64(-1)
-    largest = (word << 6) + 63 - leading_zeros(bits)
-    return largest if bound - largest <= within else np.int64(-1)

@@ -23,10 +23,10 @@ from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
 from .plan import Plan
 from .segments import Segments
-from .window_fit import MAX_DEFERRALS, SMALL_SET, fit_windows
+from .window_fit import MAX_DEFERRALS, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 4
+VERSION = 5
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 
@@ -45,7 +45,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[4], [4], [1, 3], [0, 2]], [8, 3, 6, 2, 5, 3], [0, 8, 0, 0, 0, 0])
+    ([[1, 3], [4], [0, 4], [2]], [6, 2, 8, 5, 3, 3], [0, 0, 0, 0, 8, 0])
     """
     lengths = np.asarray(lengths)
     if pool is None:
@@ -159,9 +159,8 @@ class Planner:
                 self._deferrals,
                 self.capacity,
                 self.settings["pool"],
-                defer=self.settings["defer"],
-                final=final,
-                small=self.counts.items < SMALL_SET,
+                self.settings["defer"],
+                final,
             )
         else:
             offsets = next_fit(sizes, self.capacity, final)

@@ -1,18 +1,20 @@
-"""Random fit: full packs of segments that meet by chance, for one window of segments.
+"""Random fit: full packs of segments that meet by chance.
 
-    longest segment left      opens a pack                                 [ 61        ]
-    next arrivals             join it while there is room for several      [ 61 9      ]
-    an arrival and a partner  that together leave nothing                  [ 61 9 17 13]
+    a long segment, or any            opens a pack                                 [ 61        ]
+    any that fit                      join it while there is room for several      [ 61 9      ]
+    any with a partner                that together leave nothing                  [ 61 9 17 13]
 
 Best-fit decreasing looks at lengths alone: in every epoch it puts the same documents together.
 Here chance decides who joins, and length only who comes first and who comes last, so packs are
-nearly as full and differ between epochs. There is no generator: what is random is the order of
-arrival, which the seed and the epoch shuffle, and a hash of it.
+nearly as full and differ between epochs. A long segment, over half a pack, that has room for one
+more takes any that leaves at most `tolerance`: these pairs would else be the same in every epoch.
+
+The loop is one function: numba counts references to arrays at each call, which takes twice as long.
+There is no generator: what is random is the order of arrival, which the seed and the epoch shuffle,
+and a hash of it.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,106 +23,104 @@ from .bitset import add, contains, discard, empty_bitset, largest_at_most, unsig
 
 PROBES = 8
 """Arrivals tried until one fits, or has a partner that fills the pack."""
-ROOM_FOR_SEVERAL = 3
-"""While a pack has room for this many mean segments, any segment that fits may join."""
-
-
-class Window(NamedTuple):
-    """The segments of a window, twice: as they arrived, and by rank, the shortest first."""
-
-    sizes: Any
-    """int64 [n]: sizes in order of arrival."""
-    ranks: Any
-    """int64 [n]: the rank of each arrival."""
-    arrivals: Any
-    """int64 [n]: the arrival at each rank."""
-    sorted_sizes: Any
-    """int64 [n]: the size at each rank."""
-    below: Any
-    """int64 [capacity + 2]: how many segments are smaller than each size."""
-    ranks_low: Any
-    ranks_high: Any
-    """The bitset of ranks without a pack."""
-    arrivals_low: Any
-    arrivals_high: Any
-    """The bitset of arrivals without a pack."""
+ROOM_FOR_SEVERAL, ROOM_FOR_TWO = 12, 6
+"""Quarters: where this many mean segments of those that fit find room, any joins; any with a
+partner joins. Where fewer do, the one that fits best."""
+CHANCE, LARGEST_TOLERANCE = 350, 1 / 16
+"""The tolerance of pairs, as a part of the capacity: 1 / CHANCE if every pack has a long segment,
+four times that if every second has one. Pairs cost little fill where there are few."""
+SMALL_SET = 128
+"""Of fewer segments each pack counts: pairs have no tolerance, and segments over a third of a pack
+come first. The same holds where a pack has five mean segments or more: chance needs no more."""
+MAX_BUCKETS = 1 << 16
+"""Sizes are told apart up to this many; above, several share a bucket."""
+BINS, UPDATES = 64, 4
+"""The mean of those that fit is known for this many rooms, and updated so often."""
 
 
 @jit
-def random_fit(sizes, capacity, tolerance, longest_first, pairs_first, salt):
-    """Put all segments of a window into packs.
+def bucket_shift(capacity):
+    """Return the shift from a size to its bucket: 0 unless sizes share one."""
+    shift = 0
+    while capacity >> shift >= MAX_BUCKETS:
+        shift += 1
+    return shift
 
-    A pack is full if at most `tolerance` is unused. longest_first: every pack is opened by the
-    longest segment, also if it is short; else any arrival opens one. pairs_first: start with pairs
-    that fill a pack exactly, and add no segment without looking for its partner; fuller where packs
-    are mostly pairs. salt: another one gives other packs. Returns the segments of the packs, their
-    offsets, and the unused capacity of each.
+
+@jit
+def empty_buckets(capacity):
+    """Return the segments without a pack by size, none yet, for sizes up to a capacity.
+
+    Two int32 [buckets], the latest segment of each bucket (or -1) and how many there are, and the
+    bitset of the buckets that are not empty.
     """
-    n = len(sizes)
-    key = mix(hash_sizes(sizes) + np.uint64(salt))
-    window = _sort(sizes, capacity)
-    order, offsets = np.empty(n, np.int64), np.zeros(n + 1, np.int64)
-    slack = np.empty(n, np.int64)
-    packs = _pair_exactly(window, capacity, key, order, offsets, slack) if pairs_first else 0
-    packed = offsets[packs]
-    tokens = sizes.sum() - packs * capacity
-    cursor = np.int64(key % np.uint64(n))
-    rank = opener = largest_at_most(window.ranks_low, window.ranks_high, n - 1)
-    while rank >= 0:
-        room = capacity
-        joined, partner = opener, np.int64(-1)
-        noise = mix(key + np.uint64(opener))
-        while joined >= 0:
-            _remove(window, joined)
-            size = window.sorted_sizes[joined]
-            order[packed] = window.arrivals[joined]
-            packed += 1
-            tokens -= size
-            room -= size
-            if partner >= 0:
-                joined, partner = partner, np.int64(-1)
-            elif room == 0 or packed == n:
-                break
-            else:
-                several = not pairs_first and room * (n - packed) > ROOM_FOR_SEVERAL * tokens
-                noise = mix(noise)
-                joined, partner, cursor = _choose(window, room, tolerance, several, cursor, noise)
-        slack[packs] = room
+    largest = (capacity >> bucket_shift(capacity)) + 1
+    heads, counts = np.full(largest + 1, -1, np.int32), np.zeros(largest + 1, np.int32)
+    low, high = empty_bitset(largest)
+    return heads, counts, low, high
+
+
+@jit
+def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks):
+    """Put all segments into packs; the buckets are empty before and after.
+
+    Writes the segments of the packs, their offsets, and what each pack lacks to be full: a pair
+    within the tolerance lacks nothing. Returns the number of packs and a hash of the sizes.
+    """
+    n, shift, bin_shift = len(sizes), bucket_shift(capacity), bin_shift_of(capacity)
+    links, rest, packed = np.empty(n, np.int32), np.arange(n), np.zeros(n, np.bool_)
+    key, tolerance = _insert_all(sizes, capacity, shift, links, heads, counts, low, high)
+    means, longest = np.empty(BINS, np.int64), capacity >> shift
+    opening = (capacity // 2 if tolerance else capacity // 3) >> shift
+    packs, placed, cursor, end, next_update = 0, 0, 0, n, 0
+    while placed < n:
+        if placed >= next_update:
+            _update_means(sizes, packed, bin_shift, means)
+            next_update += n // UPDATES + 1
+        longest = largest_at_most(low, high, longest)
+        room, start = capacity, placed
+        while room > 0 and placed < n:
+            mean = means[unsigned(room >> bin_shift)] if placed > start else 0
+            several, largest = 4 * room > ROOM_FOR_SEVERAL * mean, longest
+            probes = PROBES if 4 * room > ROOM_FOR_TWO * mean else 0
+            if placed > start:
+                largest = largest_at_most(low, high, room >> shift)
+                if largest < 0:
+                    break
+            elif longest > opening:
+                probes = 0
+            slack = tolerance if placed == start + 1 else 0
+            s, joins, left = np.int64(0), False, room
+            while probes > 0:
+                if cursor == end:
+                    cursor, end = 0, _compact(rest, packed, end)
+                s = rest[unsigned(cursor)]
+                cursor += 1
+                if packed[unsigned(s)]:
+                    continue
+                probes -= 1
+                left = room - sizes[unsigned(s)]
+                if left >= 0 and (several or left <= slack or contains(low, left >> shift)):
+                    joins = True
+                    break
+            if joins:
+                room = left
+                _remove(s, sizes, shift, packed, heads, counts, low, high)
+                order[unsigned(placed)], placed = s, placed + 1
+                if several or left <= slack or not contains(low, left >> shift):
+                    continue
+                largest = left >> shift  # the partner
+            elif slack > 0:
+                noise = mix(key + np.uint64(placed))
+                largest = _any_within(low, high, room, slack, shift, noise, largest)
+            s = _find(largest, links, packed, heads)
+            room -= sizes[unsigned(s)]
+            _remove(s, sizes, shift, packed, heads, counts, low, high)
+            order[unsigned(placed)], placed = s, placed + 1
+        lacks[packs] = max(room - tolerance, 0) if placed - start <= 2 else room
         packs += 1
-        offsets[packs] = packed
-        rank = largest_at_most(window.ranks_low, window.ranks_high, rank)
-        short = rank >= 0 and ROOM_FOR_SEVERAL * window.sorted_sizes[rank] <= capacity
-        if short and not longest_first:
-            cursor = _next_arrival(window, cursor)
-            opener = window.ranks[cursor]
-        else:
-            opener = rank
-    return order, offsets[: packs + 1], slack[:packs]
-
-
-@jit
-def _pair_exactly(window, capacity, key, order, offsets, slack):
-    """Write the packs of two segments that fill one exactly; return how many there are."""
-    packs = 0
-    for arrival in range(len(order)):
-        partner = _exact_partner(window, arrival, capacity, mix(key + np.uint64(arrival)))
-        if partner >= 0:
-            _remove(window, window.ranks[arrival])
-            _remove(window, partner)
-            order[2 * packs], order[2 * packs + 1] = arrival, window.arrivals[partner]
-            slack[packs] = 0
-            packs += 1
-            offsets[packs] = 2 * packs
-    return packs
-
-
-@jit
-def hash_sizes(sizes):
-    """Hash the sizes in their order of arrival."""
-    key = np.uint64(len(sizes))
-    for size in sizes:
-        key = mix(key + np.uint64(size))
-    return key
+        offsets[packs] = placed
+    return packs, key
 
 
 @jit
@@ -133,145 +133,88 @@ def mix(value):
 
 
 @jit
-def _sort(sizes, capacity):
-    """Sort the sizes by counting. Equal ones in an order that does not follow their arrival."""
-    n = len(sizes)
-    below = np.zeros(capacity + 2, np.int64)
-    for size in sizes:
-        below[unsigned(size + 1)] += 1
-    for size in range(1, capacity + 2):
-        below[size] += below[size - 1]
-    free = below[:-1].copy()
-    ranks, arrivals = np.empty(n, np.int64), np.empty(n, np.int64)
-    sorted_sizes = np.empty(n, np.int64)
-    stride, arrival = golden_stride(n), 0
-    for _ in range(n):
-        size = sizes[unsigned(arrival)]
-        rank = free[unsigned(size)]
-        free[unsigned(size)] = rank + 1
-        ranks[unsigned(arrival)], arrivals[unsigned(rank)] = rank, arrival
-        sorted_sizes[unsigned(rank)] = size
-        arrival += stride
-        if arrival >= n:
-            arrival -= n
-    ranks_low, ranks_high = empty_bitset(n)
-    arrivals_low, arrivals_high = empty_bitset(n)
-    for i in range(n):
-        add(ranks_low, ranks_high, i)
-        add(arrivals_low, arrivals_high, i)
-    return Window(
-        sizes,
-        ranks,
-        arrivals,
-        sorted_sizes,
-        below,
-        ranks_low,
-        ranks_high,
-        arrivals_low,
-        arrivals_high,
-    )
+def below(noise, limit):
+    """Scale a hash to an integer below a limit."""
+    return np.int64(((noise >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))
 
 
 @jit
-def golden_stride(n):
-    """Choose a stride near the golden section that visits all of n, so that neighbours differ."""
-    stride = max(1, int(n * 0.618))
-    while np.gcd(stride, n) > 1:
-        stride += 1
-    return stride
+def bin_shift_of(capacity):
+    shift = 0
+    while capacity >> shift >= BINS:
+        shift += 1
+    return shift
 
 
 @jit
-def _remove(window, rank):
-    discard(window.ranks_low, window.ranks_high, rank)
-    discard(window.arrivals_low, window.arrivals_high, window.arrivals[rank])
+def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
+    """Insert all segments into empty buckets; return a hash of the sizes and the tolerance."""
+    key = np.uint64(len(sizes))
+    tokens = long = np.int64(0)
+    for s in range(len(sizes)):
+        size = sizes[s]
+        bucket = -(-size >> shift)
+        key = key * np.uint64(0x9E3779B97F4A7C15) + np.uint64(size)
+        links[s] = heads[unsigned(bucket)]
+        heads[unsigned(bucket)] = s
+        counts[unsigned(bucket)] += 1
+        add(low, high, bucket)
+        tokens += size
+        long += 2 * size > capacity
+    if len(sizes) < SMALL_SET or 5 * tokens <= capacity * len(sizes):
+        return mix(key), 0
+    packs_per_long = tokens / (capacity * max(long, 1))
+    return mix(key), int(capacity * min(packs_per_long**2 / CHANCE, LARGEST_TOLERANCE))
 
 
 @jit
-def _exact_partner(window, arrival, capacity, noise):
-    """Choose a segment that fills a pack together with this one; return its rank, or -1."""
-    room = capacity - window.sizes[arrival]
-    if room == 0 or not contains(window.arrivals_low, arrival):
-        return np.int64(-1)
-    return _any_within(window, room, room, noise, window.ranks[arrival])
+def _update_means(sizes, packed, bin_shift, means):
+    """Compute the mean size of the segments without a pack up to each room."""
+    counts = np.zeros(BINS, np.int64)
+    means[:] = 0
+    for s in range(len(sizes)):
+        if not packed[s]:
+            counts[unsigned(sizes[s] >> bin_shift)] += 1
+            means[unsigned(sizes[s] >> bin_shift)] += sizes[s]
+    count = tokens = np.int64(0)
+    for i in range(BINS):
+        count += counts[i]
+        tokens += means[i]
+        means[i] = tokens // max(count, 1)
 
 
 @jit
-def _choose(window, room, tolerance, several, cursor, noise):
-    """Choose who joins a pack: a rank and that of its partner, each or both -1; and the cursor."""
-    nobody = np.int64(-1)
-    if window.below[unsigned(room + 1)] == 0:
-        return nobody, nobody, cursor
-    for _ in range(PROBES):
-        cursor = _next_arrival(window, cursor)
-        left = room - window.sizes[cursor]
-        if left < 0:
-            continue
-        rank = window.ranks[cursor]
-        if several or left <= tolerance:
-            return rank, nobody, cursor
-        partner = _any_within(window, left - tolerance, left, mix(noise + np.uint64(cursor)), rank)
-        if partner >= 0:
-            return rank, partner, cursor
-    largest = _largest(window, room)
-    if largest < 0:
-        return nobody, nobody, cursor
-    if room - window.sorted_sizes[largest] <= tolerance:
-        return _any_within(window, room - tolerance, room, noise, nobody), nobody, cursor
-    rank, partner = _pair_within(window, room, tolerance, largest)
-    return rank, partner, cursor
+def _compact(rest, packed, end):
+    """Remove the segments that have a pack; return the new end."""
+    kept = 0
+    for i in range(end):
+        rest[kept] = rest[i]
+        kept += not packed[rest[i]]
+    return kept
 
 
 @jit
-def _largest(window, size):
-    """Return the highest rank without a pack of at most this size, or -1."""
-    count = window.below[unsigned(size + 1)]
-    return largest_at_most(window.ranks_low, window.ranks_high, count - 1) if count else count - 1
+def _find(bucket, links, packed, heads):
+    """Return the latest segment of a bucket that has no pack."""
+    s = np.int64(heads[unsigned(bucket)])
+    while packed[unsigned(s)]:
+        s = np.int64(links[unsigned(s)])
+    heads[unsigned(bucket)] = s
+    return s
 
 
 @jit
-def _next_arrival(window, cursor):
-    """Return the arrival without a pack before the cursor; before the first, the last."""
-    if cursor > 0:
-        arrival = largest_at_most(window.arrivals_low, window.arrivals_high, cursor - 1)
-        if arrival >= 0:
-            return arrival
-    return largest_at_most(window.arrivals_low, window.arrivals_high, len(window.sizes) - 1)
+def _remove(s, sizes, shift, packed, heads, counts, low, high):
+    bucket = -(-sizes[unsigned(s)] >> shift)
+    packed[unsigned(s)] = True
+    counts[unsigned(bucket)] -= 1
+    if counts[unsigned(bucket)] == 0:
+        heads[unsigned(bucket)] = -1
+        discard(low, high, bucket)
 
 
 @jit
-def _any_within(window, smallest, largest, noise, excluded):
-    """Return any rank without a pack whose size is in this range, but the excluded one; or -1."""
-    first = window.below[unsigned(max(smallest, 0))]
-    last = window.below[unsigned(largest + 1)] - 1
-    if last < first:
-        return np.int64(-1)
-    start = first + np.int64(
-        ((noise >> np.uint64(32)) * np.uint64(last - first + 1)) >> np.uint64(32)
-    )
-    for bound in (start, last):
-        rank = largest_at_most(window.ranks_low, window.ranks_high, bound)
-        if rank == excluded and rank > 0:
-            rank = largest_at_most(window.ranks_low, window.ranks_high, rank - 1)
-        if rank >= first and rank != excluded:
-            return rank
-    return np.int64(-1)
-
-
-@jit
-def _pair_within(window, room, tolerance, largest):
-    """Find two that fill the room, trying from the largest down; else the largest alone."""
-    rank = largest
-    for _ in range(PROBES):
-        size = window.sorted_sizes[rank]
-        if 2 * size < room or rank == 0:
-            break
-        partner = _largest(window, room - size)
-        if partner >= rank:
-            partner = largest_at_most(window.ranks_low, window.ranks_high, rank - 1)
-        if partner >= 0 and room - size - window.sorted_sizes[partner] <= tolerance:
-            return rank, partner
-        rank = largest_at_most(window.ranks_low, window.ranks_high, rank - 1)
-        if rank < 0:
-            break
-    return largest, np.int64(-1)
+def _any_within(low, high, room, slack, shift, noise, largest):
+    """Return any bucket that leaves at most `slack` of the room, else the largest."""
+    found = largest_at_most(low, high, (room - below(noise, min(slack, room) + 1)) >> shift)
+    return found if found > 0 and found << shift >= room - slack else largest

@@ -167,4 +167,4 @@ def test_six_changes_of_topology_continue_a_killed_run(folder, start, tools, kin
 def test_the_record_on_disk_is_plain_json(folder, start):
     finish(start("planned", 0, 0, 1))
     text = (folder / "record0.json").read_text()
-    assert json.loads(text)["state"]["state"]["version"] == 4
+    assert json.loads(text)["state"]["state"]["version"] == 5

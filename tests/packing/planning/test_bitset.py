@@ -10,7 +10,6 @@ from nopad.packing.planning.bitset import (
     discard,
     empty_bitset,
     largest_at_most,
-    largest_within,
 )
 
 
@@ -28,7 +27,4 @@ def test_searches_agree_with_a_sorted_list(largest, data):
         at = bisect_right(ordered, bound)
         found = ordered[at - 1] if at else -1
         assert largest_at_most(low, high, bound) == found
-        for within in (0, 1, 63, 64):
-            near = found >= 0 and bound - found <= within
-            assert largest_within(low, bound, within) == (found if near else -1)
         assert contains(low, bound) == (bound in members)

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, Planner, pack_lengths
-from nopad.packing.planning.best_fit import MAX_DEFERRALS as BEST_FIT_DEFERRALS
-from nopad.packing.planning.best_fit import SLACK_GROWTH
 from nopad.packing.planning.planner import VERSION
 from nopad.packing.planning.window_fit import MAX_DEFERRALS
 
@@ -145,11 +143,6 @@ def test_no_segment_waits_longer_than_promised(kind, pool):
     left_at[planner.finish().items] = n - 1
     assert (left_at >= 0).all()
     assert (left_at - np.arange(n)).max() <= (MAX_DEFERRALS + 1) * pool == 15 * pool
-
-
-def test_any_pack_leaves_after_the_last_patience():
-    for budget in (1, 7, 199, 200, 2048, 10**6 + 1):
-        assert (budget // 200 + 1) * SLACK_GROWTH[BEST_FIT_DEFERRALS] > budget
 
 
 def best_fit_decreasing(lengths, budget):
@@ -307,7 +300,7 @@ def test_the_packs_of_a_version_never_change():
     lengths = (np.arange(20_000) * 7919 % 10_007) ** 2 % 2048 + 1
     plan = pack_lengths(lengths, 2048)
     content = b"".join(getattr(plan, name).astype("<i8").tobytes() for name in Plan.__slots__)
-    assert (VERSION, sha256(content).hexdigest()[:16]) == (4, "b5c8548ce962b8fb")
+    assert (VERSION, sha256(content).hexdigest()[:16]) == (5, "8c2f6f14fa61990b")
 
 
 @pytest.mark.slow
