@@ -5,7 +5,7 @@
 
 The model has the shape of Llama-3.2-1B with random weights. Every variant trains on the same packs
 of 16384 tokens with natural document lengths, in the same process, with gradient clipping and
-torch's AdamW. First come the trainings as users start them (`training_users.py`), each in turn with
+torch's AdamW. First come the trainings as users start them (`training/users.py`), each in turn with
 the stock one, `--repeats` times; then loops of our own with bf16 weights. Variants named sft
 compute the loss on the last 40 % of each document, the answer.
 
@@ -40,8 +40,8 @@ from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import ModelFlops
 from power_monitor import PowerMonitor
 from record import header, write_record
-from training_front_ends import FlatteningCollator
-from training_users import measure, user_variants
+from training.front_ends import FlatteningCollator
+from training.users import measure, user_variants
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_LENGTH = 4096

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
-from ...runtime import gather_objects, sum_over_ranks, world_size
+from ...runtime import HostCopy, gather_objects, sum_over_ranks, world_size
 from .model_limits import ModelLimits
 from .worker_watch import WorkerWatch
 
@@ -67,6 +67,8 @@ class StepBatches:
 
     batches: list[tuple[Batch, PackInfo]]
     state: dict
+    weight: HostCopy | None
+    """The loss weight of the step over all ranks: summed a step ahead, read when it is issued."""
 
 
 class PackedLoader:
@@ -215,7 +217,11 @@ class PackedLoader:
                 self._last_read = batches[-1][1]
                 state = self.dataset.state_after(*(info for _, info in batches))
                 batches += [self._empty(batches[0][1]) for _ in range(size - len(batches))]
-                yield StepBatches(batches, state)
+                weight = sum(info.loss_weight for _, info in batches)
+                yield StepBatches(batches, state, self._sum_weights(weight))
+
+    def _sum_weights(self, weight: float) -> HostCopy | None:
+        return HostCopy(sum_over_ranks(weight)) if self.count_items else None
 
     def _empty(self, template: PackInfo) -> tuple[Batch, PackInfo]:
         return _collate(self.collator, Pack.of([], template.budget))
@@ -229,7 +235,7 @@ class PackedLoader:
                 self.limits.check(batch, f"pack {info.index}")
         extra = {}
         if self.count_items:
-            extra["num_items_in_batch"] = self._items([info for _, info in step.batches])
+            extra["num_items_in_batch"] = self._items(step)
         for (batch, info), ends_step in _mark_last(step.batches):
             self.last_pack = info
             self.issued.append((info, step.state if ends_step else None))
@@ -238,10 +244,14 @@ class PackedLoader:
                 self.on_step_end(is_last)
             yield self.to_device({**batch, **extra})
 
-    def _items(self, infos: list[PackInfo]) -> Any:
-        """Sum the loss weights of a step over all ranks; return them per micro-batch and rank."""
-        total = sum_over_ranks(sum(info.loss_weight for info in infos))
-        return total.clamp(min=1).float() / (self.accumulation_steps * world_size())
+    def _items(self, step: StepBatches) -> float:
+        """Return the loss weight of a step over all ranks, per micro-batch and rank.
+
+        A number, not a tensor: FSDP casts tensors of floats to bf16, 16358 to 16384.
+        """
+        assert step.weight is not None
+        total = float(step.weight.read())
+        return max(total, 1.0) / (self.accumulation_steps * world_size())
 
     def to_device(self, batch: Batch) -> Batch:
         """Move a batch to the model's device."""
@@ -269,20 +279,24 @@ class EvaluationLoader(PackedLoader):
         packs_per_rank = math.ceil(dataset.count() / world_size())
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
         """Packs of this rank; the same number on every rank."""
-        self._items_per_pack: Any = None
+        self._items_per_pack: float | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_same_data()
         if self._items_per_pack is None:
             self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))
-            total = sum_over_ranks(sum(info.loss_weight for info in infos))
-            self._items_per_pack = total.clamp(min=1).float() / (self.packs * world_size())
+            total = float(sum_over_ranks(sum(info.loss_weight for info in infos)))
+            self._items_per_pack = max(total, 1.0) / (self.packs * world_size())
         self.dataset.rewind()
         self._state = None
         return islice(super().__iter__(), self.packs)
 
-    def _items(self, infos: list[PackInfo]) -> Any:
+    def _sum_weights(self, weight: float) -> None:
+        return None
+
+    def _items(self, step: StepBatches) -> float:
+        assert self._items_per_pack is not None
         return self._items_per_pack
 
 

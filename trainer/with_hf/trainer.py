@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -96,11 +95,7 @@ class PackedTrainerMixin(_Base):
             `NonFiniteError`; weights that are not finite are not saved.
         """
         args = copy(args) if args is not None else TrainingArguments()
-        if not isinstance(train_dataset, PackedDataset):
-            raise ValueError(
-                f"train_dataset is a {type(train_dataset).__name__}: wrap your data in "
-                "nopad.packing.PackedDataset, or use the trainer without PackedTrainerMixin"
-            )
+        train_dataset = _packed(train_dataset)
         name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
         known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
         refuse_model_parallel(name, known, parallelism)
@@ -296,12 +291,15 @@ class PackedTrainerMixin(_Base):
         if not batch_samples:
             return None
         # The stock method waits for the device when it copies the count there.
-        weight = sum(map(_loss_weight, batch_samples))
-        return to_device(sum_over_ranks(weight).clamp(min=1).float(), device)
+        total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
+        # A count stays an integer: FSDP casts floats to bf16.
+        is_count = "loss_weights" not in batch_samples[0]
+        return to_device(total.long() if is_count else total.float(), device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # The stock method waits for the device at every copy.
-        moved = send_to_device(inputs, self.args.device, non_blocking=True)
+        device = self.args.device
+        moved = {n: to_device(x, device) if torch.is_tensor(x) else x for n, x in inputs.items()}
         return super()._prepare_inputs(moved)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -338,6 +336,16 @@ class PackedTrainerMixin(_Base):
             write_manifest(folder)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
+
+
+def _packed(data: Any) -> PackedDataset:
+    """Return the data, or raise if it is no PackedDataset."""
+    if not isinstance(data, PackedDataset):
+        raise ValueError(
+            f"train_dataset is a {type(data).__name__}: wrap your data in "
+            "nopad.packing.PackedDataset, or use the trainer without PackedTrainerMixin"
+        )
+    return data
 
 
 def _loss_weight(batch: Batch) -> float:

@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_front_ends import (
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .front_ends import (
     FlatteningCollator,
     Run,
     accelerate_nopad,
@@ -34,7 +36,6 @@ from training_front_ends import (
     lightning_nopad,
     lightning_stock,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPE_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "head_dim": 128, "tie_word_embeddings": False}  # fmt: skip

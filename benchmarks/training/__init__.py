@@ -1,0 +1,1 @@
+"""Trainings as users start them, each beside the stock one: see users.py."""
