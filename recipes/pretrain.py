@@ -110,7 +110,6 @@ class Pretraining:
 
     def __init__(self, args: argparse.Namespace, run_dir: RunDir, accelerator):
         from nopad.trainer import StopRequest
-        from nopad.trainer.fused import fuse_layers
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.monitoring import ThroughputMeter
         from nopad.trainer.with_accelerate import PackedAccelerateLoader
@@ -120,7 +119,6 @@ class Pretraining:
         with accelerator.main_process_first():
             self.tokenizer, dataset, self.examples = load_data(args)
         model = load_model(args, self.tokenizer)
-        fuse_layers(model, accelerator.device)
         self.loss = attach_loss(model)
         on_gpu = accelerator.device.type == "cuda"
         optimizer, scheduler = build_optimizer(args, model, fused=on_gpu)

@@ -70,7 +70,7 @@ def train_with_hf(
     examples: prompts with references, to continue every `args.eval_every` steps.
     """
     from nopad.collators import PackedCollator
-    from nopad.trainer.fused import compile_layers, fuse_layers
+    from nopad.trainer.fused import compile_layers
     from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
@@ -89,11 +89,10 @@ def train_with_hf(
             processing_class=tokenizer,
             callbacks=[stop, StartCallback()],
             continue_on_nan=args.continue_on_nan,
+            fused=not args.compile,
         )
         if args.compile:
             compile_layers(model)
-        else:
-            fuse_layers(model, trainer.args.device)  # the model is wrapped at the first step
         if examples:
             from nopad.recipes.support.holdout import continuation_eval
             from nopad.trainer.with_hf import EvalCallback
