@@ -24,7 +24,7 @@ class RankError(RuntimeError):
 
 def sum_over_ranks(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, on the device of the process group, without a host sync."""
-    device = "cuda" if world_size() > 1 and dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if world_size() > 1 and "nccl" in dist.get_backend() else "cpu"
     if not torch.is_tensor(value):
         value = torch.tensor(float(value), dtype=torch.float64)
     total = to_device(value.to(torch.float64, copy=True), device)

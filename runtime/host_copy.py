@@ -42,4 +42,4 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type == "cuda")  # the host must wait for its own

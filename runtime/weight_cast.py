@@ -6,9 +6,10 @@ change, so the micro-batches of a step, and recomputation in the backward, share
     step n      micro-batch 1: cast    2: reuse    3: reuse    ...    optimizer: copies are freed
     step n + 1  micro-batch 1: cast    ...
 
-Without accumulation nothing is kept. A copy is reused only while its weight has a gradient, that is
-within a step, so that changes which PyTorch does not count (through `.data`, as of an average of
-the weights) are never missed.
+The first step that accumulates shows that it does, and casts twice; without accumulation, and
+outside of grad mode, nothing is kept or reused. A copy is reused only while its weight has a
+gradient, that is within a step, so that changes between steps which PyTorch does not count (through
+`.data`, as of an average of the weights) are not missed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if weight.dtype == dtype:
         return weight
-    if not (weight.is_leaf and weight.requires_grad):
+    is_trained = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or not is_trained:
         return weight.detach().to(dtype)
     _free_copies_after_steps()
     copy = _copies.get(weight)

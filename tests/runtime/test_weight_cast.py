@@ -22,16 +22,19 @@ class Scale(torch.autograd.Function):
     copies: ClassVar[list[torch.Tensor]] = []
 
     @staticmethod
-    def forward(ctx, x, weight):
-        copy = cast_weight(weight, BF16)
-        Scale.copies.append(copy)
+    def forward(ctx, x, weight, copy):
         ctx.save_for_backward(x, copy)
         return x * copy.float()
 
     @staticmethod
     def backward(ctx, d):
         x, copy = ctx.saved_tensors
-        return d * copy.float(), d * x
+        return d * copy.float(), d * x, None
+
+
+def scale(x, weight):
+    Scale.copies.append(cast_weight(weight, BF16))
+    return Scale.apply(x, weight, Scale.copies[-1])
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def micro_batches(weight: nn.Parameter, count: int) -> int:
     """Run some micro-batches, and return how many copies of the weight they made."""
     Scale.copies.clear()
     for _ in range(count):
-        Scale.apply(torch.ones(2, requires_grad=True), weight).sum().backward()
+        scale(torch.ones(2, requires_grad=True), weight).sum().backward()
     return len({id(copy) for copy in Scale.copies})
 
 
@@ -89,6 +92,16 @@ def test_between_steps_nothing_is_reused(weight):
     assert torch.equal(cast_weight(weight, BF16), weight.to(BF16))
 
 
+def test_an_evaluation_within_a_step_keeps_and_reuses_nothing(weight):
+    micro_batches(weight, 2)
+    trained = _copies[weight].tensor
+    weight.data.mul_(3)  # an average of the weights is swapped in
+    with torch.no_grad():
+        assert torch.equal(cast_weight(weight, BF16), weight.to(BF16))
+    weight.data.div_(3)
+    assert cast_weight(weight, BF16) is trained
+
+
 def test_a_counted_change_within_a_step_is_seen(weight):
     micro_batches(weight, 2)
     with torch.no_grad():
@@ -109,7 +122,7 @@ def test_recomputation_in_the_backward_uses_the_copy_of_the_forward(weight):
     weight.grad = None
     Scale.copies.clear()
     x = torch.ones(2, requires_grad=True)
-    checkpoint(lambda x: Scale.apply(x, weight).sin(), x, use_reentrant=False).sum().backward()
+    checkpoint(lambda x: scale(x, weight).sin(), x, use_reentrant=False).sum().backward()
     assert len(Scale.copies) == 2 and Scale.copies[0] is Scale.copies[1]
 
 

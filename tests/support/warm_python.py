@@ -199,6 +199,9 @@ def _keep(request: dict, *descriptors: int) -> list[str]:
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
+    # The old objects remember whether their files could seek.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from front_ends import Module
+from nopad.runtime import HostCopy
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import FiniteCheck, NonFiniteError, check_weights
 from nopad.trainer.with_accelerate import PackedAccelerateLoader
@@ -158,7 +159,7 @@ def test_weights_of_any_kind_are_looked_through():
 
 def test_on_a_device_the_loss_is_read_a_step_later_or_before_a_save():
     check, loss = FiniteCheck(), torch.tensor(math.nan)
-    check._pending = "step 4", loss
+    check._pending = "step 4", HostCopy(loss)
     with pytest.raises(NonFiniteError, match="the loss is nan at step 4"):
         check.flush()
     check.flush()

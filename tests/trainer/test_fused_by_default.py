@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import tiny_run
+import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from front_ends import Module, pl
 from nopad.trainer.fused import FusedLayers
+from nopad.trainer.loss import attach_loss
 from nopad.trainer.with_accelerate import PackedAccelerateLoader, loader
 from nopad.trainer.with_hf import PackedTrainer, trainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, packs
@@ -63,13 +66,31 @@ def test_layers_are_fused_and_the_banner_names_them(name, monkeypatch, tmp_path,
     train(model, tmp_path, fused=False)
     assert len(models) == 1, "told not to"
     assert "fused kernels none" in capsys.readouterr().out
-    assert hasattr(model, "nopad_loss") == (name != "accelerate"), "whose loop is one's own"
+    assert model.nopad_loss.fused, "the loss is another matter"
 
 
 def test_a_loss_that_was_attached_keeps_its_options():
     model = tiny_run.model()
-    from nopad.trainer.loss import attach_loss
-
     attached = attach_loss(model, z_loss=0.5)
     accelerate(model, None)
     assert model.nopad_loss is attached
+
+
+def test_a_prepared_model_keeps_its_forward_when_the_loss_is_detached():
+    AcceleratorState._reset_state()
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(tiny_run.model())
+    prepared = model.forward
+    attach_loss(model)
+    model.nopad_loss.detach()
+    assert model.forward == prepared
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.parametrize("name", ["num_items_in_batch", "loss_weights"])
+def test_a_count_that_was_rounded_is_refused(name):
+    model, pack = tiny_run.model(), tiny_run.packs(tiny_run.dataset(), 1)[0]
+    attach_loss(model)
+    batch = tiny_run.collate(pack)
+    rounded = torch.ones_like(batch["labels"], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"{name} was cast to .*cast_forward_inputs"):
+        model(**batch, **{name: rounded})

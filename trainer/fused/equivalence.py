@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -48,10 +48,11 @@ def outputs_match(
 def module_matches(module: Any, fused_class: Any, device: torch.device) -> bool:
     """Whether a module of one input computes the same with its fused class, on `device`."""
     return all(
-        _copy_matches(copy, fused_class, dtype or _first_weight(copy).dtype)
+        under_autocast(device, autocast, partial(_copy_matches, copy, fused_class, dtype))
         for copy in trial_copies(module, device)
         for autocast in trial_precisions(device)
-        for dtype in {None, autocast}  # of the input: under autocast either may come
+        # Under autocast inputs may have its dtype or that of the weights.
+        for dtype in {_first_weight(copy).dtype, autocast or _first_weight(copy).dtype}
     )
 
 
@@ -66,11 +67,15 @@ def _first_weight(module: nn.Module) -> Tensor:
     return next(module.parameters())
 
 
-def trial_precisions(device: torch.device) -> Iterator[torch.dtype | None]:
-    """Run a block twice: as it is, and under bf16 autocast; yield autocast's dtype."""
-    yield None
-    with torch.autocast(device.type, torch.bfloat16):
-        yield torch.bfloat16
+def trial_precisions(device: torch.device) -> list[torch.dtype | None]:
+    """Return the dtypes of autocast to try on a device; None stands for no autocast."""
+    return [None, torch.bfloat16, *([torch.float16] if device.type == "cuda" else [])]
+
+
+def under_autocast(device: torch.device, dtype: torch.dtype | None, trial: Callable[[], bool]):
+    """Return the verdict of a trial under autocast of a dtype."""
+    with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        return trial()
 
 
 def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
@@ -78,7 +83,7 @@ def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
     if any(p.is_meta for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no values yet (meta device)")
     is_sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
-    module = (gathered_copy(module) if is_sharded else deepcopy(module)).to(device).train()
+    module = (_gathered_copy(module) if is_sharded else deepcopy(module)).to(device).train()
     for p in module.parameters():
         if not p.any():  # as of a new LoRA adapter: zeros would hide what depends on them
             with torch.no_grad():
@@ -88,7 +93,7 @@ def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
     return [module, deepcopy(module).float()]
 
 
-def gathered_copy(module: Any) -> Any:
+def _gathered_copy(module: Any) -> Any:
     """Return a module that FSDP2 has sharded as it was before, with whole weights.
 
     Called by all ranks at the same time, since the weights are gathered.
@@ -98,10 +103,10 @@ def gathered_copy(module: Any) -> Any:
     stock = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
     copy: Any = object.__new__(stock)
     vars(copy).update(vars(module))
+    copy._buffers = dict(module._buffers)
     copy._parameters = {name: _gathered(p) for name, p in module._parameters.items()}
-    copy._modules = {
-        name: child and gathered_copy(child) for name, child in module._modules.items()
-    }
+    children = module._modules.items()
+    copy._modules = {n: None if child is None else _gathered_copy(child) for n, child in children}
     if isinstance(module, FSDPModule):  # its hooks gather the weights
         copy._forward_pre_hooks, copy._forward_hooks = OrderedDict(), OrderedDict()
     return copy

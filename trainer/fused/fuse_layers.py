@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime import STOCK_CLASS
+from ...runtime import STOCK_CLASS, gather_objects
 from .class_swap import add_forward, can_run, fused_forwards
 from .fusion_patterns import PARTS, RotaryPart
 from .rotary_patch import FUNCTION
@@ -61,7 +61,8 @@ class FusedLayers:
 def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLayers:
     """Give the modules of a causal LM on a GPU fused kernels, where they compute the same.
 
-    Call it before DDP or FSDP wrap the model, and before or after PEFT gives it adapters. Compiled
+    Call it before FSDP1 or ZeRO-3 wrap the model, before or after DDP or FSDP2 do (then on every
+    rank), and before or after PEFT gives it adapters. Compiled
     layers stay as they are: torch.compile generates its own kernels. Weights and their names stay.
 
     device: where the model will train; by default, where it is.
@@ -109,13 +110,16 @@ def _name(part: Any, cls: type) -> str:
     return FUNCTION if part is RotaryPart else cls.__name__
 
 
-def _verify(part: Any, *args: Any) -> bool:
+def _verify(part: Any, module: nn.Module, *args: Any) -> bool:
     """Whether a part's check passes; a module that fails in its trial is not fused."""
     try:
-        return part.verify(*args)
+        verdict = part.verify(module, *args)
     except Exception as error:
         log.info("no fused kernels (%s: %s)", type(error).__name__, error)
-        return False
+        verdict = False
+    if any(hasattr(p, "full_tensor") for p in module.parameters()):
+        return all(gather_objects(verdict))  # ranks that share weights gather them together
+    return verdict
 
 
 def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:

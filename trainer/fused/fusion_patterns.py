@@ -26,8 +26,10 @@ from .equivalence import (
     trial_copies,
     trial_input,
     trial_precisions,
+    under_autocast,
 )
 from .linear_group import linear_group
+from .normed_rows import NormedRows, note_source
 from .projection import Projection, product_dtype, read_projection
 from .projection_view import calls_projections_on_input, run_with_projections
 from .rotary_patch import rotary_function, rotary_matches, with_fused_rotary
@@ -81,7 +83,7 @@ class GatedMLPPart:
         projections = None
         if len(args) == 1 and not kwargs and can_run(args[0]):
             projections = _mlp_projections(module)
-        dtype = projections and product_dtype(args[0], projections)
+        dtype = None if projections is None else product_dtype(args[0], projections)
         if projections is None or dtype is None:
             return None
         from .gated_mlp import gated_mlp
@@ -131,10 +133,11 @@ class DecoderLayerPart:
         first, second = norms
         dtype = _read_dtype(x, module.self_attn, AttentionPart)
         x, normed = add_rms_norm(x, None, first.weight, rms_norm_eps(first) or 0.0, dtype)
+        _note_source(normed, x, first)
         attn_out = module.self_attn(hidden_states=normed, **kwargs)[0]
         dtype = _read_dtype(x, module.mlp, GatedMLPPart)
-        eps, is_recomputed = rms_norm_eps(second) or 0.0, _is_recomputed(module)
-        x, normed = add_rms_norm(x, attn_out, second.weight, eps, dtype, is_recomputed)
+        x, normed = add_rms_norm(x, attn_out, second.weight, rms_norm_eps(second) or 0.0, dtype)
+        _note_source(normed, x, second, _is_recomputed(module))
         return x + module.mlp(normed)
 
     @staticmethod
@@ -144,9 +147,9 @@ class DecoderLayerPart:
             vars(module), _modules={**module._modules, "self_attn": _AttentionStub()}
         )
         return all(
-            _layer_matches(layer, fused_class)
+            under_autocast(device, dtype, partial(_layer_matches, layer, fused_class))
             for layer in trial_copies(trial, device)
-            for _ in trial_precisions(device)
+            for dtype in trial_precisions(device)
         )
 
 
@@ -172,6 +175,13 @@ class _AttentionStub(nn.Module):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         self.calls.append({k: v for k, v in kwargs.items() if v is not None and v is not False})
         return hidden_states.cos(), None
+
+
+def _note_source(normed: Tensor, x: Tensor, norm: Any, is_recomputed: bool = False) -> None:
+    """Let the products that read a norm normalize again instead of keeping it."""
+    eps = rms_norm_eps(norm) or 0.0
+    source = NormedRows(x.detach(), norm.weight.detach(), eps, normed.dtype, is_recomputed)
+    note_source(normed, source)
 
 
 def _is_recomputed(layer: Any) -> bool:
@@ -222,9 +232,9 @@ class RotaryPart:
         dtypes = {next(module.parameters()).dtype, torch.float32, torch.bfloat16}
         function = rotary_function(type(module).forward)
         return all(
-            rotary_matches(function, dtype, device)
+            under_autocast(device, autocast, partial(rotary_matches, function, dtype, device))
             for dtype in dtypes
-            for _ in trial_precisions(device)
+            for autocast in trial_precisions(device)
         )
 
 
@@ -250,13 +260,14 @@ class AttentionPart:
         projections = None
         if can_run(x) and torch.is_grad_enabled():
             projections = _read_all(_qkv(module))
-        dtype = projections and product_dtype(x, projections)
+        dtype = None if projections is None else product_dtype(x, projections)
         if projections is None or dtype is None:
             return None
         outs = zip(_QKV, linear_group(x, projections, dtype), strict=True)
         forwards = {name: _answer(x, out, module._modules[name]) for name, out in outs}
-        if "o_proj" in module._modules:
-            forwards["o_proj"] = partial(_linear, module.o_proj)
+        output = module._modules.get("o_proj")
+        if output is not None and read_projection(output) is not None:
+            forwards["o_proj"] = partial(_linear, output)
         return run_with_projections(fallback, module, forwards, args, kwargs)
 
     @staticmethod
@@ -265,9 +276,9 @@ class AttentionPart:
             return False
         layers = nn.ModuleList(_qkv(module))
         return all(
-            _qkv_matches(list(copy))
+            under_autocast(device, dtype, partial(_qkv_matches, list(copy)))
             for copy in trial_copies(layers, device)
-            for _ in trial_precisions(device)
+            for dtype in trial_precisions(device)
         )
 
 
@@ -296,7 +307,7 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
     projection = read_projection(layer)
     dtype = projection and product_dtype(x, [projection])
     if projection is None or dtype is None:
-        return type(layer).__call__(layer, x)
+        return type(layer).forward(layer, x)
     return linear_group(x, [projection], dtype)[0]
 
 

@@ -1,6 +1,6 @@
 """Differentiable gated MLP that does not keep its hidden states.
 
-x ─┬─ gate ─ SiLU ─┐                     kept for the backward: x, gate, up
+x ─┬─ gate ─ SiLU ─┐                     kept for the backward: x or its source, gate, up
    └─ up ──────────×─ hidden ─ down      recomputed: hidden
 
 In a checkpointed layer, which is recomputed in the backward, only x is kept, and gate and up are
@@ -45,15 +45,13 @@ class _GatedMLP(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         source: NormedRows | None,
-        dtype: torch.dtype,
-        scalings: tuple[float, ...],
+        projections: Sequence[Projection],
         *tensors: Tensor | None,
     ) -> Tensor:
-        projections = [p.cast(dtype) for p in unflatten(tensors, scalings)]
-        rows = x.flatten(0, -2).to(dtype)
+        rows = x.flatten(0, -2).to(projections[0].weight.dtype)
         out, kept = _forward(rows, projections)
-        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[4:], tensors)
-        ctx.shape, ctx.scalings = x.shape, scalings
+        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[3:], tensors)
+        ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
         save_rows(ctx, rows, source, *kept, *flatten(projections))
         return out  # 2-D: autograd forbids in-place changes of a view returned here
 
@@ -65,7 +63,7 @@ class _GatedMLP(torch.autograd.Function):
         d_x, grads = _backward(
             d_out, rows, (gate, up, low, low_down), projections, ctx.dtypes, ctx.needs_input_grad[0]
         )
-        return None if d_x is None else d_x.view(ctx.shape), None, None, None, *grads
+        return None if d_x is None else d_x.view(ctx.shape), None, None, *grads
 
 
 class _Anchor(torch.autograd.Function):
@@ -118,11 +116,12 @@ class _AnchoredMLP(torch.autograd.Function):
         out = torch.empty_like(rows)
         for chunk in _chunks(rows, projections):
             out[chunk], _ = _forward(rows[chunk], projections)
-        return out.view(x.shape)
+        ctx.shape = x.shape
+        return out  # 2-D, as above
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_out, None
+        return d_out.view(ctx.shape), None
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
@@ -144,7 +143,10 @@ def _forward(
     out = low_down = None
     if wants_out or down.lora_a is not None:
         hidden = silu_mul(gate, up, TRAINING_BLOCK)
-        (out,), low_down = forward_products(hidden, [down])
+        if wants_out:
+            (out,), low_down = forward_products(hidden, [down])
+        elif down.lora_a is not None:
+            low_down = hidden @ down.lora_a.T
     return out, (gate, up, low, low_down)
 
 
@@ -177,14 +179,11 @@ def gated_mlp(x: Tensor, projections: Sequence[Projection], dtype: torch.dtype) 
 
     projections: gate, up and down.
     """
-    source = find_source(x, dtype)
-    tensors = flatten(projections)
+    source, tensors = find_source(x, dtype), flatten(projections)
+    cast = [p.cast(dtype) for p in projections]  # here, where autograd's mode is the caller's
     keeps_width = projections[-1].weight.shape[0] == x.shape[-1]
     if source is not None and source.is_recomputed and keeps_width:
-        cast = [p.cast(dtype) for p in projections]
-        anchored: Any = _Anchor.apply(x, source, cast, *tensors)
-        out: Any = _AnchoredMLP.apply(anchored, cast)
-        return out
-    scalings = tuple(p.scaling for p in projections)
-    out = _GatedMLP.apply(x, source, dtype, scalings, *tensors)
+        out: Any = _AnchoredMLP.apply(_Anchor.apply(x, source, cast, *tensors), cast)
+    else:
+        out = _GatedMLP.apply(x, source, cast, *tensors)
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -36,15 +36,13 @@ class _LinearGroup(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         source: NormedRows | None,
-        dtype: torch.dtype,
-        scalings: tuple[float, ...],
+        projections: Sequence[Projection],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        projections = [p.cast(dtype) for p in unflatten(tensors, scalings)]
-        rows = x.flatten(0, -2).to(dtype)
+        rows = x.flatten(0, -2).to(projections[0].weight.dtype)
         outs, low = forward_products(rows, projections)
-        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[4:], tensors)
-        ctx.shape, ctx.scalings = x.shape, scalings
+        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[3:], tensors)
+        ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
         save_rows(ctx, rows, source, low, *flatten(projections))
         ctx.set_materialize_grads(False)
         return tuple(outs)
@@ -57,7 +55,7 @@ class _LinearGroup(torch.autograd.Function):
         d_low = low_rank_gradient(d_outs, projections, low)
         d_x = input_gradient(d_outs, projections, d_low) if ctx.needs_input_grad[0] else None
         grads = parameter_gradients(d_outs, d_low, rows, low, projections, ctx.dtypes)
-        return None if d_x is None else d_x.view(ctx.shape), None, None, None, *grads
+        return None if d_x is None else d_x.view(ctx.shape), None, None, *grads
 
 
 def wanted_dtypes(
@@ -97,7 +95,6 @@ def linear_group(
     x: Tensor, projections: Sequence[Projection], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Return the output of each projection for x, computed in `dtype`."""
-    scalings = tuple(p.scaling for p in projections)
-    source = find_source(x, dtype)
-    outs: Any = _LinearGroup.apply(x, source, dtype, scalings, *flatten(projections))
+    cast = [p.cast(dtype) for p in projections]  # here, where autograd's mode is the caller's
+    outs: Any = _LinearGroup.apply(x, find_source(x, dtype), cast, *flatten(projections))
     return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SOURCE = "_nopad_normed_rows"
-"""Attribute of a normalized tensor: what it was computed from, and its version then."""
+"""Attribute of a normalized tensor: what it was computed from, and the versions of both then."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,21 @@ class NormedRows:
 
 
 def note_source(x: Tensor, source: NormedRows) -> None:
-    """Remember what a normalized tensor was computed from."""
-    setattr(x, SOURCE, (source, x._version))
+    """Remember what a normalized tensor was computed from, if there will be a backward."""
+    if x.requires_grad:
+        setattr(x, SOURCE, (source, _versions(x, source)))
 
 
 def find_source(x: Tensor, dtype: torch.dtype) -> NormedRows | None:
-    """Return the source of an unchanged normalized tensor of this dtype; None for any other."""
-    source, version = getattr(x, SOURCE, (None, 0))
-    return source if x.dtype == dtype and x._version == version else None
+    """Return the source of a normalized tensor of this dtype; None if there is none, or either
+    was changed in place since.
+    """
+    noted = getattr(x, SOURCE, None)
+    if noted is None or x.dtype != dtype:
+        return None
+    source, versions = noted
+    return source if _versions(x, source) == versions else None
+
+
+def _versions(x: Tensor, source: NormedRows) -> tuple[int, int]:
+    return x._version, source.residual._version

@@ -4,7 +4,7 @@ x ──────┬─▶ residual ────────▶     the resid
 delta ──+      └─▶ norm ─▶ out     neither in the forward nor in the backward
 
 Under autocast the residual stays in the dtype of x, and `out` is rounded to that of the products
-that read it, in the same pass. It need not be kept for their backward: see normed_rows.py.
+that read it, in the same pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...kernels import rms_norm_backward, rms_norm_forward
-from .normed_rows import NormedRows, note_source
 from .once_differentiable import no_double_backward
 
 
@@ -59,17 +58,13 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype | None = None,
-    is_recomputed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the residual x + delta and its RMSNorm.
 
     dtype: of the norm; by default the wider one of the residual and the gain.
-    is_recomputed: whether the backward runs this again (gradient checkpointing).
     """
     if delta is not None and torch.promote_types(x.dtype, delta.dtype) != x.dtype:
         x, delta = x + delta, None  # the kernel keeps the dtype of x, which is narrower
     dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
     outputs: Any = _RMSNorm.apply(x, delta, weight, eps, dtype)
-    residual, out = outputs
-    note_source(out, NormedRows(residual.detach(), weight.detach(), eps, dtype, is_recomputed))
-    return residual, out
+    return outputs

@@ -46,6 +46,8 @@ class AttachedLoss:
         """Shifted labels, item count and token weights of the current forward."""
         self._label_count: HostCopy | None = None
         self._forward = model.forward
+        self._prepared_forward = vars(model).get("forward")
+        """The forward that Accelerate's `prepare` gave the model, if it did."""
         self._calls_loss = _calls_loss_function(model)
         model.forward = MethodType(_wrap_forward(model.forward), model)
         if self._calls_loss:
@@ -81,6 +83,8 @@ class AttachedLoss:
         if self._calls_loss:
             del self.model._loss_function
         del self.model.forward
+        if self._prepared_forward is not None:
+            self.model.forward = self._prepared_forward
         del self.model.nopad_loss
 
     def __deepcopy__(self, memo: dict) -> AttachedLoss:
@@ -218,6 +222,7 @@ def _wrap_forward(original: Any) -> Callable:
         loss: AttachedLoss = model.nopad_loss
         if labels is None and shift_labels is None:
             return loss._forward(*args, **kwargs)
+        _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
         targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)
         weights = None if loss_weights is None else _shift(loss_weights, 0.0)
         return loss.run(targets, num_items_in_batch, weights, args, kwargs)
@@ -226,6 +231,16 @@ def _wrap_forward(original: Any) -> Callable:
     # No __wrapped__: Accelerate follows it to the stock forward when it unwraps a model.
     forward.__doc__, forward.__dict__["__signature__"] = stock.__doc__, signature(stock)
     return forward
+
+
+def _refuse_rounded(**values: Any) -> None:
+    """Refuse counts and weights that FSDP has rounded on their way."""
+    for name, value in values.items():
+        if torch.is_tensor(value) and value.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} was cast to {value.dtype}, which is too coarse for it: wrap the whole "
+                "model with MixedPrecisionPolicy(..., cast_forward_inputs=False)"
+            )
 
 
 def _wants_tuple(model: Any, kwargs: dict) -> bool:

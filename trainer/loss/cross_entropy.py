@@ -54,9 +54,10 @@ def linear_cross_entropy(
     >>> round(total.item(), 4), [round(x, 4) for x in losses.tolist()]
     (1.3863, [1.3863, 0.0])
     """
-    dtype = hidden.dtype
+    dtype, product_weight = hidden.dtype, weight
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
+        product_weight = cast_weight(weight, dtype)
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
         token_weights = torch.ones_like(targets, dtype=torch.float32)
@@ -68,7 +69,7 @@ def linear_cross_entropy(
     total, losses, *_ = _losses(
         hidden.to(dtype),
         weight,
-        cast_weight(weight, dtype),
+        product_weight,
         bias,
         targets,
         token_weights,

@@ -28,7 +28,7 @@ from ...packing import Pack, PackedDataset
 from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
-from ..fused.fuse_layers import fuse_layers
+from ..fused.fuse_layers import FusedLayers, fuse_layers
 from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck
 from ..monitoring.preflight import (
@@ -58,9 +58,11 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     ):
         """Take device and accumulation steps from the accelerator.
 
-        fused: attach the exact loss, which needs no logits, to the prepared model (`attach_loss`;
-            one that is attached already stays), and on a GPU use fused kernels wherever they
-            compute what the model's own layers do; the banner names them.
+        The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`; one
+        that is attached already stays).
+
+        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
+            the banner names them.
         check: before the first step, refuse runs that would train the prepared model wrongly.
         continue_on_nan: continue after a loss that is not finite, instead of raising
             `NonFiniteError`; `save_state` then saves nothing while weights are not finite, says
@@ -77,7 +79,11 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         )
         self.accelerator = accelerator
         self.gradient_state = GradientState()
-        self._fuses, self._needs_check = fused, check
+        self.fuses_layers, self._needs_check = fused, check
+        self.fused_layers: list[FusedLayers] = []
+        """What was fused in each prepared model."""
+        self._sped_up: dict[int, str] = {}
+        """By id of a prepared model: its line of the banner."""
         self.finite_check = FiniteCheck(continue_on_nan)
         self._guard_saves()
         index = _num_loaders(accelerator)
@@ -136,12 +142,14 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
 
     def _speed_up(self, model: Any) -> str:
         """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
-        fused = None
-        if self._fuses:
-            if not hasattr(model, "nopad_loss"):
-                attach_loss(model)
-            fused = fuse_layers(model, self.accelerator.device)
-        return describe_speedups(getattr(model, "nopad_loss", None), fused)
+        if id(model) not in self._sped_up:
+            loss = getattr(model, "nopad_loss", None) or attach_loss(model)
+            fused = None
+            if self.fuses_layers:
+                fused = fuse_layers(model, self.accelerator.device)
+                self.fused_layers.append(fused)
+            self._sped_up[id(model)] = describe_speedups(loss, fused)
+        return self._sped_up[id(model)]
 
     def _check(self, speedups: list[str]) -> None:
         for model, line in zip(self._causal_lms(), speedups, strict=True):

@@ -292,9 +292,9 @@ class PackedTrainerMixin(_Base):
             return None
         # The stock method waits for the device when it copies the count there.
         total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
-        # A count stays an integer: FSDP casts floats to bf16.
-        is_count = "loss_weights" not in batch_samples[0]
-        return to_device(total.long() if is_count else total.float(), device)
+        if "loss_weights" in batch_samples[0]:
+            return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
+        return to_device(total.long(), device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # The stock method waits for the device at every copy.

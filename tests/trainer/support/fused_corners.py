@@ -6,7 +6,7 @@ import torch
 from nopad.kernels import norm
 from nopad.trainer.fused.gated_mlp import gated_mlp
 from nopad.trainer.fused.linear_group import linear_group
-from nopad.trainer.fused.normed_rows import find_source
+from nopad.trainer.fused.normed_rows import NormedRows, find_source, note_source
 from nopad.trainer.fused.projection import Projection, merge_adjacent
 from nopad.trainer.fused.rms_norm import add_rms_norm, rms_norm
 from nopad.trainer.fused.rotary import apply_rotary
@@ -69,7 +69,8 @@ def a_backward_inside_autocast_computes_as_its_forward_did() -> None:
 
 
 def normalized_rows_are_normalized_again_unless_they_were_changed() -> None:
-    _, rows = add_rms_norm(X, None, GAIN, 1e-6)
+    x, rows = add_rms_norm(X, None, GAIN, 1e-6)
+    note_source(rows, NormedRows(x.detach(), GAIN.detach(), 1e-6, rows.dtype))
     assert torch.equal(find_source(rows, rows.dtype).rows(), rows.flatten(0, -2))
     assert find_source(rows, torch.bfloat16) is None and find_source(rows * 1, rows.dtype) is None
     kept = []
@@ -79,9 +80,13 @@ def normalized_rows_are_normalized_again_unless_they_were_changed() -> None:
     (gold,) = torch.autograd.grad(LINEARS[0](rows * 1).sin().sum(), LINEARS[0].weight)
     (ours,) = torch.autograd.grad(out.sin().sum(), LINEARS[0].weight)
     torch.testing.assert_close(ours, gold)
-    rows.data.mul_(2)
-    rows.detach().mul_(1)  # counted, unlike the line before
+    rows.detach().mul_(2)
     assert find_source(rows, rows.dtype) is None
+    with torch.inference_mode():  # whose tensors have no versions
+        x, rows = add_rms_norm(X.detach(), None, GAIN, 1e-6)
+        note_source(rows, NormedRows(x, GAIN, 1e-6, rows.dtype))
+        linear_group(rows, QKV, torch.float32)
+        gated_mlp(rows, MLP, torch.float32)
 
 
 def no_rows_have_a_backward() -> None:
