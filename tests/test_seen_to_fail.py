@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -376,5 +377,8 @@ def test_with_this_fault_the_test_fails(fault):
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS / "seeded"), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(TESTS / node)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
-    assert done.returncode == 1, f"it passes, or did not run:\n{done.stdout[-3000:]}{done.stderr}"
+    # Threads that a fault leaves behind may abort the process after pytest has reported.
+    assert done.returncode in (1, -signal.SIGABRT), (
+        f"it passes, or did not run:\n{done.stdout[-3000:]}{done.stderr}"
+    )
     assert re.search(r"\b1 failed\b", done.stdout.splitlines()[-1]), done.stdout[-3000:]
