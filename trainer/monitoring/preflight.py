@@ -65,7 +65,7 @@ def describe_speedups(loss: Any, fused: Any) -> str:
     kernels = ", ".join(fused.names) if fused is not None else ""
     return (
         f"loss {'without' if without_logits else 'with'} logits, "
-        f"fused kernels {'for ' + kernels if kernels else 'none'}"
+        f"{'fused kernels for ' + kernels if kernels else 'no fused kernels'}"
     )
 
 
