@@ -82,9 +82,7 @@ def test_prefixes_survive_forwards_that_choose_frequencies_anew(kind):
 
 @pytest.mark.parametrize("kind", ["longrope", "chunked"])
 def test_the_harness_asks_for_the_length_it_is_to_work_with(kind):
-    EngineLM = pytest.importorskip(
-        "nopad.inference.harness", reason="this is about lm_eval"
-    ).EngineLM
+    harness = pytest.importorskip("nopad.inference.harness", reason="this is about lm_eval")
     tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, model_max_length=1 << 40)
     with pytest.raises(ValueError, match=r"use at most 16 \(the harness calls it max_length\)"):
-        EngineLM(odd_model(kind), tokenizer)
+        harness.EngineLM(odd_model(kind), tokenizer)

@@ -10,9 +10,8 @@ from nopad.packing.sources import TokenArray, TokenStore
 from nopad.packing.state import merge_states
 from torch.utils.data import DataLoader
 
-StatefulDataLoader = pytest.importorskip(
-    "torchdata.stateful_dataloader", reason="torchdata is not installed"
-).StatefulDataLoader
+torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is missing")
+StatefulDataLoader = torchdata.StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = (

@@ -7,9 +7,8 @@ import pytest
 import warm_python
 from torch.utils.data import DataLoader
 
-StatefulDataLoader = pytest.importorskip(
-    "torchdata.stateful_dataloader", reason="torchdata is not installed"
-).StatefulDataLoader
+torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is missing")
+StatefulDataLoader = torchdata.StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ("planned", "leveled", "sharded", "mixed")

@@ -50,7 +50,7 @@ def module_matches(module: Any, fused_class: Any, device: torch.device) -> bool:
     return all(
         under_autocast(device, autocast, partial(_copy_matches, copy, fused_class, dtype))
         for copy in trial_copies(module, device)
-        for autocast in trial_precisions(device)
+        for autocast in trial_precisions(_first_weight(copy).dtype)
         # Under autocast inputs may have its dtype or that of the weights.
         for dtype in {_first_weight(copy).dtype, autocast or _first_weight(copy).dtype}
     )
@@ -67,9 +67,14 @@ def _first_weight(module: nn.Module) -> Tensor:
     return next(module.parameters())
 
 
-def trial_precisions(device: torch.device) -> list[torch.dtype | None]:
-    """Return the dtypes of autocast to try on a device; None stands for no autocast."""
-    return [None, torch.bfloat16, *([torch.float16] if device.type == "cuda" else [])]
+def trial_precisions(dtype: torch.dtype) -> list[torch.dtype | None]:
+    """Return the dtypes of autocast to try for weights of a dtype; None stands for no autocast.
+
+    >>> trial_precisions(torch.bfloat16)  # autocast refuses to mix bf16 and fp16
+    [None, torch.bfloat16]
+    """
+    halves = (torch.bfloat16, torch.float16)
+    return [None, *(half for half in halves if dtype == half or dtype not in halves)]
 
 
 def under_autocast(device: torch.device, dtype: torch.dtype | None, trial: Callable[[], bool]):

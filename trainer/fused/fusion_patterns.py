@@ -29,10 +29,10 @@ from .equivalence import (
     under_autocast,
 )
 from .linear_group import linear_group
-from .normed_rows import NormedRows, note_source
 from .projection import Projection, product_dtype, read_projection
 from .projection_view import calls_projections_on_input, run_with_projections
 from .rotary_patch import rotary_function, rotary_matches, with_fused_rotary
+from .saved_rows import NormedRows, note_source
 
 
 class Part(Protocol):
@@ -149,7 +149,7 @@ class DecoderLayerPart:
         return all(
             under_autocast(device, dtype, partial(_layer_matches, layer, fused_class))
             for layer in trial_copies(trial, device)
-            for dtype in trial_precisions(device)
+            for dtype in trial_precisions(_norms(layer)[0].weight.dtype)
         )
 
 
@@ -229,12 +229,11 @@ class RotaryPart:
 
     @staticmethod
     def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
-        dtypes = {next(module.parameters()).dtype, torch.float32, torch.bfloat16}
-        function = rotary_function(type(module).forward)
+        own, function = next(module.parameters()).dtype, rotary_function(type(module).forward)
         return all(
             under_autocast(device, autocast, partial(rotary_matches, function, dtype, device))
-            for dtype in dtypes
-            for autocast in trial_precisions(device)
+            for autocast in trial_precisions(own)
+            for dtype in {autocast or own, torch.float32}
         )
 
 
@@ -278,7 +277,7 @@ class AttentionPart:
         return all(
             under_autocast(device, dtype, partial(_qkv_matches, list(copy)))
             for copy in trial_copies(layers, device)
-            for dtype in trial_precisions(device)
+            for dtype in trial_precisions(next(copy.parameters()).dtype)
         )
 
 

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from ...kernels import TRAINING_BLOCK, silu_mul, silu_mul_backward
-from .linear_group import save_rows, saved_rows, wanted_dtypes
-from .normed_rows import NormedRows, find_source
 from .once_differentiable import no_double_backward
 from .projection import (
     TENSORS_PER_PROJECTION,
@@ -32,8 +30,8 @@ from .projection import (
     input_gradient,
     low_rank_gradient,
     parameter_gradients,
-    unflatten,
 )
+from .saved_rows import NormedRows, find_source, save_products, saved_products
 
 CHUNK_BYTES = 1 << 28
 """Largest [rows, intermediate] of a chunk in a checkpointed layer."""
@@ -50,19 +48,15 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:
         rows = x.flatten(0, -2).to(projections[0].weight.dtype)
         out, kept = _forward(rows, projections)
-        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[3:], tensors)
-        ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
-        save_rows(ctx, rows, source, *kept, *flatten(projections))
+        save_products(ctx, x, rows, source, projections, tensors, kept)
         return out  # 2-D: autograd forbids in-place changes of a view returned here
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, gate, up, low, low_down, *tensors = saved_rows(ctx)
-        projections = unflatten(tensors, ctx.scalings)
-        d_x, grads = _backward(
-            d_out, rows, (gate, up, low, low_down), projections, ctx.dtypes, ctx.needs_input_grad[0]
-        )
+        rows, projections, kept = saved_products(ctx)
+        wants_x = ctx.needs_input_grad[0]
+        d_x, grads = _backward(d_out, rows, kept, projections, ctx.dtypes, wants_x)
         return None if d_x is None else d_x.view(ctx.shape), None, None, *grads
 
 
@@ -77,20 +71,16 @@ class _Anchor(torch.autograd.Function):
         projections: Sequence[Projection],
         *tensors: Tensor | None,
     ) -> Tensor:
-        dtype = projections[0].weight.dtype
-        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[3:], tensors)
-        ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
-        rows = x.flatten(0, -2).to(dtype)
-        save_rows(ctx, rows, source, *flatten(projections), always=True)
+        rows = x.flatten(0, -2).to(projections[0].weight.dtype)
+        save_products(ctx, x, rows, source, projections, tensors, needs_rows=True)
         return x.view_as(x)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, *tensors = saved_rows(ctx)
+        rows, projections, _ = saved_products(ctx)
         assert rows is not None
-        projections, wants_x = unflatten(tensors, ctx.scalings), ctx.needs_input_grad[0]
-        d_out = d_out.flatten(0, -2)
+        d_out, wants_x = d_out.flatten(0, -2), ctx.needs_input_grad[0]
         d_x = torch.empty_like(rows) if wants_x else None
         sum_dtypes = [d and torch.promote_types(d, torch.float32) for d in ctx.dtypes]
         totals: list[Tensor | None] = [None] * len(sum_dtypes)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .normed_rows import NormedRows, find_source
 from .once_differentiable import no_double_backward
 from .projection import (
     Projection,
@@ -24,8 +23,8 @@ from .projection import (
     input_gradient,
     low_rank_gradient,
     parameter_gradients,
-    unflatten,
 )
+from .saved_rows import NormedRows, find_source, save_products, saved_products
 
 
 class _LinearGroup(torch.autograd.Function):
@@ -41,54 +40,18 @@ class _LinearGroup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = x.flatten(0, -2).to(projections[0].weight.dtype)
         outs, low = forward_products(rows, projections)
-        ctx.dtypes = wanted_dtypes(ctx.needs_input_grad[3:], tensors)
-        ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
-        save_rows(ctx, rows, source, low, *flatten(projections))
+        save_products(ctx, x, rows, source, projections, tensors, (low,))
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, low, *tensors = saved_rows(ctx)
-        projections = unflatten(tensors, ctx.scalings)
+        rows, projections, (low,) = saved_products(ctx)
         d_low = low_rank_gradient(d_outs, projections, low)
         d_x = input_gradient(d_outs, projections, d_low) if ctx.needs_input_grad[0] else None
         grads = parameter_gradients(d_outs, d_low, rows, low, projections, ctx.dtypes)
         return None if d_x is None else d_x.view(ctx.shape), None, None, *grads
-
-
-def wanted_dtypes(
-    wanted: Sequence[bool], tensors: Sequence[Tensor | None]
-) -> list[torch.dtype | None]:
-    """Return the dtype of each tensor that gets a gradient, and None for the others."""
-    pairs = zip(wanted, tensors, strict=True)
-    return [tensor.dtype if w and tensor is not None else None for w, tensor in pairs]
-
-
-def save_rows(
-    ctx: Any,
-    rows: Tensor,
-    source: NormedRows | None,
-    *tensors: Tensor | None,
-    always: bool = False,
-) -> None:
-    """Save tensors for the backward, with the rows, or what they were normalized from, first.
-
-    The rows are needed for gradients of weights, or `always`.
-    """
-    needs_rows = always or any(dtype is not None for dtype in ctx.dtypes)
-    ctx.source = source and source.settings
-    kept = (None, None) if not needs_rows else (rows, None) if source is None else source.tensors
-    ctx.save_for_backward(*kept, *tensors)
-
-
-def saved_rows(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the rows and the other tensors that `save_rows` saved."""
-    first, gain, *tensors = ctx.saved_tensors
-    if first is not None and ctx.source is not None:
-        first = NormedRows(first, gain, *ctx.source).rows()
-    return first, *tensors
 
 
 def linear_group(

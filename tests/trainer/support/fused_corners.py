@@ -6,10 +6,10 @@ import torch
 from nopad.kernels import norm
 from nopad.trainer.fused.gated_mlp import gated_mlp
 from nopad.trainer.fused.linear_group import linear_group
-from nopad.trainer.fused.normed_rows import NormedRows, find_source, note_source
 from nopad.trainer.fused.projection import Projection, merge_adjacent
 from nopad.trainer.fused.rms_norm import add_rms_norm, rms_norm
 from nopad.trainer.fused.rotary import apply_rotary
+from nopad.trainer.fused.saved_rows import NormedRows, find_source, note_source
 from torch import Tensor, nn
 
 torch.manual_seed(0)

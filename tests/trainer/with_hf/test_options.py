@@ -88,7 +88,7 @@ def test_stock_arguments_arrive_and_only_known_ones_are_changed(tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_argument_without_effect_is_refused_with_the_way_out(name, tmp_path):
     if name not in names_of(TrainingArguments):
-        pytest.skip(f"this version has no {name}")
+        pytest.skip(reason=f"this version has no {name}")
     with pytest.raises(ValueError, match=rf"^{name}=.* does not apply to packs: .*; omit it$"):
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, **{name: REFUSED[name]})
 

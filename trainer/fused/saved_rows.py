@@ -1,4 +1,4 @@
-"""Normalized hidden states by what they were computed from.
+"""What the backward of products keeps: their input by what it was computed from, and the rest.
 
 residual ─▶ norm ─▶ rows ─▶ product        the norm's backward keeps the residual anyway, so the
    └─────▶ norm ─▶ rows, again             product's backward normalizes it again: a third of the
@@ -7,10 +7,16 @@ residual ─▶ norm ─▶ rows ─▶ product        the norm's backward keeps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .projection import TENSORS_PER_PROJECTION, Projection, flatten, unflatten
+
+Tensors = Sequence[Tensor | None]
 
 SOURCE = "_nopad_normed_rows"
 """Attribute of a normalized tensor: what it was computed from, and the versions of both then."""
@@ -61,3 +67,38 @@ def find_source(x: Tensor, dtype: torch.dtype) -> NormedRows | None:
 
 def _versions(x: Tensor, source: NormedRows) -> tuple[int, int]:
     return x._version, source.residual._version
+
+
+def save_products(
+    ctx: Any,
+    x: Tensor,
+    rows: Tensor,
+    source: NormedRows | None,
+    projections: Sequence[Projection],
+    tensors: Tensors,
+    kept: Tensors = (),
+    needs_rows: bool = False,
+) -> None:
+    """Save for the backward of a function of (x, source, projections, *tensors).
+
+    rows: x [T, width] in the dtype of the products; saved for gradients of weights, or if
+        `needs_rows`, by its source if it has one.
+    tensors: those of the projections as they are stored; their dtypes are those of the gradients.
+    """
+    pairs = zip(ctx.needs_input_grad[3:], tensors, strict=True)
+    ctx.dtypes = [tensor.dtype if w and tensor is not None else None for w, tensor in pairs]
+    ctx.shape, ctx.scalings = x.shape, tuple(p.scaling for p in projections)
+    ctx.source = source and source.settings
+    first: Tensors = (None, None)
+    if needs_rows or any(dtype is not None for dtype in ctx.dtypes):
+        first = (rows, None) if source is None else source.tensors
+    ctx.save_for_backward(*first, *flatten(projections), *kept)
+
+
+def saved_products(ctx: Any) -> tuple[Tensor | None, list[Projection], tuple[Tensor | None, ...]]:
+    """Return the rows, the projections in the dtype of the products, and what else was kept."""
+    rows, gain, *tensors = ctx.saved_tensors
+    if rows is not None and ctx.source is not None:
+        rows = NormedRows(rows, gain, *ctx.source).rows()
+    size = len(ctx.scalings) * TENSORS_PER_PROJECTION
+    return rows, unflatten(tensors[:size], ctx.scalings), tuple(tensors[size:])
