@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from .collators import PackedCollator, PaddedCollator, PreferenceCollator
     from .inference import Completion, DataParallelEngine, Engine, SamplingParams
     from .packing import Pack, PackedDataset, Packer, Sample, pack_lengths
-    from .trainer import Example, GenerationEval, attach_loss, compile_layers, fuse_layers
+    from .trainer import (
+        Example,
+        GenerationEval,
+        attach_loss,
+        compile_layers,
+        fuse_layers,
+        offload_checkpoints,
+    )
     from .trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
     from .trainer.with_hf import PackedTrainer, PackedTrainerMixin
     from .trainer.with_lightning import PackedCallback, PackedDataModule
@@ -45,6 +52,7 @@ __all__ = [
     "attach_loss",
     "compile_layers",
     "fuse_layers",
+    "offload_checkpoints",
     "pack_lengths",
 ]
 
@@ -52,7 +60,14 @@ _ROOMS = {
     "packing": ("Pack", "PackedDataset", "Packer", "Sample", "pack_lengths"),
     "collators": ("PackedCollator", "PaddedCollator", "PreferenceCollator"),
     "inference": ("Completion", "DataParallelEngine", "Engine", "SamplingParams"),
-    "trainer": ("Example", "GenerationEval", "attach_loss", "compile_layers", "fuse_layers"),
+    "trainer": (
+        "Example",
+        "GenerationEval",
+        "attach_loss",
+        "compile_layers",
+        "fuse_layers",
+        "offload_checkpoints",
+    ),
     "trainer.with_accelerate": ("AccelerateEval", "PackedAccelerateLoader"),
     "trainer.with_hf": ("PackedTrainer", "PackedTrainerMixin"),
     "trainer.with_lightning": ("PackedCallback", "PackedDataModule"),

@@ -1,6 +1,6 @@
 """Whether packed training learns what padded training learns, from the same batches.
 
-    python benchmarks/bench_convergence.py [--tokens N] [--seeds N] [--record FILE] [--tiny]
+    python benchmarks/bench_convergence.py [--tokens N] [--seeds N] [--jobs N] [--record FILE] [--tiny]
 
 The data is Python's standard library as bytes, cut at its top-level functions and classes. Every
 step has the documents of one pack. The ways to train on them, with fp32 weights under bf16 autocast
@@ -23,6 +23,8 @@ import re
 import statistics
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 
 MAX_LENGTH = 2048
 """Longer functions and classes are cut."""
+WAYS = "packed", "padded", "flattened"
 END = 256
 """The token after a document; the others are bytes."""
 HELD_OUT = 50
@@ -81,6 +84,7 @@ class Convergence:
 
     def train(self, way: str, seed: int) -> tuple[list[float], float]:
         """Return the training loss of every step, and the validation loss at the end."""
+        register()
         torch.manual_seed(seed)
         flash = self.device.type == "cuda"
         stock = {"padded": "sdpa", "flattened": "flash_attention_2" if flash else "sdpa"}
@@ -166,16 +170,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=30_000_000, help="per run")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     parser.add_argument("--tiny", action="store_true", help="small model and data, for any machine")
     args = parser.parse_args()
-    register()
     bench = Convergence(args.tiny, args.tokens)
-    results: dict[str, list[tuple[list[float], float]]] = {}
-    for way in ("packed", "padded", "flattened"):
-        for seed in range(args.seeds):
-            losses, validation = bench.train(way, seed)
-            results.setdefault(way, []).append((losses, validation))
+    results: dict[str, list[tuple[list[float], float]]] = {way: [] for way in WAYS}
+    runs = [(way, seed) for way in WAYS for seed in range(args.seeds)]
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for (way, seed), result in zip(runs, pool.map(bench.train, *zip(*runs)), strict=True):
+            losses, validation = result
+            results[way].append(result)
             print(f"{way:10} seed {seed}  last loss {losses[-1]:.4f}  validation {validation:.4f}",
                   flush=True)  # fmt: skip
     record = {

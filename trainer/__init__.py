@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         latest_intact_checkpoint,
         write_manifest,
     )
+    from .checkpoint_offload import offload_checkpoints
     from .data.loader import EvaluationLoader, PackedLoader
     from .evaluation.generation_eval import GenerationEval
     from .evaluation.report import Example
@@ -49,6 +50,7 @@ __all__ = [
     "latest_intact_archive",
     "latest_intact_checkpoint",
     "linear_cross_entropy",
+    "offload_checkpoints",
     "write_manifest",
 ]
 
@@ -61,6 +63,7 @@ _MODULES = {
         "latest_intact_checkpoint",
         "write_manifest",
     ),
+    "checkpoint_offload": ("offload_checkpoints",),
     "data": ("EvaluationLoader", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
     "fused": ("compile_layers", "fuse_layers"),

@@ -7,6 +7,7 @@ checkpointing                HF Trainer with gradient checkpointing
 fsdp2                        `fully_shard` with bf16 parameters, a loop of one's own
 lora-1b, lora-8b             PEFT, r = 16 on all linear layers of a bf16 model
 long                         rows of 131072 tokens, half of each one document, checkpointed
+long-offloaded               the same after `offload_checkpoints(model)`
 """
 
 from __future__ import annotations
@@ -61,7 +62,16 @@ def user_variants(
     run = Run(documents, budget, warmup, timed, bf16=bf16)
     few = replace(run, warmup_steps=2, timed_steps=max(2, timed // 3))
     lora = {"prepare": add_adapters, "dtype": torch.bfloat16}
-    long = {"max_position_embeddings": 8 * budget}
+    long_run = replace(
+        run,
+        documents=long_documents(8 * budget),
+        budget=8 * budget,
+        warmup_steps=1,
+        timed_steps=2,
+        gradient_checkpointing=True,
+    )
+    long = {"config": {"max_position_embeddings": 8 * budget}}
+    offloaded = partial(hf_nopad, before=offload_model)
     compiled = partial(hf_nopad, before=compile_model)
     return {
         "hf": Variant(hf_nopad, hf_stock, run),
@@ -76,19 +86,8 @@ def user_variants(
         "fsdp2": Variant(fsdp_nopad, fsdp_stock, run),
         "lora-1b": Variant(hf_nopad, hf_stock, run, **lora),
         "lora-8b": Variant(hf_nopad, hf_stock, few, **lora, config=SHAPE_8B),
-        "long": Variant(
-            hf_nopad,
-            hf_stock,
-            replace(
-                run,
-                documents=long_documents(8 * budget),
-                budget=8 * budget,
-                warmup_steps=1,
-                timed_steps=2,
-                gradient_checkpointing=True,
-            ),
-            config=long,
-        ),
+        "long": Variant(hf_nopad, hf_stock, long_run, **long),
+        "long-offloaded": Variant(offloaded, hf_stock, long_run, **long),
     }
 
 
@@ -166,6 +165,12 @@ def compile_model(model: Any) -> None:
     from nopad import compile_layers
 
     compile_layers(model)
+
+
+def offload_model(model: Any) -> None:
+    from nopad import offload_checkpoints
+
+    offload_checkpoints(model)
 
 
 def add_adapters(model: Any) -> Any:
