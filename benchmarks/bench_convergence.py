@@ -1,6 +1,6 @@
 """Whether packed training learns what padded training learns, from the same batches.
 
-    python benchmarks/bench_convergence.py [--tokens N] [--seeds N] [--jobs N] [--record FILE] [--tiny]
+    python benchmarks/bench_convergence.py [--tokens N] [--seeds N] [--jobs N] [--record FILE]
 
 The data is Python's standard library as bytes, cut at its top-level functions and classes. Every
 step has the documents of one pack. The ways to train on them, with fp32 weights under bf16 autocast
@@ -178,8 +178,9 @@ def main() -> None:
     results: dict[str, list[tuple[list[float], float]]] = {way: [] for way in WAYS}
     runs = [(way, seed) for way in WAYS for seed in range(args.seeds)]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        for (way, seed), result in zip(runs, pool.map(bench.train, *zip(*runs)), strict=True):
-            losses, validation = result
+        trainings = [pool.submit(bench.train, way, seed) for way, seed in runs]
+        for (way, seed), training in zip(runs, trainings, strict=True):
+            losses, validation = result = training.result()
             results[way].append(result)
             print(f"{way:10} seed {seed}  last loss {losses[-1]:.4f}  validation {validation:.4f}",
                   flush=True)  # fmt: skip

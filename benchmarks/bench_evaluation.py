@@ -170,7 +170,7 @@ def load_model_and_tokenizer(args: argparse.Namespace):
 
 def compare_during_training(args: argparse.Namespace) -> None:
     """Time evaluations between training steps: ours, `generate_batch`, `generate`."""
-    import generation_workloads as workloads
+    from generation import workloads
     from nopad.inference import Engine, SamplingParams
     from nopad.trainer.evaluation import Example, GenerationEval
 
@@ -254,7 +254,7 @@ def few_shot_workload(count: int, shots: int, vocab_size: int, max_new: int):
 
 def run_continuous(model, prompts: list, new: list) -> None:
     """Time continuous batching with its fastest settings; the second call reuses the manager."""
-    from generation_peers import continuous_batching, run_requests
+    from generation.peers import continuous_batching, run_requests
 
     start = time.perf_counter()
     with continuous_batching(model, max(new)) as manager:

@@ -4,7 +4,7 @@
     python benchmarks/bench_generation.py --device cpu       # on a CPU: the real trace, shrunk
     python benchmarks/bench_generation.py --only a,b --record a_and_b.json
 
-generation_workloads.py describes the workloads, the models and the floor (a lower bound of the
+generation/workloads.py describes the workloads, the models and the floor (a lower bound of the
 time). The peers run in the same process on the same model and requests: `generate` in static
 batches, and continuous batching (`init_continuous_batching`) with flash-attn 2. Prints a table, and
 one JSON line last; with --record the JSON also goes to a file, which is rewritten after every row.
@@ -17,15 +17,14 @@ import argparse
 import json
 import os
 import statistics
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import generation_workloads as workloads
 import numpy as np
 import torch
-from generation_peers import run_continuous, run_static
-from generation_report import (
+from generation import open_loop, workloads
+from generation.peers import run_continuous, run_static
+from generation.report import (
     add_result,
     add_row,
     build_record,
@@ -33,13 +32,11 @@ from generation_report import (
     set_record_file,
     try_workload,
 )
-from generation_workloads import Workload
+from generation.workloads import Workload
 from nopad.inference import Engine, SamplingParams
 from record import timed
 
 REPEATS = 3
-TIMEOUT = 25.0
-"""Seconds after which an open loop that cannot keep up is aborted."""
 
 
 def ceilings() -> tuple[float, float]:
@@ -127,38 +124,6 @@ def run_scoring(name: str, model) -> None:
     ran = sum(len(c) + len(e) for c, e in pairs)
     add_row(name, "padded batches of 32, all logits", seconds, tokens, num_computed_tokens=ran)
     assert all(s.error is None for four in scores for s in four)
-
-
-def run_open_loop(name: str, model, work: Workload, capacity: float) -> None:
-    """(f) Requests at the trace's arrival times, scaled to a fraction of the engine's capacity."""
-    assert work.arrivals is not None
-    params = sampling_params(work)
-    mean_gap = max(work.arrivals) / len(work.arrivals)
-    engine = Engine(model, memory=40 << 30)
-    engine.generate(work.prompts, params)
-    for load_factor in (0.5, 0.7, 0.9):
-        scale = 1 / (capacity * load_factor) / mean_gap
-        engine.reset_prefix_cache()
-        engine.stats.reset()
-        start, sent, done = time.perf_counter(), 0, 0
-        while done < len(work.prompts) and time.perf_counter() - start < TIMEOUT:
-            now = time.perf_counter() - start
-            while sent < len(work.prompts) and work.arrivals[sent] * scale <= now:
-                engine.add_request(work.prompts[sent], params[sent])
-                sent += 1
-            events = engine.step()
-            done += sum(e.completion is not None for e in events)
-            if not events and sent == done:
-                time.sleep(0.0005)
-        s = engine.stats.summary()
-        add_row(
-            name, f"nopad, {load_factor:.0%} of capacity", time.perf_counter() - start,
-            int(s["new_tokens"]), requests=done,
-            **latencies(s),
-        )  # fmt: skip
-        if done < len(work.prompts):
-            break
-    engine.release()
 
 
 def run_limits(name: str, model, work: Workload) -> None:
@@ -301,7 +266,6 @@ def bench_trace(model, floor) -> None:
     capacity = len(work.new) / run_engine("c", model, work, floor(work))
     sample = subsample(work, 32)
     compare_continuous("c, 32 of its requests", model, sample, floor(sample))
-    try_workload("f", lambda: run_open_loop("f", model, work, capacity))
     assert work.arrivals is not None
     first = Workload(work.prompts[:24], work.new[:24], work.arrivals[:24])
     try_workload("f", lambda: static_open_loop("f", model, first, capacity))
@@ -321,6 +285,9 @@ RUNS = {
     "e": lambda model, floor: run_scoring("e", model),
     "s": bench_static,
     "g": lambda model, floor: run_limits("g", model, workloads.lognormal(model.config.vocab_size)),
+    "o": lambda model, floor: open_loop.run_rates("o", model),
+    "m": lambda model, floor: open_loop.run_conversations("m", model),
+    "q": lambda model, floor: open_loop.run_at_capacity("q", model),
 }
 
 
@@ -343,9 +310,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--only",
-        default="a,b,k,c,d,e,s,g",
+        default="a,b,k,c,d,e,s,g,o,m,q",
         help="workloads, in this order; c: with f; k: (a) with flash-attn 2 attention;\n"
-        "s: (a) in static batches; g: (a) with different limits",
+        "s: (a) in static batches; g: (a) with different limits;\n"
+        "o, m, q: open loops (Poisson arrivals, conversations, a minute near capacity)",
     )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     args = parser.parse_args()

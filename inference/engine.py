@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from .requests.request_group import RequestGroup, longest_first
 from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
-from .session import ModelSession, WeightsCheck
+from .session import ModelSession
 from .settings import check_dtype, check_model, check_positive, check_seed, resolve_settings
 
 
@@ -67,10 +68,12 @@ class Engine:
     max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running requests.
     max_model_len: longest sequence; default: what the model allows.
     max_waiting: requests that may be queued; None: any number.
+    target_itl: seconds between two tokens of a request that prompts of others may not exceed: they
+        run in chunks, as large as steps of that time were measured to hold. None: throughput.
     keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
     dtype: compute in this dtype, although the weights are wider; default: as autocast says.
     seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
-    cuda_graphs: on a GPU, run decode steps as CUDA graphs; False saves their memory and capture.
+    cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture.
     debug: check the bookkeeping of every step.
     """
 
@@ -85,6 +88,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         max_waiting: int | None = None,
+        target_itl: float | None = None,
         keep_memory: bool = True,
         dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -100,6 +104,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_waiting=max_waiting,
+            target_itl=target_itl,
             cuda_graphs=cuda_graphs,
             debug=debug,
         )
@@ -203,11 +208,11 @@ class Engine:
     ) -> int:
         """Queue a request for `step`; the returned id names it in events and for `abort`."""
         encoded = self._encode(broadcast_params([prompt], params, priority, deadline))
-        check: WeightsCheck = "full"
-        if self._executor is not None and self._loop.busy:
-            # If several requests are added in a row, only the first compares a sample.
-            check = "sample" if self._runner.stepped_since_check else "counters"
-        with self._runner.borrow_model(check):
+        is_busy = self._executor is not None and self._loop.busy
+        # A busy engine looks at the weights' version counters, here and at every step.
+        with (
+            nullcontext() if is_busy and self._session.is_current() else self._runner.borrow_model()
+        ):
             (group,) = self._build_requests(encoded, own_draws(self._model), streaming=True)
             error = self._loop.scheduler.queue_error(len(group.requests))
             if not group.done and error is not None:

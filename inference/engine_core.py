@@ -95,10 +95,19 @@ def build_executor(
         budget -= graph_budget
     cache = _build_cache(model, settings, key.kv_dtype, device, budget)
     batch_params = BatchParams(settings.max_num_seqs)
-    scheduler = _build_scheduler(settings, cache.num_pages, batch_params, stats, trace, device)
-    runner = ModelRunner(model, cache, batch_params, stats, device, graph_budget)
+    scheduler = _build_scheduler(settings, cache.num_pages, batch_params, stats, trace)
+    runner = ModelRunner(
+        model, cache, batch_params, stats, device, graph_budget, settings.max_model_len
+    )
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
-    loop = StepLoop(scheduler, runner, batch_params, stats, cache_checker=checker)
+    loop = StepLoop(
+        scheduler,
+        runner,
+        batch_params,
+        stats,
+        cache_checker=checker,
+        target_itl=settings.target_itl,
+    )
     return Executor(loop, runner, cast_weights, build_fused_ops(model, runner, settings), key)
 
 
@@ -133,7 +142,6 @@ def _build_scheduler(
     batch_params: BatchParams,
     stats: Stats,
     trace: RequestTrace,
-    device: torch.device,
 ) -> Scheduler:
     def on_admit(request: Request) -> None:
         batch_params.admit(request)
@@ -145,8 +153,6 @@ def _build_scheduler(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
-        # On a GPU, steps with prefill are not captured and slow: admit several requests at a time.
-        min_admissions=32 if device.type == "cuda" else 1,
         on_admit=on_admit,
         trace=trace,
     )
@@ -163,6 +169,7 @@ def _single_device(model: Any) -> torch.device:
 
 
 def _graph_budget(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
-    """Bytes for the graphs of every batch size, at most a quarter of the memory."""
-    vocab_size = model.config.get_text_config().vocab_size
-    return max(1, min(graph_bytes(settings.max_num_seqs, vocab_size, dtype.itemsize), budget // 4))
+    """Bytes for the graphs of every shape, at most a quarter of the memory."""
+    config = model.config.get_text_config()
+    sizes = settings.max_num_seqs, config.vocab_size, config.hidden_size, dtype.itemsize
+    return max(1, min(graph_bytes(*sizes), budget // 4))

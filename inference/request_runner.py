@@ -31,8 +31,6 @@ class RequestRunner:
         self._outputs = outputs
         self._stats = stats
         self._trace = trace
-        self.stepped_since_check = False
-        """Whether a step was run since a sample of the weights was last compared."""
 
     @property
     def loop(self) -> StepLoop:
@@ -44,8 +42,6 @@ class RequestRunner:
         try:
             with self._session.borrow(weights_check) as updated:
                 self._process_outputs(updated)
-                if weights_check != "counters":
-                    self.stepped_since_check = False
                 yield
         except BaseException as error:
             if self._session.executor is None:
@@ -79,7 +75,6 @@ class RequestRunner:
 
     def run_step(self) -> None:
         """Run one step of all active requests, and hand out its results."""
-        self.stepped_since_check = True
         self._process_outputs(self.loop.step())
         if self._session.settings.debug:
             self.loop.scheduler.check()

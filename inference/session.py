@@ -27,9 +27,9 @@ from .requests.request import Request
 from .scheduling.loop import StepLoop
 from .settings import Settings
 
-WeightsCheck = Literal["counters", "sample", "full"]
-"""How to look for changed weights: version counters alone, with a sample of the values, or all of
-it, modules and adapters included."""
+WeightsCheck = Literal["counters", "full"]
+"""How to look for changed weights: version counters alone, or also a sample of the values, modules
+and adapters."""
 
 
 class ModelSession:
@@ -89,9 +89,7 @@ class ModelSession:
             with ExitStack() as stack:
                 stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
                 may_differ = full_check or self.executor is None
-                if not may_differ and weights_check == "sample":
-                    may_differ = self._on_any_rank(not self._weights.unchanged(sample=True))
-                elif not may_differ:  # at every step: counters are the same on all ranks
+                if not may_differ:  # at every step: counters are the same on all ranks
                     may_differ = not self._weights.unchanged()
                 if self.executor is None:
                     self.executor = self._build(key)
@@ -105,6 +103,11 @@ class ModelSession:
             raise
         finally:
             self.release_if_idle()
+
+    def is_current(self) -> bool:
+        """Whether tensors, version counters and adapters are those that the executor last saw."""
+        self._release_if_incompatible(build_key(self._modules, self._cast_dtype()))
+        return self.executor is not None and self._weights.unchanged()
 
     def release_if_idle(self) -> None:
         """Release everything if no request is left, unless keep_memory=True."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..attention.hf import SequenceLimit, sequence_limit
 from .execution.memory_budget import Memory, check_memory
+from .live_model.replica import replica_ranks
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SETTING = 2**31 - 1
@@ -33,6 +35,7 @@ class Settings:
     max_model_len_reason: str
     """Why the model allows no more, where its positions would."""
     max_waiting: int | None
+    target_itl: float | None
     cuda_graphs: bool
     debug: bool
 
@@ -51,6 +54,7 @@ def resolve_settings(
     max_num_batched_tokens: int | None,
     max_model_len: int | None,
     max_waiting: int | None,
+    target_itl: float | None,
     cuda_graphs: bool,
     debug: bool,
 ) -> Settings:
@@ -68,6 +72,7 @@ def resolve_settings(
         max_model_len=longest,
         max_model_len_reason="" if limit is None or longest < limit.length else limit.reason,
         max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
+        target_itl=_target_itl(model, target_itl),
         cuda_graphs=cuda_graphs,
         debug=debug,
     )
@@ -106,6 +111,19 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; pass one such as torch.bfloat16, or None")
     return dtype
+
+
+def _target_itl(model: Any, seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds < inf:
+        raise ValueError(f"target_itl is {seconds!r}; pass seconds above 0, or None")
+    if len(replica_ranks(model)) > 1:
+        raise ValueError(
+            "target_itl= cannot be used with tensor parallelism: its ranks would measure different "
+            "times and cut prompts differently; lower max_num_batched_tokens instead"
+        )
+    return float(seconds)
 
 
 def _page_size(value: int | None, default: int) -> int:

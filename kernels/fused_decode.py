@@ -352,7 +352,7 @@ def write_qkv(
     kv_heads, dim = keys.shape[2:]
     out = torch.empty(num_rows, heads, dim, dtype=transform.cos.dtype, device=partials.device)
     args, constants = _launch_args(
-        partials, transform, keys, values, lengths, kv_slots, out, use_pdl
+        partials, transform, keys, values, lengths, kv_slots, out, use_pdl, min_rows=1
     )
     _write_kernel[(kv_heads, num_rows)](*args, **constants, launch_pdl=use_pdl, num_warps=1)
     return out
@@ -367,8 +367,12 @@ def _launch_args(
     kv_slots: Tensor,
     out: Tensor,
     use_pdl: bool,
+    min_rows: int = 16,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what both kernels take: tensors and strides in order, constants by name."""
+    """Return what both kernels take: tensors and strides in order, constants by name.
+
+    min_rows: of a tile; a dot needs 16.
+    """
     kv_heads, dim = keys.shape[2:]
     heads, cos = out.shape[1], transform.cos
     optional = transform.bias, transform.q_gain, transform.k_gain
@@ -380,7 +384,7 @@ def _launch_args(
     constants = {
         "NUM_PARTIALS": len(partials), "HEADS": heads, "KV_HEADS": kv_heads,
         "D": dim, "BLOCK_D": padded_dim(dim),
-        "BLOCK_M": max(16, triton.next_power_of_2(heads // kv_heads + 1)),
+        "BLOCK_M": max(min_rows, triton.next_power_of_2(heads // kv_heads + 1)),
         "NORM": transform.q_gain is not None, "BIAS": transform.bias is not None,
         "USE_PDL": use_pdl,
     }  # fmt: skip
@@ -393,8 +397,6 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
     programs = 4 * sm_count(keys.device) // (num_rows * keys.shape[2])
     limit = min(programs, 16, max_length // block_n)
-    num_splits = 1
-    while num_splits * 2 <= limit:
-        num_splits *= 2
+    num_splits = 1 << (max(limit, 1).bit_length() - 1)
     num_stages = 4 if row_bytes <= 128 else 3 if row_bytes <= 256 else 2
     return DecodeTiles(block_n, num_splits, num_warps=4, num_stages=num_stages)

@@ -72,7 +72,8 @@ def frozen_rotary(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     On exit the modules have the frequencies of the caller's last forward again.
     """
-    varying = [module for module in modules if _varies(vars(module).get("rope_type"))]
+    types = ((module, vars(module).get("rope_type")) for module in modules)
+    varying = [module for module, each in types if each is not None and _varies(each)]
     before = [(module, module.rope_type, module._buffers.copy()) for module in varying]
     try:
         for module in varying:

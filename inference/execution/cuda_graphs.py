@@ -1,167 +1,156 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds.
+"""CUDA graphs of steps: one launch instead of hundreds.
 
-A graph has a fixed batch size and page-table width. Both are rounded up to a few sizes, and padding
-rows write nowhere. A graph also holds the attention kernels it was captured with, so every backend
-forced by name has its own graphs. Graphs are captured on first use and stay valid while the weights
-keep their addresses: an optimizer updates them in place. Once the graphs have used up their memory
-budget, a step runs in the next larger captured graph, or without one.
+A graph has a fixed shape (`graph_shape.py`). It also holds the attention kernels it was captured
+with, so every backend forced by name has its own graphs. Graphs are captured on first use and stay
+valid while the weights keep their addresses: an optimizer updates them in place. Once the graphs
+have used up their memory budget, a step runs in the next larger captured graph, or without one.
 
     host ─one copy─▶ ids, positions, KV slots, lengths, page table ─▶ [ graph: model, argmax ]
+
+The graphs of mixed steps share one buffer for their logits: what a replay leaves there is read
+before the next one starts.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...attention import PagedCache, Pages, Varlen
-from ...attention.backends import forced_paged_backend
+from ...attention.backends import NotCapturable
 from ..scheduling.step import Step
 from .capture import capture_mode, capture_streams
 from .gc_control import gc_disabled
+from .graph_shape import (
+    MIXED_TOKENS,
+    GraphShape,
+    blank_arrays,
+    capture_sizes,
+    mixed_seqs,
+    pad_step,
+    step_shape,
+)
 from .memory_budget import is_out_of_memory
 from .sampler import SamplingInputs, sample
 from .transfer import pack_arrays, unpack_views
 
-Forward = Callable[[Tensor, Tensor, Varlen, int], Tensor]
-Key = tuple[str | None, int, int]
-"""Attention backend forced by name, batch size, width of the page table."""
+Forward = Callable[[Tensor, Tensor, Varlen, Tensor | int], Tensor]
 
 log = logging.getLogger("nopad.inference")
 
 SEGMENT_BYTES = 40 << 20
 """Allowance for partly used allocator segments, which are 2 and 20 MiB each."""
-CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-
-
-def capture_size(batch_size: int) -> int:
-    """Return the smallest capture size that holds `batch_size` rows; multiples of 64 above 256.
-
-    >>> [capture_size(n) for n in (1, 3, 100, 256, 257, 1000)]
-    [1, 4, 112, 256, 320, 1024]
-    """
-    if batch_size > CAPTURE_SIZES[-1]:
-        return -(-batch_size // 64) * 64
-    return CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, batch_size)]
-
-
-def capture_sizes(max_batch_size: int) -> list[int]:
-    """Return all capture sizes up to the one that holds `max_batch_size` rows.
-
-    >>> capture_sizes(5)
-    [1, 2, 4, 8]
-    """
-    return sorted({capture_size(count) for count in range(1, max_batch_size + 1)})
+_WIDTHS_PER_LAYER = 24
+"""Hidden states that a layer has at once, an MLP's wider ones included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    cu_seqlens: Tensor
-    """Constant, but the graph reads it: it must live as long as the graph."""
     logits: Tensor
     tokens: Tensor
 
 
-def is_decode_only(step: Step) -> bool:
-    """Return whether every request of a step runs one token and samples one."""
-    alike = len(step.sampled_requests) == len(step.requests) == len(step.logits_indices)
-    return step.max_query_len == 1 and alike
+def graph_bytes(max_num_seqs: int, vocab_size: int, hidden_size: int, itemsize: int) -> int:
+    """Estimate the memory of graphs of all shapes: logits, activations, partly used segments.
 
+    Decode graphs keep their logits each. Mixed graphs share a buffer and their activations.
 
-def graph_bytes(max_num_seqs: int, vocab_size: int, itemsize: int) -> int:
-    """Estimate the memory of graphs of all batch sizes: mostly logits, and partly used segments.
-
-    >>> graph_bytes(4, 1000, 2) - SEGMENT_BYTES
-    17500
+    >>> graph_bytes(4, 1000, 16, 2) - SEGMENT_BYTES
+    3227228
     """
-    return sum(capture_sizes(max_num_seqs)) * vocab_size * itemsize * 5 // 4 + SEGMENT_BYTES
+    decode_logits = sum(capture_sizes(max_num_seqs)) * vocab_size * itemsize * 5 // 4
+    mixed_logits = 2 * mixed_seqs(max_num_seqs) * vocab_size * itemsize
+    activations = MIXED_TOKENS[-1] * hidden_size * _WIDTHS_PER_LAYER * itemsize
+    return decode_logits + mixed_logits + activations + SEGMENT_BYTES
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Graphs of one model over one KV cache, within `byte_budget`."""
 
-    def __init__(self, cache: PagedCache, last_tokens: Tensor, byte_budget: int):
+    def __init__(
+        self, cache: PagedCache, last_tokens: Tensor, byte_budget: int, max_model_len: int
+    ):
         self._cache = cache
         self._last_tokens = last_tokens
         """Last token of each batch row; the final entry receives the tokens of padding rows."""
         self._byte_budget = byte_budget
+        self._max_model_len = max_model_len
         self._used_bytes = 0
-        self._captured: dict[Key, _Captured] = {}
+        self._captured: dict[GraphShape, _Captured] = {}
+        self._captures_mixed = True
+        self._logits: Tensor | None = None
+        """Logits of mixed steps, [rows, V]."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
         return len(self._captured)
 
     def can_run(self, step: Step) -> bool:
-        """Return whether a step is decode-only and a graph is captured, or can be, for its size."""
-        return is_decode_only(step) and self._key(step) is not None
+        """Return whether a graph is captured, or can be, for a step's shape."""
+        return self._shape(step) is not None
 
     def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int] | None:
-        """Replay the step: logits [N, V], argmax tokens [N], number of padding rows.
+        """Replay the step: its rows of logits [R, V], their argmax [R], number of padding tokens.
 
         Return None if capturing ran out of memory; no more graphs are captured then.
         """
-        count, key = len(step.requests), self._key(step)
-        assert key is not None
-        _, size, width = key
-        arrays = _padded(step, size, width, len(self._last_tokens) - 1)
-        if key not in self._captured:
+        shape, count = self._shape(step), len(step.logits_indices)
+        assert shape is not None
+        if shape not in self._captured:
             try:
-                self._captured[key] = self._capture(arrays, forward)
+                self._captured[shape] = self._capture(shape, forward)
+            except NotCapturable:
+                raise
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if is_out_of_memory(error):
+                    self._used_bytes = self._byte_budget
+                    reason = "out of memory: no more graphs are captured"
+                elif shape.mixed:  # a model may look at the tokens of a prompt, and not at decodes
+                    self._captures_mixed = False
+                    reason = f"steps with prompts run without graphs ({error})"
+                else:
                     raise
-                self._used_bytes = self._byte_budget
-                log.warning(
-                    "out of memory while capturing a CUDA graph of %d rows: decode steps run "
-                    "without more graphs",
-                    size,
-                )
+                log.warning("CUDA graph of %d tokens: %s", shape.num_tokens, reason)
                 return None
-        captured = self._captured[key]
+        captured = self._captured[shape]
+        arrays = pad_step(step, shape, len(self._last_tokens) - 1)
         captured.inputs.copy_(pack_arrays(arrays)[0], non_blocking=True)
         captured.graph.replay()
-        return captured.logits[:count], captured.tokens[:count], size - count
+        padding = shape.num_tokens - len(step.token_ids)
+        return captured.logits[:count], captured.tokens[:count], padding
 
-    def _key(self, step: Step) -> Key | None:
+    def _shape(self, step: Step) -> GraphShape | None:
         """Return the smallest graph for a step; without budget, the smallest captured one."""
-        backend = forced_paged_backend()
-        size = capture_size(len(step.requests))
-        width = 4 << max(0, (step.page_table.shape[1] - 1) // 4).bit_length()
-        if (backend, size, width) in self._captured or self._used_bytes < self._byte_budget:
-            return backend, size, width
-        large = (k for k in self._captured if k[0] == backend and k[1] >= size and k[2] >= width)
-        return min(large, default=None)
+        shape = step_shape(step)
+        if shape is None or (shape.mixed and not self._captures_mixed):
+            return None
+        if shape in self._captured or self._used_bytes < self._byte_budget:
+            return shape
+        return min((large for large in self._captured if large.holds(shape)), default=None)
 
-    def _capture(self, arrays: list[np.ndarray], forward: Forward) -> _Captured:
-        blank = [np.zeros_like(a) for a in arrays]
-        blank[_KV_SLOTS] -= 1
-        blank[_SEQ_LENS] += 1
-        blank[_ROWS] += len(self._last_tokens) - 1
+    def _capture(self, shape: GraphShape, forward: Forward) -> _Captured:
+        blank = blank_arrays(shape, len(self._last_tokens) - 1)
         packed, offsets = pack_arrays(blank)
         inputs = packed.to(self._last_tokens.device)
         views = unpack_views(inputs, blank, offsets)
-        width = arrays[_TABLE].shape[1]
-        size = len(arrays[0])
-        cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=inputs.device)
+        max_length = min(shape.width * self._cache.page_size, self._max_model_len)
 
         def body() -> tuple[Tensor, Tensor]:
-            ids, positions, kv_slots, seq_lens, rows, table = views
-            pages = Pages(self._cache, table, seq_lens, kv_slots, width * self._cache.page_size)
-            logits = forward(ids, positions, Varlen(cu_seqlens, 1, pages), 0)
+            ids, positions, kv_slots, seq_lens, rows, table, cu_seqlens, indices = views
+            pages = Pages(self._cache, table, seq_lens, kv_slots, max_length)
+            varlen = Varlen(cu_seqlens, shape.num_tokens if shape.mixed else 1, pages)
+            logits = forward(ids, positions, varlen, indices if shape.mixed else 0)
             tokens = sample(logits, SamplingInputs())
             self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
-            return logits, tokens
+            return (self._share(logits) if shape.mixed else logits), tokens
 
         stream = capture_streams(inputs.device)[0]
         stream.wait_stream(torch.cuda.current_stream())
@@ -170,13 +159,21 @@ class DecodeGraphs:
             with torch.cuda.stream(stream):
                 body()  # warm-up: kernels and libraries do their one-time work here
             torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.empty_cache()  # a graph allocates from its own pool, not from cached blocks
+            if not shape.mixed:
+                torch.cuda.empty_cache()  # a graph allocates from its own pool
             before = torch.cuda.memory_reserved(inputs.device)
             # Not `torch.cuda.graph`: it also synchronizes the device and frees pinned memory.
             with torch.cuda.stream(stream), _capture_into(graph, self._pool):
                 logits, tokens = body()
             self._used_bytes += torch.cuda.memory_reserved(inputs.device) - before
-        return _Captured(graph, inputs, cu_seqlens, logits, tokens)
+        return _Captured(graph, inputs, logits, tokens)
+
+    def _share(self, logits: Tensor) -> Tensor:
+        """Copy logits to the buffer that all mixed graphs share."""
+        if self._logits is None or len(self._logits) < len(logits):
+            assert not torch.cuda.is_current_stream_capturing()  # the warm-up has made it
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
 
 
 @contextmanager
@@ -192,21 +189,3 @@ def _capture_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
                 graph.capture_end()
             raise
         graph.capture_end()
-
-
-_KV_SLOTS, _SEQ_LENS, _ROWS, _TABLE = 2, 3, 4, 5
-
-
-def _padded(step: Step, size: int, width: int, padding_row: int) -> list[np.ndarray]:
-    """Return the step's arrays, padded to `size` rows."""
-    count = len(step.requests)
-    ids, positions, kv_slots = (np.zeros(size, np.int64) for _ in range(3))
-    ids[:count], positions[:count] = step.token_ids, step.positions
-    kv_slots[:count], kv_slots[count:] = step.kv_slots, -1
-    seq_lens = np.ones(size, np.int32)
-    seq_lens[:count] = step.seq_lens
-    rows = np.full(size, padding_row, np.int64)
-    rows[:count] = step.sampled_rows
-    table = np.zeros((size, width), np.int32)
-    table[:count, : step.page_table.shape[1]] = step.page_table
-    return [ids, positions, kv_slots, seq_lens, rows, table]

@@ -24,7 +24,8 @@ from ..metrics.stats import Stats
 from ..scheduling.batch_params import BatchParams
 from ..scheduling.loop import OutOfMemory
 from ..scheduling.step import Step, StepOutput
-from .cuda_graphs import DecodeGraphs, is_decode_only
+from .cuda_graphs import StepGraphs
+from .graph_shape import MIXED_TOKENS
 from .memory_budget import is_out_of_memory
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
@@ -48,9 +49,11 @@ class ModelRunner:
         stats: Stats,
         device: torch.device,
         graph_byte_budget: int,
+        max_model_len: int,
     ):
         """Set up the buffers; graph_byte_budget: memory for CUDA graphs, 0 for none."""
         self.lookahead = 1 if device.type == "cuda" else 0
+        self.step_sizes = MIXED_TOKENS if graph_byte_budget else ()
         self.cache = cache
         self._model = model
         self._row_params = batch_params
@@ -64,6 +67,7 @@ class ModelRunner:
         self._layers_checked = False
         self._stats = stats
         self._graph_byte_budget = graph_byte_budget
+        self._max_model_len = max_model_len
         self._graphs = self._new_graphs() if graph_byte_budget else None
         self.may_capture = True
         """Whether forwards can be captured and replayed now; a collective in them cannot."""
@@ -75,7 +79,7 @@ class ModelRunner:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps may run as CUDA graphs."""
+        """Whether steps may run as CUDA graphs."""
         return self._graphs is not None
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
@@ -97,8 +101,11 @@ class ModelRunner:
             assert self._graphs is not None
             logits, tokens, num_padding = replayed
             self._stats.record_graph_step(num_padding, len(self._graphs))
-            if not step.sampling.argmax_only:
-                tokens = self._sample(step, logits)
+            sampled = len(step.sampled_requests)
+            if step.sampling.argmax_only:
+                tokens = tokens[:sampled]
+            else:
+                tokens = self._sample(step, logits[:sampled])
         else:
             logits = self._forward(step)
             tokens = self._sample(step, logits[: len(step.sampled_requests)])
@@ -113,14 +120,14 @@ class ModelRunner:
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
         """Run a step as a CUDA graph; None if it cannot be one."""
-        if self._graphs is None or not self.may_capture or not is_decode_only(step):
+        backend = forced_paged_backend()
+        if self._graphs is None or not self.may_capture or backend in self._uncapturable:
+            return None
+        if not self._graphs.can_run(step):
             return None
         if self._captured_adapters != self.adapters:
             self.drop_graphs()
         self._captured_adapters = self.adapters  # comparing the same object is fast next time
-        backend = forced_paged_backend()
-        if backend in self._uncapturable or not self._graphs.can_run(step):
-            return None
         began, captured = perf_counter(), len(self._graphs)
         try:
             replayed = self._graphs.run(step, self.forward)
@@ -129,7 +136,7 @@ class ModelRunner:
             return replayed
         except NotCapturable as reason:
             self._uncapturable.add(backend)
-            log.warning("decode steps run without CUDA graphs: %s", reason)
+            log.warning("steps run without CUDA graphs: %s", reason)
             return None
 
     def drop_graphs(self) -> None:
@@ -137,8 +144,10 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs = self._new_graphs()
 
-    def _new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self.cache, self._last_tokens, self._graph_byte_budget)
+    def _new_graphs(self) -> StepGraphs:
+        return StepGraphs(
+            self.cache, self._last_tokens, self._graph_byte_budget, self._max_model_len
+        )
 
     def _forward(self, step: Step) -> Tensor:
         """Return the logits [R, V] of the rows to sample or score."""

@@ -1,12 +1,13 @@
-"""Fused decoder layer for decode steps: seven kernels, launched with PDL.
+"""Fused decoder layer for captured steps: seven kernels, launched with PDL.
 
     ids ─▶ embed ─▶ residual ─▶ add, norm ─▶ GEMM ─▶ attention ─▶ GEMM ─┐
                        ▲                     q, k, v              output │
                        └── GEMM ◀── gated GEMM ◀── add, norm ◀───────────┘
                            down     gate, up
 
-It is used inside CUDA graphs only, for model families whose layers are known to be norm, attention
-with rotary positions, norm, gated MLP; and not where a module it bypasses has a hook.
+Steps with prompts take the same way; their products are the library's, and attention has one more
+kernel. It is used inside CUDA graphs only, for model families whose layers are known to be norm,
+attention with rotary positions, norm, gated MLP; and not where a module it bypasses has a hook.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 
 
 class FusedDecoder:
-    """The decoder layers of one model, for steps in which every sequence has one token."""
+    """The decoder layers of one model, for steps that run as CUDA graphs."""
 
-    __name__ = "decode steps"
+    __name__ = "captured steps"
 
     def __init__(self, qkv_weights: QKVWeights):
         self._qkv_weights = qkv_weights
@@ -69,6 +70,8 @@ class FusedDecoder:
         """The model whose layers are patched."""
         self._step: Varlen | None = None
         """What the model's forward was called with; the layers around it receive no keywords."""
+        self._token_lengths: Tensor | None = None
+        """int32 [T]: keys of each token's sequence up to itself, where sequences have several."""
 
     def __call__(
         self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
@@ -94,7 +97,7 @@ class FusedDecoder:
     def _active_pages(self) -> Pages | None:
         """Return the pages of this step, if the fused layers compute it."""
         varlen = self._varlen()
-        if not self._supported or not is_capturing() or varlen is None or varlen.max_length != 1:
+        if not self._supported or not is_capturing() or varlen is None:
             return None
         return varlen.pages
 
@@ -122,6 +125,12 @@ class FusedDecoder:
             positions = torch.arange(pages.max_length, device=x.device)
             cos, sin = original(x, positions[None])
             self._rope_tables.append((cos[0].contiguous(), sin[0].contiguous()))
+        varlen = self._varlen()
+        assert varlen is not None
+        if varlen.max_length == 1:  # a token is the last of its sequence
+            self._token_lengths = pages.lengths
+        else:
+            self._token_lengths = (position_ids[0] + 1).to(torch.int32)
         return self._rope_tables[-1]
 
     def _layer(
@@ -152,9 +161,12 @@ class FusedDecoder:
         record_call(layer, "call", (kv_heads, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
         cache = keys, values
-        if num_rows > _MAX_ONE_KERNEL_BATCH or not _by_own_kernels(keys, heads):
+        is_small = varlen.max_length == 1 and num_rows <= _MAX_ONE_KERNEL_BATCH
+        if not is_small or not _by_own_kernels(keys, heads):
+            token_lengths = self._token_lengths
+            assert token_lengths is not None
             q = write_qkv(
-                partials, transform, *cache, pages.lengths, pages.kv_slots, heads, use_pdl
+                partials, transform, *cache, token_lengths, pages.kv_slots, heads, use_pdl
             )
             return attend_cached(q, varlen, layer=layer, scale=attn.scaling)
         if self._split_counters is None:
@@ -182,7 +194,7 @@ class FusedDecoder:
         return add_rms_norm_split_k(x, partials, norm.weight, _eps(norm), supports_pdl(x.device))
 
     def _clear_pending(self) -> None:
-        self._pending = None
+        self._pending = self._token_lengths = None
 
 
 def linear_split_k(x: Tensor, weight: Tensor) -> Tensor:

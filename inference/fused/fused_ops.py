@@ -140,19 +140,25 @@ def _precompile(
 
 
 def _precompile_step(model: Any, cache_like: PagedCache, num_seqs: int) -> None:
-    """Run a step that mixes prefill and decode, and decode steps as they are captured.
+    """Run steps that mix prefill and decode, eager and as captured, and captured decode steps.
 
     All layers launch the same kernels, so only the first one runs.
     """
-    body, cache = model.model, _small_cache(cache_like)
-    ids = torch.zeros(1, num_seqs, dtype=torch.int64, device=model.device)
-    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=model.device)
-    for num_pages, max_queries in ((4, 2), (4, 1), (16, 1)):
-        table = torch.zeros(num_seqs, num_pages, dtype=torch.int32, device=model.device)
+    body, cache, device = model.model, _small_cache(cache_like), model.device
+    for num_pages, num_tokens, captured in (
+        (4, num_seqs, False),
+        (8, max(2048, num_seqs), True),
+        (4, num_seqs, True),
+        (16, num_seqs, True),
+    ):
+        max_queries = 1 if captured and num_tokens == num_seqs else 2
+        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+        cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        table = torch.zeros(num_seqs, num_pages, dtype=torch.int32, device=device)
         max_length = num_pages * cache.page_size
         pages = Pages(cache, table, cu_seqlens[:-1] * 0 + 1, ids[0] - 1, max_length)
         varlen = Varlen(cu_seqlens, max_queries, pages)
-        with forward_context(varlen, model), capture_mode(max_queries == 1):
+        with forward_context(varlen, model), capture_mode(captured):
             x = body.embed_tokens(ids)
             kwargs = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
             x = body.layers[0](x, attention_mask=None, **kwargs)
@@ -178,11 +184,13 @@ def _matches_model(
 
 
 def _trial_logits(model: Any, cache_like: PagedCache) -> Tensor:
-    """Return the logits of two short prompts, then of a decode step of both, as captured."""
+    """Return the logits of two short prompts, then of a mixed and of a decode step, as captured."""
     cache = _small_cache(cache_like)
-    prompts = _run_step(model, cache, [range(5), range(3)])
+    logits = [_run_step(model, cache, [range(5), range(3)])]
     with capture_mode():
-        return torch.cat([prompts, _run_step(model, cache, [range(5, 6), range(3, 4)])], dim=1)
+        logits.append(_run_step(model, cache, [range(5, 6), range(3, 7)]))
+        logits.append(_run_step(model, cache, [range(6, 7), range(7, 8)]))
+    return torch.cat(logits, dim=1)
 
 
 def _small_cache(cache_like: PagedCache) -> PagedCache:

@@ -73,20 +73,13 @@ class WeightsVersion:
         self.number += changed
         return changed
 
-    def unchanged(self, sample: bool = False) -> bool:
-        """Return whether tensors, version counters and adapters are those of the last check.
-
-        sample: compare the checksum, which waits for the device, and the forwards as well.
-        """
+    def unchanged(self) -> bool:
+        """Return whether tensors, version counters and adapters are those of the last check."""
         same = all(
             holder.get(name) is tensor and _version(tensor) == version
             for holder, name, tensor, version in self._tensors_seen
         )
-        same = same and not adapters_changed(self._adapter_layers, self.adapters)
-        if not same or not sample:
-            return same
-        is_same_forward = forward_state(self._model) == self._forward_state
-        return is_same_forward and self._sample_checksum() == self._checksum
+        return same and not adapters_changed(self._adapter_layers, self.adapters)
 
     def moved(self) -> bool:
         """Return whether a tensor has a new address since the last call: graphs hold addresses."""

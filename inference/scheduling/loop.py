@@ -11,8 +11,9 @@ The loop knows token ids only; the caller detokenizes and reports stop strings
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from .batch_params import BatchParams
 from .cache_checker import CacheChecker
 from .scheduler import Scheduler, SchedulerOutput
 from .step import Step, StepOutput, build_step
+from .step_costs import StepCosts
 
 NOT_FINITE = "the model's logits are not numbers (NaN or infinite)"
 
@@ -38,6 +40,8 @@ class Runner(Protocol):
 
     lookahead: int
     """Steps that may be in flight while the next one is planned: 0 or 1."""
+    step_sizes: Sequence[int]
+    """Numbers of tokens, rising, that steps are padded to; larger ones are not padded."""
 
     def copy_pages(self, copies: list[PageCopy]) -> None: ...
     def launch(self, step: Step) -> Callable[[], StepOutput]: ...
@@ -54,7 +58,12 @@ class StepLoop:
         stats: Stats,
         clock: Callable[[], float] = perf_counter,
         cache_checker: CacheChecker | None = None,
+        target_itl: float | None = None,
     ):
+        """target_itl: seconds that a step should take at most; prompts are cut accordingly."""
+        self.target_itl = target_itl
+        self.costs = StepCosts()
+        self._last_read_at = 0.0
         self.scheduler = scheduler
         self.stats = stats
         self.clock = clock
@@ -63,7 +72,10 @@ class StepLoop:
         self._cache_checker = cache_checker
         # The checker follows token ids, so it needs every one on the host.
         self._lookahead = 0 if cache_checker is not None else runner.lookahead
-        self._in_flight: deque[tuple[Step, Callable[[], StepOutput], SchedulerOutput]] = deque()
+        self._in_flight: deque[tuple[Step, Callable[[], StepOutput], SchedulerOutput, float]] = (
+            deque()
+        )
+        """With the time at which each was launched."""
 
     @property
     def busy(self) -> bool:
@@ -109,7 +121,7 @@ class StepLoop:
 
     def _step(self) -> list[Request]:
         updated = self._expire_overdue()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._max_tokens())
         if plan.copies:
             self._runner.copy_pages(plan.copies)
         if plan.requests:
@@ -121,7 +133,8 @@ class StepLoop:
                 self._cache_checker.copy(plan.copies)
                 self._cache_checker.check(step, scheduler.cache_salt)
             try:
-                self._in_flight.append((step, self._runner.launch(step), plan))
+                read = self._runner.launch(step)
+                self._in_flight.append((step, read, plan, self.clock()))
             except OutOfMemory:
                 scheduler.reduce_load()
                 return updated + self.drain()
@@ -131,6 +144,20 @@ class StepLoop:
             updated += self._receive(*self._in_flight.popleft())
         return updated
 
+    def _max_tokens(self) -> int | None:
+        """Return how many tokens the next step may have for `target_itl`; None: any number.
+
+        Without a request that waits for its next token nobody is held up.
+        """
+        decodes = any(request.output_token_ids for request in self.scheduler.running)
+        if self.target_itl is None or not decodes:
+            return None
+        tokens = self.costs.tokens_within(self.target_itl)
+        sizes = self._runner.step_sizes
+        if tokens is None or not sizes or tokens > sizes[-1]:
+            return tokens
+        return sizes[max(bisect_right(sizes, tokens) - 1, 0)]
+
     def _expire_overdue(self) -> list[Request]:
         overdue = self.scheduler.pop_overdue(self.clock())
         for request in overdue:
@@ -138,10 +165,16 @@ class StepLoop:
         return overdue
 
     def _receive(
-        self, step: Step, read: Callable[[], StepOutput], plan: SchedulerOutput
+        self,
+        step: Step,
+        read: Callable[[], StepOutput],
+        plan: SchedulerOutput,
+        launched_at: float,
     ) -> list[Request]:
         """Read the results of a step; requests that ended meanwhile drop their token."""
         output, now = read(), self.clock()
+        self.costs.record(len(step.token_ids), now - max(launched_at, self._last_read_at))
+        self._last_read_at = now
         self.scheduler.on_prefilled(plan.prefilled)
         updated = [] if output.logprob is None else self._store_scores(step, output)
         dropped: list[int] = []

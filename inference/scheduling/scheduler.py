@@ -5,9 +5,10 @@
 
 One pass over the running requests gives each the tokens it needs, within the token budget of a
 step; the rest of the budget admits waiting requests. Prefill and decode are not distinguished: a
-request needs more or fewer tokens. The order is (priority, arrival) throughout, so the first
-request is never preempted and always gets its pages: every load makes progress. Pure integers, no
-tensors.
+request needs more or fewer tokens. The order is that of arrival, in which a priority counts as so
+many arrivals, so a request of low priority is overtaken by many others but not for ever. It is the
+same throughout: the first request is never preempted and always gets its pages, and every load
+makes progress. Pure integers, no tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _MAX_DEFERRED = 32
 """Requests skipped per step because another one is computing their prefix."""
 _MIN_BATCHED_TOKENS = 64
 """`reduce_load` lowers the tokens per step to this before it lowers the number of requests."""
+_MIN_CHUNK = 16
+"""Prompt tokens that a step may run however short it should be."""
+ARRIVALS_PER_PRIORITY = 1024
+"""How many requests that arrive later, with a priority one lower, run before a request."""
 
 
 @dataclass(slots=True)
@@ -53,7 +58,6 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int | None = None,
         max_scored_positions: int = 1024,
-        min_admissions: int = 1,
         on_admit: Callable[[Request], None] = lambda request: None,
         trace: RequestTrace | None = None,
     ):
@@ -61,14 +65,12 @@ class Scheduler:
 
         max_waiting: requests that may be queued; None: any number. Callers ask `queue_error`.
         max_scored_positions: positions scored per step; each needs a row of logits.
-        min_admissions: admit waiting requests this many at a time, or a quarter of `max_num_seqs`.
         """
         self.pages = pages
         self.max_waiting = max_waiting
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_positions = max_scored_positions
-        self.min_admissions = min_admissions
         self.cache_salt = ""
         """Version of the weights; prefixes are shared only within one."""
         max_pages = -(-max_model_len // pages.page_size)
@@ -122,10 +124,12 @@ class Scheduler:
                 overdue.append(request)
         return overdue
 
-    def plan(self) -> SchedulerOutput:
-        """Choose what the next step runs."""
+    def plan(self, max_tokens: int | None = None) -> SchedulerOutput:
+        """Choose what the next step runs; max_tokens: fewer than `max_num_batched_tokens`."""
         plan = SchedulerOutput()
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
+        if max_tokens is not None:
+            tokens_left = min(tokens_left, max(max_tokens, len(self.running) + _MIN_CHUNK))
         page_size = self.pages.page_size
         preemptions_before, index = self.num_preemptions, 0
         while index < len(self.running) and tokens_left > 0:
@@ -244,10 +248,6 @@ class Scheduler:
         prefixes_in_progress = {
             self._next_prefix_key(r, r.num_computed) for r in plan.requests if r.num_scheduled > 1
         }
-        num_free = self.max_num_seqs - len(self.running)
-        min_admissions = min(self.min_admissions, max(1, self.max_num_seqs // 4))
-        if self.running and num_free < min(self.num_waiting, min_admissions):
-            return
         deferred: list[tuple[tuple[int, int], Request]] = []
         while (
             tokens_left > 0
@@ -355,4 +355,4 @@ class Scheduler:
 
 
 def _sort_key(request: Request) -> tuple[int, int]:
-    return request.priority, request.arrival
+    return request.arrival + ARRIVALS_PER_PRIORITY * request.priority, request.arrival

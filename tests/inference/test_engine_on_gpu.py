@@ -138,7 +138,9 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     for count in (16, 3):
         engine.generate(prompts(count), GREEDY)
     graphs = engine._executor.runner._graphs
-    assert len(graphs) > 1 and graphs._byte_budget == graph_bytes(16, 512, 2)
+    assert len(graphs) > 1 and graphs._byte_budget == graph_bytes(
+        16, 512, model.config.hidden_size, 2
+    )
     before = len(graphs)
     graphs._used_bytes = graphs._byte_budget
     done = engine.generate(prompts(11), GREEDY)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import capture
-from nopad.inference.execution.cuda_graphs import DecodeGraphs, _capture_into
+from nopad.inference.execution.cuda_graphs import StepGraphs, _capture_into
 
 FULL = [
     torch.OutOfMemoryError("seeded"),
@@ -21,10 +21,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> DecodeGraphs:
+def graphs(monkeypatch) -> StepGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing: Any = None
-    return DecodeGraphs(nothing, torch.zeros(65, dtype=torch.int64), byte_budget=1)
+    return StepGraphs(nothing, torch.zeros(65, dtype=torch.int64), byte_budget=1, max_model_len=64)
 
 
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
@@ -33,7 +33,7 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
 ):
     attempts = []
 
-    def capture(arrays, forward):
+    def capture(shape, forward):
         attempts.append(1)
         raise full
 
@@ -45,7 +45,7 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
     before = engine.max_num_batched_tokens, engine.max_num_seqs
     got = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert got == want and (engine.max_num_batched_tokens, engine.max_num_seqs) == before
-    assert len(attempts) == 1 and "without" in caplog.text
+    assert len(attempts) == 1 and "no more graphs" in caplog.text
     assert engine.stats.preemptions == 0
 
 
@@ -67,7 +67,7 @@ def test_a_step_that_does_not_fit_is_made_smaller(tiny, monkeypatch, full):
 
 
 def test_an_error_that_is_not_about_memory_is_told(tiny, graphs, monkeypatch):
-    def capture(arrays, forward):
+    def capture(shape, forward):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     engine = Engine(tiny("llama"), page_size=16)

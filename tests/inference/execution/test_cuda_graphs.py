@@ -11,7 +11,7 @@ import pytest
 import torch
 from nopad.attention.backends import NotCapturable, force_paged_backend
 from nopad.inference import Engine, SamplingParams, session
-from nopad.inference.execution.cuda_graphs import DecodeGraphs
+from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
 from nopad.inference.scheduling.batch_params import BatchParams
@@ -25,26 +25,26 @@ def step(rows: int = 3, pages: int = 2) -> Any:
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> DecodeGraphs:
+def graphs(monkeypatch) -> StepGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing: Any = None
-    return DecodeGraphs(nothing, torch.zeros(5, dtype=torch.int64), byte_budget=1)
+    return StepGraphs(nothing, torch.zeros(5, dtype=torch.int64), byte_budget=1, max_model_len=64)
 
 
 def test_a_backend_asked_for_by_name_has_graphs_of_its_own(graphs, monkeypatch):
-    plain = graphs._key(step())
+    plain = graphs._shape(step())
     with force_paged_backend("flash2"):
-        named = graphs._key(step())
+        named = graphs._shape(step())
     monkeypatch.setenv("NOPAD_ATTENTION", "flash2")
-    assert plain != named == graphs._key(step())
+    assert plain != named == graphs._shape(step())
 
 
 def test_without_room_no_backend_replays_the_graph_of_another(graphs):
-    graphs._captured = {graphs._key(step(rows=8)): None}
+    graphs._captured = {graphs._shape(step(rows=8)): None}
     graphs._used_bytes = graphs._byte_budget
-    assert graphs._key(step()) == (None, 8, 4)
+    assert graphs._shape(step()) == (None, False, 8, 8, 4)
     with force_paged_backend("flash2"):
-        assert graphs._key(step()) is None and not graphs.can_run(step())
+        assert graphs._shape(step()) is None and not graphs.can_run(step())
 
 
 def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
@@ -60,7 +60,9 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = ModelRunner(nothing, nothing, BatchParams(4), Stats(), cpu, graph_byte_budget=0)
+    runner = ModelRunner(
+        nothing, nothing, BatchParams(4), Stats(), cpu, graph_byte_budget=0, max_model_len=64
+    )
     runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):

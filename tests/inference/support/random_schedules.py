@@ -43,7 +43,6 @@ def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
         max_num_batched_tokens=rng.choice([2, 5, 8, 17, 64, 64]),
         lookahead=rng.choice([0, 1]),
         max_scored_positions=rng.choice([1, 100]),
-        min_admissions=rng.choice([1, 1, 3]),
         check=seed % 3 == 0,
     )
     arrivals = sorted((rng.choice([0, 0, rng.randrange(30)]), r.id) for r in requests)

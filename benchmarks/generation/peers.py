@@ -6,10 +6,11 @@ import time
 from contextlib import contextmanager
 
 import torch
-from generation_report import add_row
-from generation_workloads import Workload
 from record import timed
 from transformers import GenerationConfig
+
+from .report import add_row
+from .workloads import Workload
 
 TIMEOUT = 25.0
 """Seconds after which continuous batching's unfinished requests are cancelled."""

@@ -1,0 +1,154 @@
+"""The shapes that steps are captured in: few, so that most steps find theirs, and padded to it.
+
+    decode   one token per request      tokens = requests, rounded up; a row of logits for each
+    mixed    prompts among decodes      tokens and requests are rounded up one by one
+
+A padding row of a decode step is a request of one token that is written nowhere. The padding tokens
+of a mixed step belong to no request: they pass through the layers, and nothing reads them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+import numpy as np
+
+from ...attention.backends import forced_paged_backend
+from ..scheduling.step import Step
+
+CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+MIXED_TOKENS = (
+    *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    *(1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096),
+)
+"""Tokens of captured steps with prompts; the kernels of larger steps outlast their launches."""
+_MIXED_SEQS = (16, 64, 128, 256)
+
+
+class GraphShape(NamedTuple):
+    """What a captured step is fixed to."""
+
+    backend: str | None
+    """Attention backend forced by name."""
+    mixed: bool
+    num_tokens: int
+    num_seqs: int
+    width: int
+    """Columns of the page table."""
+
+    def holds(self, other: GraphShape) -> bool:
+        """Whether a step of the other shape can run in this one."""
+        same_kind = self[:2] == other[:2]
+        return same_kind and all(a >= b for a, b in zip(self[2:], other[2:], strict=True))
+
+
+def capture_size(batch_size: int) -> int:
+    """Return the smallest capture size that holds `batch_size` rows; multiples of 64 above 256.
+
+    >>> [capture_size(n) for n in (1, 3, 100, 256, 257, 1000)]
+    [1, 4, 112, 256, 320, 1024]
+    """
+    if batch_size > CAPTURE_SIZES[-1]:
+        return -(-batch_size // 64) * 64
+    return CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, batch_size)]
+
+
+def capture_sizes(max_batch_size: int) -> list[int]:
+    """Return all capture sizes up to the one that holds `max_batch_size` rows.
+
+    >>> capture_sizes(5)
+    [1, 2, 4, 8]
+    """
+    return sorted({capture_size(count) for count in range(1, max_batch_size + 1)})
+
+
+def is_decode_only(step: Step) -> bool:
+    """Return whether every request of a step runs one token and samples one."""
+    alike = len(step.sampled_requests) == len(step.requests) == len(step.logits_indices)
+    return step.max_query_len == 1 and alike
+
+
+def step_shape(step: Step) -> GraphShape | None:
+    """Return the smallest shape that holds a step; None if it is too large for a graph."""
+    backend, num_pages = forced_paged_backend(), step.page_table.shape[1]
+    if is_decode_only(step):
+        size = capture_size(len(step.requests))
+        return GraphShape(
+            backend, False, size, size, 4 << max(0, (num_pages - 1) // 4).bit_length()
+        )
+    num_tokens = mixed_tokens(len(step.token_ids))
+    num_seqs = mixed_seqs(max(len(step.requests), len(step.logits_indices)))
+    if num_tokens is None or num_seqs > num_tokens:
+        return None
+    width = 8
+    while width < num_pages:
+        width *= 4
+    return GraphShape(backend, True, num_tokens, num_seqs, width)
+
+
+def mixed_tokens(count: int) -> int | None:
+    """Return the tokens of the smallest mixed graph for a step; None if there is none.
+
+    >>> [mixed_tokens(n) for n in (2, 65, 4096, 4097)]
+    [64, 128, 4096, None]
+    """
+    return MIXED_TOKENS[bisect_left(MIXED_TOKENS, count)] if count <= MIXED_TOKENS[-1] else None
+
+
+def mixed_seqs(count: int) -> int:
+    """Return how many requests and rows of logits a mixed graph for a step has.
+
+    >>> [mixed_seqs(n) for n in (1, 17, 256, 300)]
+    [16, 64, 256, 512]
+    """
+    if count > _MIXED_SEQS[-1]:
+        return -(-count // 256) * 256
+    return _MIXED_SEQS[bisect_left(_MIXED_SEQS, count)]
+
+
+class GraphArrays(NamedTuple):
+    """The inputs of a graph on the host."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    kv_slots: np.ndarray
+    seq_lens: np.ndarray
+    rows: np.ndarray
+    """Where the token of each row of logits is kept for the next step."""
+    page_table: np.ndarray
+    cu_seqlens: np.ndarray
+    logits_indices: np.ndarray
+
+
+def pad_step(step: Step, shape: GraphShape, padding_row: int) -> GraphArrays:
+    """Return a step in the shape of its graph; `padding_row`: where tokens are not kept."""
+    arrays = blank_arrays(shape, padding_row)
+    num_tokens, num_seqs = len(step.token_ids), len(step.requests)
+    arrays.ids[:num_tokens], arrays.positions[:num_tokens] = step.token_ids, step.positions
+    arrays.kv_slots[:num_tokens] = step.kv_slots
+    arrays.seq_lens[:num_seqs] = step.seq_lens
+    arrays.rows[: len(step.sampled_rows)] = step.sampled_rows
+    arrays.page_table[:num_seqs, : step.page_table.shape[1]] = step.page_table
+    if shape.mixed:
+        arrays.cu_seqlens[: num_seqs + 1] = step.cu_seqlens
+        arrays.cu_seqlens[num_seqs + 1 :] = num_tokens
+        arrays.logits_indices[: len(step.logits_indices)] = step.logits_indices
+    return arrays
+
+
+def blank_arrays(shape: GraphShape, padding_row: int) -> GraphArrays:
+    """Return the arrays of a step that consists of padding."""
+    _, mixed, num_tokens, num_seqs, width = shape
+    return GraphArrays(
+        ids=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        kv_slots=np.full(num_tokens, -1, np.int64),
+        seq_lens=np.ones(num_seqs, np.int32),
+        rows=np.full(num_seqs, padding_row, np.int64),
+        page_table=np.zeros((num_seqs, width), np.int32),
+        cu_seqlens=np.zeros(num_seqs + 1, np.int32)
+        if mixed
+        else np.arange(num_seqs + 1, dtype=np.int32),
+        logits_indices=np.zeros(num_seqs, np.int64),
+    )
