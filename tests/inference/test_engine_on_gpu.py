@@ -128,6 +128,38 @@ def test_fused_decode_steps_give_the_logits_of_the_model(family):
                 assert parts[-1]._supported
                 got = _run_step(model, cache, after).float()
         assert (got - want).norm() / want.norm() < 3e-2, rows
+        mixed = [range(n, n + 1 + 9 * (row % 3)) for row, n in enumerate(lengths)]
+        with borrow_model(model), capture_mode():
+            want = _run_step(model, cache, mixed).float()
+            with apply_ops(list(model.modules()), parts):
+                got = _run_step(model, cache, mixed).float()
+        assert (got - want).norm() / want.norm() < 3e-2, rows
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_prompts_that_join_in_captured_steps_change_no_tokens(family, temperature):
+    """A request arrives every other step; prompts are cut into chunks that no ladder knows."""
+    model = llama(torch.float32, family)
+    params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, seed=3)
+    results = {}
+    for graphs in (True, False):
+        engine = Engine(
+            model, memory=1 << 28, cuda_graphs=graphs, max_num_seqs=8, max_num_batched_tokens=70
+        )
+        tokens: dict[int, list[int]] = {}
+        todo = prompts(12)
+        while todo or engine._loop.busy:
+            if todo:
+                tokens[engine.add_request(todo.pop(0), params)] = []
+            for _ in range(2):
+                for event in engine.step():
+                    tokens[event.request_id] += event.token_ids
+        results[graphs] = list(tokens.values())
+        share = engine.stats.graph_steps / engine.stats.steps
+        assert share > 0.9 if graphs else share == 0
+    assert results[True] == results[False]
+    assert all(len(each) == 24 for each in results[True])
 
 
 def test_graphs_stay_within_the_memory_set_aside_for_them():
