@@ -68,8 +68,7 @@ def empty_buckets(capacity):
 def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks):
     """Put all segments into packs; the buckets are empty before and after.
 
-    Writes the segments of the packs, their offsets, and what each pack lacks to be full: a pair
-    within the tolerance and a long segment that stays alone lack nothing. Returns the number of packs and a hash of the sizes.
+    Writes the packs and what each lacks; returns the number of packs and a hash of the sizes.
     """
     n, shift, bin_shift = len(sizes), bucket_shift(capacity), bin_shift_of(capacity)
     links, rest, packed = np.empty(n, np.int32), np.arange(n), np.zeros(n, np.bool_)
@@ -85,15 +84,12 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
         longest = largest_at_most(low, high, longest)
         room, start = capacity, placed
         while room > 0 and placed < n:
-            if placed == start + 1 and room < least_room:
-                room = 0
-                break
             mean = means[unsigned(room >> bin_shift)] if placed > start else 0
             several, largest = 4 * room > ROOM_FOR_SEVERAL * mean, longest
             probes = PROBES if 4 * room > ROOM_FOR_TWO * mean else 0
             if placed > start:
                 largest = largest_at_most(low, high, room >> shift)
-                if largest < 0:
+                if largest < 0 or (placed == start + 1 and room < least_room):
                     break
             elif longest > opening:
                 probes = 0
@@ -125,7 +121,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
             room -= sizes[unsigned(s)]
             _remove(s, sizes, shift, packed, heads, counts, low, high)
             order[unsigned(placed)], placed = s, placed + 1
-        lacks[packs] = max(room - tolerance, 0) if placed - start <= 2 else room
+        lacks[packs] = _lack(room, placed - start, tolerance, least_room)
         packs += 1
         offsets[packs] = placed
     return packs, key
@@ -173,6 +169,14 @@ def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
         return mix(key), 0
     packs_per_long = tokens / (capacity * max(long, 1))
     return mix(key), int(capacity * min(packs_per_long**2.5 / CHANCE, LARGEST_TOLERANCE))
+
+
+@jit
+def _lack(room, segments, tolerance, least_room):
+    """Return the room, but nothing of a pair within the tolerance or of a segment left alone."""
+    if segments > 2:
+        return room
+    return 0 if segments == 1 and room < least_room else max(room - tolerance, 0)
 
 
 @jit
