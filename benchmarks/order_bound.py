@@ -4,8 +4,8 @@
 
 A planner that shuffles puts documents i and j together with a probability p_ij, so the expected
 number of pairs that meet in two epochs is the sum of p_ij². The least sum for an expected number K
-of packs is a convex problem. This computes a lower bound to it that holds for every planner, since
-only packs of two are counted and packs of three or more are free:
+of packs is a convex problem. This computes a lower bound to it, for every planner that draws its
+epochs independently: only packs of two are counted, packs of three or more are free.
 
     minimise    Σ z_ij²                     z_ij: how often i and j are a pack of two
     subject to  every document is in one pack, and at most K packs, on average
