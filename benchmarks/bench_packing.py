@@ -44,11 +44,11 @@ from packing_peers import (
     arrow_rows,
     flatten_packs,
     grain_packs,
+    plot,
     read_rows,
     seqpacker_buffers,
     trl_packs,
 )
-from packing_plot import plot
 from record import header, write_record
 
 FEED_SIZE = 16_384

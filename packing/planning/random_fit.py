@@ -8,6 +8,7 @@ Best-fit decreasing looks at lengths alone: in every epoch it puts the same docu
 Here chance decides who joins, and length only who comes first and who comes last, so packs are
 nearly as full and differ between epochs. A long segment, over half a pack, that has room for one
 more takes any that leaves at most `tolerance`: these pairs would else be the same in every epoch.
+Where only a few fit at all, it stays alone.
 
 The loop is one function: numba counts references to arrays at each call, which takes twice as long.
 There is no generator: what is random is the order of arrival, which the seed and the epoch shuffle,
@@ -26,9 +27,12 @@ PROBES = 8
 ROOM_FOR_SEVERAL, ROOM_FOR_TWO = 12, 6
 """Quarters: where this many mean segments of those that fit find room, any joins; any with a
 partner joins. Where fewer do, the one that fits best."""
-CHANCE, LARGEST_TOLERANCE = 350, 1 / 16
+CHANCE, LARGEST_TOLERANCE = 600, 1 / 16
 """The tolerance of pairs, as a part of the capacity: 1 / CHANCE if every pack has a long segment,
-four times that if every second has one. Pairs cost little fill where there are few."""
+six times that if every second has one. Pairs cost little fill where there are few."""
+FEW, FEW_WITHIN = 16, 8
+"""A long segment stays alone if fewer than FEW fit its room, and that is less than FEW_WITHIN
+tolerances: else it would meet the same few in every epoch."""
 SMALL_SET = 128
 """Of fewer segments each pack counts: pairs have no tolerance, and segments over a third of a pack
 come first. The same holds where a pack has five mean segments or more: chance needs no more."""
@@ -64,14 +68,14 @@ def empty_buckets(capacity):
 def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks):
     """Put all segments into packs; the buckets are empty before and after.
 
-    Writes the segments of the packs, their offsets, and what each pack lacks to be full: a pair
-    within the tolerance lacks nothing. Returns the number of packs and a hash of the sizes.
+    Writes the packs and what each lacks; returns the number of packs and a hash of the sizes.
     """
     n, shift, bin_shift = len(sizes), bucket_shift(capacity), bin_shift_of(capacity)
     links, rest, packed = np.empty(n, np.int32), np.arange(n), np.zeros(n, np.bool_)
     key, tolerance = _insert_all(sizes, capacity, shift, links, heads, counts, low, high)
     means, longest = np.empty(BINS, np.int64), capacity >> shift
     opening = (capacity // 2 if tolerance else capacity // 3) >> shift
+    least_room = min(_room_of_few(counts) << shift, FEW_WITHIN * tolerance)
     packs, placed, cursor, end, next_update = 0, 0, 0, n, 0
     while placed < n:
         if placed >= next_update:
@@ -85,7 +89,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
             probes = PROBES if 4 * room > ROOM_FOR_TWO * mean else 0
             if placed > start:
                 largest = largest_at_most(low, high, room >> shift)
-                if largest < 0:
+                if largest < 0 or (placed == start + 1 and room < least_room):
                     break
             elif longest > opening:
                 probes = 0
@@ -117,7 +121,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
             room -= sizes[unsigned(s)]
             _remove(s, sizes, shift, packed, heads, counts, low, high)
             order[unsigned(placed)], placed = s, placed + 1
-        lacks[packs] = max(room - tolerance, 0) if placed - start <= 2 else room
+        lacks[packs] = _lack(room, placed - start, tolerance, least_room)
         packs += 1
         offsets[packs] = placed
     return packs, key
@@ -164,7 +168,26 @@ def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
     if len(sizes) < SMALL_SET or 5 * tokens <= capacity * len(sizes):
         return mix(key), 0
     packs_per_long = tokens / (capacity * max(long, 1))
-    return mix(key), int(capacity * min(packs_per_long**2 / CHANCE, LARGEST_TOLERANCE))
+    return mix(key), int(capacity * min(packs_per_long**2.5 / CHANCE, LARGEST_TOLERANCE))
+
+
+@jit
+def _lack(room, segments, tolerance, least_room):
+    """Return the room, but nothing of a pair within the tolerance or of a segment left alone."""
+    if segments > 2:
+        return room
+    return 0 if segments == 1 and room < least_room else max(room - tolerance, 0)
+
+
+@jit
+def _room_of_few(counts):
+    """Return the first bucket up to which FEW segments fit, or 0 if there are not as many."""
+    fit = 0
+    for bucket in range(len(counts)):
+        fit += counts[bucket]
+        if fit >= FEW:
+            return bucket
+    return 0
 
 
 @jit

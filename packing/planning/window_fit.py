@@ -8,7 +8,7 @@
 
 A window is packed by `random_fit`, a sweep of at most SWEEP segments at a time: the segments of the
 packs that are not full take part in the next sweep of the window, so that only the best packs leave
-each, and in the last one all.
+each, and in the last one all. How often a segment waits for another sweep is not counted.
 
 A segment is deferred at most MAX_DEFERRALS times, so it is packed at the latest when 15 windows
 have arrived after it. The packs depend only on the segments in their order.
@@ -74,11 +74,10 @@ def _fit_window(sizes, capacity, buckets):
     """Pack a window: packs in random order, the segments of each in the order of their arrival."""
     n, arrived, packs, key = len(sizes), 0, 0, np.uint64(0)
     out, trial = _empty_output(n), _empty_output(min(n, SWEEP))
-    pending, deferrals = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    pending, never_deferred = np.zeros(0, np.int64), np.zeros(min(n, SWEEP), np.int64)
     while len(pending) + n > arrived:
         taken = min(SWEEP - len(pending), n - arrived)
         sweep = np.concatenate((pending, np.arange(arrived, arrived + taken)))
-        deferrals = np.concatenate((deferrals, np.zeros(taken, np.int64)))
         arrived += taken
         count, sweep_key = random_fit(
             sizes[sweep], capacity, *buckets, trial.order, trial.offsets, trial.lacks
@@ -87,9 +86,9 @@ def _fit_window(sizes, capacity, buckets):
         fitted = Output(trial.order, trial.offsets, trial.lacks[:count])
         emitted = np.ones(count, np.bool_)
         if arrived < n:
-            _choose_full(fitted, deferrals, capacity, emitted)
+            _choose_full(fitted, never_deferred, capacity, emitted)
         packs, waiting = _emit(fitted, sweep, emitted, out, packs)
-        pending, deferrals = sweep[waiting], deferrals[waiting] + 1
+        pending = sweep[waiting]
     return _arrange(out, packs, key)
 
 

@@ -272,7 +272,7 @@ FAULTS = {
     "settings are not compared": (run_state, "_check_settings", no_check),
     "positions are not checked": (run_state, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
-    "the version is not compared": (run_state, "VERSION", 6),
+    "the version is not compared": (run_state, "VERSION", 7),
     "the checksum is not compared": (state_file, "_encode", lambda state: json.dumps(
         {"state": state}).encode()),
     "the state before is not kept": (state_file, "_keep_previous", no_check),
