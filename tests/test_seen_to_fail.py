@@ -217,6 +217,15 @@ FAULTS = {
         "inference/test_settings.py::test_the_vision_towers_positions_are_not_the_texts",
         "nopad.inference.settings", "_text_modules = lambda model: model.named_modules()",
     ),
+    "the padding of a captured step is written": (
+        "inference/execution/test_step_graphs.py", "nopad.inference.execution.cuda_graphs",
+        "_blank = blank_arrays\n"
+        "def blank_arrays(shape, padding_row):\n"
+        "    return _blank(shape, padding_row)._replace(kv_slots=__import__('numpy').zeros("
+        "shape.num_tokens, 'int64'))\n"
+        "import nopad.inference.execution.graph_shape as _shapes\n"
+        "_shapes.blank_arrays = blank_arrays",
+    ),
     "a context loses its first token": (
         "inference/harness/test_tasks.py::test_scores_equal_those_of_lm_evals_own_model",
         "nopad.inference.harness.engine_lm",

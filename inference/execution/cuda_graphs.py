@@ -52,8 +52,8 @@ _WIDTHS_PER_LAYER = 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
     inputs: Tensor
+    graph: torch.cuda.CUDAGraph
     logits: Tensor
     tokens: Tensor
 
@@ -152,27 +152,36 @@ class StepGraphs:
             self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
             return (self._share(logits) if shape.mixed else logits), tokens
 
-        stream = capture_streams(inputs.device)[0]
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
         with capture_mode():
-            with torch.cuda.stream(stream):
-                body()  # warm-up: kernels and libraries do their one-time work here
-            torch.cuda.current_stream().wait_stream(stream)
-            if not shape.mixed:
-                torch.cuda.empty_cache()  # a graph allocates from its own pool
-            before = torch.cuda.memory_reserved(inputs.device)
-            # Not `torch.cuda.graph`: it also synchronizes the device and frees pinned memory.
-            with torch.cuda.stream(stream), _capture_into(graph, self._pool):
-                logits, tokens = body()
-            self._used_bytes += torch.cuda.memory_reserved(inputs.device) - before
-        return _Captured(graph, inputs, logits, tokens)
+            return _Captured(inputs, *self._record(body, frees_cache=not shape.mixed))
+
+    def _record(
+        self, body: Callable[[], tuple[Tensor, Tensor]], frees_cache: bool
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """Record what `body` launches; return the graph and the body's outputs.
+
+        frees_cache: give cached memory back first, since a graph allocates from its own pool. It
+            takes time, and mixed graphs share what the first of them has allocated.
+        """
+        device = self._last_tokens.device
+        stream, graph = capture_streams(device)[0], torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()  # warm-up: kernels and libraries do their one-time work here
+        torch.cuda.current_stream().wait_stream(stream)
+        if frees_cache:
+            torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        # Not `torch.cuda.graph`: it also synchronizes the device and frees pinned memory.
+        with torch.cuda.stream(stream), _capture_into(graph, self._pool):
+            logits, tokens = body()
+        self._used_bytes += torch.cuda.memory_reserved(device) - before
+        return graph, logits, tokens
 
     def _share(self, logits: Tensor) -> Tensor:
         """Copy logits to the buffer that all mixed graphs share."""
         if self._logits is None or len(self._logits) < len(logits):
-            assert not torch.cuda.is_current_stream_capturing()  # the warm-up has made it
-            self._logits = torch.empty_like(logits)
+            self._logits = torch.empty_like(logits)  # in the warm-up; earlier graphs keep theirs
         return self._logits[: len(logits)].copy_(logits)
 
 

@@ -1,0 +1,137 @@
+"""Steps as CUDA graphs run them, without a GPU: a graph's body is run again at each replay."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nopad.inference import Engine, SamplingParams
+from nopad.inference.execution import cuda_graphs, graph_shape
+from nopad.inference.execution.cuda_graphs import StepGraphs
+from nopad.inference.scheduling.step_costs import StepCosts
+
+
+class ReplayedGraphs(StepGraphs):
+    """Graphs that run their body over their inputs, and write to the tensors of the first run."""
+
+    def _record(self, body, frees_cache) -> Any:
+        outputs = body()
+
+        def replay() -> None:
+            for output, new in zip(outputs, body(), strict=True):
+                output.copy_(new)
+
+        return SimpleNamespace(replay=replay), *outputs
+
+
+@pytest.fixture
+def make_engine(tiny, monkeypatch):
+    """Return engines whose steps run as graphs, or not, on one model."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(graph_shape, "MIXED_TOKENS", (8, 16, 24, 48))
+    monkeypatch.setattr(graph_shape, "_MIXED_SEQS", (2, 4, 8))
+    monkeypatch.setattr(cuda_graphs, "pack_arrays", lambda arrays: pack_unpinned(arrays))
+    model = tiny("llama")
+
+    def build(graphs: bool, **settings: Any) -> Engine:
+        engine = Engine(model, page_size=16, **settings)
+        engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
+        if graphs:
+            assert engine._executor is not None
+            runner = engine._executor.runner
+            runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)
+            runner.step_sizes = (8, 16, 24, 48)
+        engine.reset_prefix_cache()
+        engine.stats.reset()
+        return engine
+
+    return build
+
+
+def pack_unpinned(arrays) -> tuple[torch.Tensor, list[int]]:
+    sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    packed = torch.zeros(sum(sizes), dtype=torch.uint8)
+    for a, offset in zip(arrays, offsets, strict=True):
+        packed.numpy()[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+    return packed, offsets
+
+
+def run_staggered(engine: Engine, params: list[SamplingParams], gap: int) -> list[list[int]]:
+    """Add a request every `gap` steps; return the tokens of each."""
+    rng, tokens = np.random.default_rng(0), {}
+    todo = [(rng.integers(3, 90, rng.integers(1, 30)).tolist(), each) for each in params]
+    while todo or engine._loop.busy:
+        if todo:
+            prompt, each = todo.pop(0)
+            tokens[engine.add_request(prompt, each)] = []
+        for _ in range(gap):
+            for event in engine.step():
+                tokens[event.request_id] += event.token_ids
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 11}, {"max_num_seqs": 3}])
+def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limits):
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=7, ignore_eos=True, seed=3)
+    biased = SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 2.0}, presence_penalty=1.0)
+    params = [greedy, drawn, biased] * 4
+    want = run_staggered(make_engine(False, **limits), params, 1)
+    engine = make_engine(True, **limits)
+    assert run_staggered(engine, params, 1) == want
+    assert engine.stats.graph_steps == engine.stats.steps  # prompts are shorter than the ladder
+    assert engine.stats.padded_rows > 0
+
+
+def test_scores_of_captured_steps_are_those_of_the_model(make_engine):
+    contexts = [list(range(3, 3 + n)) for n in (1, 9, 20)]
+    continuations = [[[7, 8], [9]], [[11, 12, 13]], [[4] * 3, [5]]]
+    want = make_engine(False).score(contexts, continuations)
+    engine = make_engine(True)
+    got = engine.score(contexts, continuations)
+    assert engine.stats.graph_steps > 0
+    for ours, theirs in zip(got, want, strict=True):
+        assert [s.logprob for s in ours] == pytest.approx([s.logprob for s in theirs], abs=1e-5)
+
+
+def test_a_mixed_step_that_cannot_be_captured_runs_eagerly(make_engine, monkeypatch, caplog):
+    params = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)] * 4
+    want = run_staggered(make_engine(False), params, 2)
+    engine = make_engine(True)
+    record = ReplayedGraphs._record
+
+    def refuse(self, body, frees_cache):
+        if not frees_cache:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return record(self, body, frees_cache)
+
+    monkeypatch.setattr(ReplayedGraphs, "_record", refuse)
+    assert run_staggered(engine, params, 2) == want
+    assert 0 < engine.stats.graph_steps < engine.stats.steps
+    assert caplog.text.count("steps with prompts run without graphs") == 1
+
+
+def test_prompts_are_cut_so_that_no_step_exceeds_its_target(make_engine):
+    engine = make_engine(True, target_itl=0.0045)
+    loop = engine._loop
+    loop.costs = costs = StepCosts()
+    for tokens in (1, 8, 24, 48, 10, 30):
+        costs.record(tokens, 1e-3 + 1e-4 * tokens)
+    costs.record = lambda *_: None  # the clock of a test machine says nothing
+    assert costs.tokens_within(0.0045) == 35
+    sizes = []
+    launch = engine._executor.runner.launch
+    engine._executor.runner.launch = lambda step: sizes.append(len(step.token_ids)) or launch(step)
+    engine.add_request([5, 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    long = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request(list(range(3, 53)), long)
+    while engine._loop.busy:
+        engine.step()
+    assert max(sizes) == 24  # the largest size without padding that holds no more than 35 tokens
+    assert sizes.count(24) == 2 and sum(sizes) >= 62
