@@ -369,10 +369,7 @@ def _launch_args(
     use_pdl: bool,
     min_rows: int = 16,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what both kernels take: tensors and strides in order, constants by name.
-
-    min_rows: of a tile; a dot needs 16.
-    """
+    """Return what both kernels take; min_rows: of a tile, 16 for a dot."""
     kv_heads, dim = keys.shape[2:]
     heads, cos = out.shape[1], transform.cos
     optional = transform.bias, transform.q_gain, transform.k_gain
