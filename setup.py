@@ -1,8 +1,8 @@
 """Editable installs that type checkers resolve; pyproject.toml holds everything else.
 
 The repository's root is the package `nopad`. Setuptools would serve that with an import hook, which
-mypy and pyright cannot follow. A link named `nopad` in `.editable/` is an ordinary package folder to
-them and to Python.
+mypy and pyright cannot follow. A link named `nopad` in `.editable/` is an ordinary package folder
+to them and to Python.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ FOLDER = ".editable"
 
 
 def link_root() -> bool:
-    """Make `.editable/nopad`; False where links are not allowed, as on Windows without privileges."""
+    """Make `.editable/nopad`; False where links are not allowed, as on Windows by default."""
     link = Path(FOLDER, "nopad")
     link.parent.mkdir(exist_ok=True)
     try:
