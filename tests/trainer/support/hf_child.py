@@ -14,6 +14,11 @@ from nopad.runtime import destroy_group
 from nopad.trainer.with_hf import PackedTrainer
 from transformers import TrainerCallback, TrainingArguments
 
+# Transformers 5.17 loads the optimizer of several CPU ranks to `cpu:0`, which torch does not know.
+torch.serialization.register_package(
+    5, lambda _: None, lambda storage, place: storage if place.startswith("cpu:") else None
+)
+
 
 class Watch(TrainerCallback):
     """Keeps the first gradient, and the losses."""
