@@ -27,6 +27,7 @@ from generation.peers import run_continuous, run_static
 from generation.report import (
     add_result,
     add_row,
+    add_vllm,
     build_record,
     discard_rows,
     set_record_file,
@@ -316,8 +317,15 @@ def main() -> None:
         "o, m, q: open loops (Poisson arrivals, conversations, a minute near capacity)",
     )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        help="JSON lines that vLLM left in the same hour, a process of its own: joined into the record",
+    )
     args = parser.parse_args()
     set_record_file(args.record)
+    if args.vllm is not None:
+        add_vllm(args.vllm)
     if args.device == "cuda":
         bench_gpu(args.only.split(","))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def add_result(result: dict) -> None:
     """Add to the record, and write it."""
     _results.append(result)
     write_record(build_record(), _file)
+
+
+def add_vllm(path: Path) -> None:
+    """Add what vLLM measured in a process of its own: JSON lines, one for each workload or rate."""
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        rate = row.get("rate")
+        who = row["engine"] if rate is None else f"{row['engine']}, {rate:g} a second"
+        shown = {
+            key: value
+            for key, value in row.items()
+            if key.startswith(("ttft", "itl")) or key in ("spread", "startup_seconds", "settings")
+        }
+        workload = row["workload"] if rate is None else "o"
+        add_row(workload, who, row["seconds"], row["new_tokens"], **shown)
 
 
 def build_record() -> dict:

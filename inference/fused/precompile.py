@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 import triton
+from tqdm import tqdm
 from triton import knobs
 
 from ...attention.backends import without_trials
+from ...runtime import rank
 
 log = logging.getLogger("nopad.inference")
 
@@ -65,7 +67,16 @@ def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:
     """Compile kernels and load them, as many at once as there are processors."""
     start = perf_counter()
     # A kernel that cannot be compiled raises when it is launched.
-    with _CompilePool(device) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with (
+        tqdm(
+            total=len(missing),
+            desc="nopad: compiling kernels",
+            leave=False,
+            disable=rank() > 0 or not missing or None,  # None: only in a terminal
+        ) as bar,
+        _CompilePool(device, bar) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
         for function, specialization in missing:
             function.preload(specialization)
     if missing:
@@ -75,14 +86,16 @@ def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:
 class _CompilePool(ThreadPoolExecutor):
     """Threads that compile a kernel and load it with its launcher."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, bar: tqdm):
         threads = len(os.sched_getaffinity(0))
+        self._bar = bar
         super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def compile_and_load() -> Any:
             kernel = fn(*args, **kwargs)
             assert kernel.run is not None  # reading it loads the kernel
+            self._bar.update()
             return kernel
 
         return super().submit(compile_and_load)
