@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm",
         type=Path,
-        help="JSON lines that vLLM left in the same hour, a process of its own: joined into the record",
+        help="JSON lines that vLLM wrote in the same hour, to join into the record",
     )
     args = parser.parse_args()
     set_record_file(args.record)
