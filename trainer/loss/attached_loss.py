@@ -49,7 +49,7 @@ class AttachedLoss:
         self._prepared_forward = vars(model).get("forward")
         """The forward that Accelerate's `prepare` gave the model, if it did."""
         self._calls_loss = _calls_loss_function(model)
-        model.forward = MethodType(_wrap_forward(model.forward), model)
+        model.forward = MethodType(_wrap_forward(model), model)
         if self._calls_loss:
             model.loss_function = self._loss
         self._bypass_head()
@@ -207,8 +207,22 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     return loss
 
 
-def _wrap_forward(original: Any) -> Callable:
+def _wrap_forward(model: Any) -> Callable:
     """Return a forward to be bound as a method: a copy of the model binds its own."""
+    stock = getattr(model.forward, "__func__", model.forward)
+    forward = _loss_forward(stock)
+    unprepared = getattr(vars(model).get("_original_forward"), "__func__", None)
+    if unprepared is not None:
+        # Accelerate's `unwrap_model(keep_fp32_wrapper=False)` binds the innermost `__wrapped__`.
+        forward.__dict__["__wrapped__"] = _loss_forward(unprepared, is_unprepared=True)
+    return forward
+
+
+def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
+    """Return a forward with the loss.
+
+    is_unprepared: run `stock` from the first call on, and not the forward of `prepare`.
+    """
 
     def forward(
         model: Any,
@@ -220,6 +234,8 @@ def _wrap_forward(original: Any) -> Callable:
         **kwargs: Any,
     ):
         loss: AttachedLoss = model.nopad_loss
+        if is_unprepared and loss._prepared_forward is not None:
+            loss._forward, loss._prepared_forward = MethodType(stock, model), None
         if labels is None and shift_labels is None:
             return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
@@ -227,8 +243,7 @@ def _wrap_forward(original: Any) -> Callable:
         weights = None if loss_weights is None else _shift(loss_weights, 0.0)
         return loss.run(targets, num_items_in_batch, weights, args, kwargs)
 
-    stock = getattr(original, "__func__", original)
-    # No __wrapped__: Accelerate follows it to the stock forward when it unwraps a model.
+    # No __wrapped__ of the stock one: Accelerate would follow it when it unwraps a model.
     forward.__doc__, forward.__dict__["__signature__"] = stock.__doc__, signature(stock)
     return forward
 

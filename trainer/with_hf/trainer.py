@@ -127,8 +127,6 @@ class PackedTrainerMixin(_Base):
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
         self.attached_loss = attach_loss(model, **self._loss_options)
-        if self.compute_metrics is not None:
-            self.attached_loss.keep_logits()
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 
     def _accepted_dataset(self, data: PackedDataset, args: Any) -> Any:
