@@ -60,8 +60,8 @@ ONLY_IN = {
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
-        {"ordering"}, {"pack"}, {"sample", "document_starts", "token_ids", "numba_jit"},
+        {"dataset", "pipeline", "resumable_passes"}, {"readers"}, {"encoding"}, {"sources"},
+        {"planning"}, {"state"}, {"ordering"}, {"pack"}, {"sample", "document_starts", "token_ids", "numba_jit"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},
