@@ -59,6 +59,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
     epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
     rank, world_size: of this process among those that train on packs of their own; default:
         detected when iteration starts, and refused with tensor or other model parallelism.
+    max_length: longest sequence in tokens, if shorter than a pack, such as a model's 1024 positions
+        with a budget of 8192; `overflow` says what becomes of longer samples, and is counted.
     shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
     shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
     pretokenize: encode everything at once, so that lengths are known; default: small sources only.
@@ -91,6 +93,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         pool: int = 1024,
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
+        max_length: int | None = None,
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
         continue_positions: bool = False,
@@ -109,15 +112,16 @@ class PackedDataset(ResumablePasses, IterableDataset):
             budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of,
             pad_token_id=pad_token_id, seed=seed,
         )  # fmt: skip
-        epochs, max_packs, shards, vocab_size = check_counts(
-            epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size
-        )
+        epochs, max_packs, shards, vocab_size, max_length = check_counts(
+            epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size,
+            max_length=max_length,
+        )  # fmt: skip
         check_rank(rank, world_size)
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
         packer |= {"pad_to_multiple_of": multiple, "pad_token_id": pad_token_id}
-        packer |= {"continue_positions": continue_positions}
+        packer |= {"continue_positions": continue_positions, "max_length": max_length}
         encoder = Encoder(
             tokenizer, text_column=text_column, add_eos=add_eos, vocab_size=vocab_size
         )

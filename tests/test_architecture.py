@@ -61,7 +61,8 @@ ONLY_IN = {
 LAYERS = {
     "packing": [
         {"dataset", "pipeline", "resumable_passes"}, {"readers"}, {"encoding"}, {"sources"},
-        {"planning"}, {"state"}, {"ordering"}, {"pack"}, {"sample", "document_starts", "token_ids", "numba_jit"},
+        {"planning"}, {"state"}, {"ordering"}, {"pack"},
+        {"sample", "document_starts", "token_ids", "numba_jit"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},

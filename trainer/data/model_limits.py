@@ -34,7 +34,7 @@ class ModelLimits:
         if length > self.sequence.length:
             raise ValueError(
                 f"{name} holds a sequence of {length} tokens, beyond {self.sequence.reason}: "
-                f"lower the budget to {self.sequence.length}"
+                f"pass PackedDataset(max_length={self.sequence.length})"
             )
 
     def check_ids(self, batch: dict[str, Any], prefix: str = "") -> None:

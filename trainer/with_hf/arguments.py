@@ -76,7 +76,7 @@ TRAINING: dict[str, tuple[Accepts, str]] = {
 SFT: dict[str, tuple[Accepts, str]] = {
     "max_length": (
         lambda value, data: _keeps_length(value, data.settings),
-        "use PackedDataset(budget=, overflow=) for long samples",
+        "use PackedDataset(max_length=, overflow=) for long samples",
     ),
     "truncation_mode": (_never, "use PackedDataset(overflow=) for long samples"),
     "completion_only_loss": (
@@ -172,4 +172,5 @@ def _refusal(name: str, value: Any, way_out: str) -> ValueError:
 def _keeps_length(max_length: int | None, settings: dict) -> bool:
     if max_length is None:
         return settings["overflow"] in ("split", "error")
-    return max_length == settings["budget"] and settings["overflow"] == "truncate"
+    longest = settings["max_length"] or settings["budget"]
+    return max_length == longest and settings["overflow"] == "truncate"

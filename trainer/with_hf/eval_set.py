@@ -15,6 +15,7 @@ from ..data.loader import Batch, EvaluationLoader
 COMMON = (
     "budget",
     "overflow",
+    "max_length",
     "pad_to_multiple_of",
     "pad_token_id",
     "continue_positions",
