@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..runtime import describe_layout, model_parallel_sizes
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
+from .encoding.row_format import RowFormat
 from .ordering.mixture import StoppingStrategy, parse_mixture
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
@@ -31,14 +32,14 @@ from .pipeline import (
     build_packs,
     check_counts,
     check_rank,
-    check_values,
     data_fingerprint,
     is_sequential,
     open_sources,
+    packer_settings,
     state_settings,
 )
 from .planning.overflow import Overflow
-from .planning.planner import Strategy, check_ints
+from .planning.planner import Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .resumable_passes import ResumablePasses
@@ -66,6 +67,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
     pretokenize: encode everything at once, so that lengths are known; default: small sources only.
     balance: give ranks that step together packs of similar cost; see `planning.balancing`.
     stopping_strategy: when the epoch of a mixture ends; see `ordering.mixture`.
+    format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt" (conversations),
+        or a function from a row to one with text, messages, prompt and completion, or input_ids.
     add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
     on_error: "raise" at a row that cannot be used, or "skip" and count it.
 
@@ -102,41 +105,35 @@ class PackedDataset(ResumablePasses, IterableDataset):
         pretokenize: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         text_column: str = "text",
+        format: RowFormat | None = None,
         add_eos: bool | int = True,
         vocab_size: int | None = None,
         glob: str | None = None,
         dtype: str | None = None,
     ):
         """Open the source."""
-        budget, pool, multiple, pad_token_id, seed = check_ints(
-            budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of,
-            pad_token_id=pad_token_id, seed=seed,
+        self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
+        self.rank, self.world_size = check_rank(rank, world_size)
+        packer = packer_settings(
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
+            continue_positions=continue_positions,
         )  # fmt: skip
-        epochs, max_packs, shards, vocab_size, max_length = check_counts(
-            epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size,
-            max_length=max_length,
+        self.encoder = encoder = Encoder(
+            tokenizer, text_column=text_column, format=format, add_eos=add_eos,
+            vocab_size=check_counts(vocab_size=vocab_size)[0],
         )  # fmt: skip
-        check_rank(rank, world_size)
-        pairs = parse_mixture(source) or [(source, 1)]
-        weights = [weight for _, weight in pairs]
-        packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
-        packer |= {"pad_to_multiple_of": multiple, "pad_token_id": pad_token_id}
-        packer |= {"continue_positions": continue_positions, "max_length": max_length}
-        encoder = Encoder(
-            tokenizer, text_column=text_column, add_eos=add_eos, vocab_size=vocab_size
-        )
-        check_values(budget, pad_token_id, encoder.vocab_size, on_error, shuffle)
-        options = PipelineOptions(
+        options = PipelineOptions.checked(
             packer=packer, encoder=encoder, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, stopping_strategy=stopping_strategy, balance=balance,
-            max_packs=max_packs, skip_errors=on_error == "skip",
+            max_packs=self.max_packs, on_error=on_error,
         )  # fmt: skip
+        pairs = parse_mixture(source) or [(source, 1)]
+        weights = [weight for _, weight in pairs]
         self.skipped = SkippedRows()
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
-        self.rank, self.world_size = rank, world_size
-        self.epochs, self.max_packs = epochs, max_packs
         self._identify()
         self._start_pass(0)
 
@@ -227,7 +224,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
         if get_spawning_popen() is None:
             return self.__dict__.copy()
         self._check_layout()
-        return {**self.__dict__, "_sender": (os.getpid(), *self._ranks())}
+        sender = os.getpid(), *self._ranks()
+        return {**self.__dict__, "_sender": sender, "encoder": None}  # a stream's reader has it
 
     def _worker_number(self) -> tuple[int, int] | None:
         info = get_worker_info()

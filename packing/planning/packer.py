@@ -92,9 +92,7 @@ class Packer:
     def _hold(self, number: int, sample: Sample) -> None:
         tokens, longest = len(sample), self.planner.max_segment
         if tokens > longest:
-            tokens = {"truncate": longest, "drop": 0}.get(
-                self.planner.settings["overflow"], tokens
-            )
+            tokens = {"truncate": longest, "drop": 0}.get(self.planner.settings["overflow"], tokens)
         if tokens:
             self.pending[number], self._pending_tokens[number] = sample, tokens
 
