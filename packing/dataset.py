@@ -183,6 +183,31 @@ class PackedDataset(ResumablePasses, IterableDataset):
             return self.reader.read(position, share, base)
         return self.reader.read(position, share, base, cursors)
 
+    def __len__(self) -> int:
+        """Count the packs of the current pass on this rank; TypeError if it has no known end."""
+        if not isinstance(self.reader, PlannedPacks):
+            raise TypeError(
+                "a stream's packs cannot be counted before it was read: pass pretokenize=True, or "
+                "use estimate()"
+            )
+        if self.epochs is None and self.max_packs is None:
+            raise TypeError("epochs=None: the packs have no end to count; pass epochs or max_packs")
+        return -(-self._packs_of_pass() // self._ranks()[1])
+
+    def __bool__(self) -> bool:
+        return True  # without counting
+
+    def _packs_of_pass(self) -> int:
+        """Count the packs of the current pass over all ranks, from its start."""
+        assert isinstance(self.reader, PlannedPacks)
+        end_epoch, packs = self._start.position.end_epoch, 0
+        if self.epochs is None or end_epoch is None:
+            assert self.max_packs is not None
+            return self.max_packs
+        for epoch in range(end_epoch - self.epochs, end_epoch):
+            packs += self.reader.count(epoch)
+        return packs if self.max_packs is None else min(packs, self.max_packs)
+
     def count(self, epoch: int = 0) -> int:
         """Count the packs of one epoch over all ranks; lengths must be known."""
         if not isinstance(self.reader, PlannedPacks):

@@ -138,6 +138,26 @@ def test_a_sequence_may_be_shorter_than_a_pack_by_the_policy_for_long_samples(pl
         PackedDataset(rows, **options).load_state_dict(data.state_dict())
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_length_is_that_of_a_pass_on_one_rank(tools, world_size):
+    rows = tools.documents(60)
+    for settings in ({}, {"epochs": 2}, {"epochs": None, "max_packs": 7}, {"max_packs": 4}):
+        options = {"budget": 90, "rank": 0, "world_size": world_size, **settings}
+        data = PackedDataset(rows, **options)
+        for _ in range(2):
+            assert len(data) == len(list(data))
+            data.start_next_pass()
+
+
+def test_a_length_that_is_not_known_is_a_type_error_with_the_way_out():
+    stream = PackedDataset(lambda: iter([[1, 2]]), budget=8)
+    with pytest.raises(TypeError, match=r"cannot be counted.*pretokenize=True, or use estimate"):
+        len(stream)
+    with pytest.raises(TypeError, match="epochs=None: the packs have no end to count"):
+        len(PackedDataset([[1, 2]], budget=8, epochs=None))
+    assert stream and PackedDataset([], budget=8)
+
+
 def test_positions_may_not_continue_beyond_the_longest_sequence():
     with pytest.raises(ValueError, match="continue_positions=True would continue positions beyond"):
         PackedDataset([[1, 2]], budget=8, max_length=4, continue_positions=True)

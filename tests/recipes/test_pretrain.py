@@ -227,7 +227,7 @@ def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, argument
     argv += ["--output", str(tmp_path / "out")]
     assert exit_status("pretrain", pretrain.main, argv) == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("pretrain: a sequence of ") and "pass PackedDataset(max_length=64)" in last
+    assert last.startswith("pretrain: a sequence of ") and "lower the budget to 64" in last
     assert not (tmp_path / "out").exists()
     assert exit_status("pretrain", pretrain.main, [*argv, "--budget", "64"]) == 0
     assert (tmp_path / "out" / "checkpoint-1").is_dir()

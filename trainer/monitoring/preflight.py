@@ -134,8 +134,8 @@ def _check_lengths(data: PackedDataset, config: Any) -> None:
     limit, longest = length_limit(config), _longest(data)
     if limit is not None and longest > limit.length:
         raise ValueError(
-            f"a sequence of {longest} tokens is beyond {limit.reason}: pass PackedDataset("
-            f"max_length={limit.length}), or choose a model with a longer context"
+            f"a sequence of {longest} tokens is beyond {limit.reason}: lower the budget to "
+            f"{limit.length}, or pass PackedDataset(max_length={limit.length})"
         )
 
 

@@ -35,7 +35,7 @@ from ...runtime import (
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
-from ..data.loader import Batch, PackedLoader
+from ..data.loader import Batch, PackedLoader, UnsizedLoader
 from ..data.model_limits import ModelLimits
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
@@ -148,7 +148,7 @@ class PackedTrainerMixin(_Base):
         return
 
     def get_train_dataloader(self) -> Any:
-        self._loader = PackedLoader(
+        self._loader = UnsizedLoader(
             self.train_dataset,
             self.packed_collator,
             accumulation_steps=self.args.gradient_accumulation_steps,

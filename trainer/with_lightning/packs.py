@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...packing import Pack, PackedDataset
 from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel, rng_states
 from ..data.data_state import gather_data_state, restore_draws
-from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
+from ..data.loader import Batch, EvaluationLoader, PackInfo, UnsizedLoader
 from ..data.model_limits import ModelLimits
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
@@ -38,12 +38,13 @@ from ..monitoring.preflight import (
 from ..monitoring.throughput import ThroughputMeter
 from .finite_saves import guard_saves
 from .hooks import causal_lm, pl
+from .progress_total import set_train_total, set_validation_total
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
 """nopad's keys in Lightning checkpoints."""
 
 
-class LightningPackedLoader(PackedLoader):
+class LightningPackedLoader(UnsizedLoader):
     """The batches of this rank; batches that Lightning prefetched but did not train come again."""
 
     tracked = False
@@ -75,6 +76,13 @@ class LightningPackedLoader(PackedLoader):
             self.load_state(self._state)
 
 
+class LightningEvaluationLoader(EvaluationLoader):
+    """Lightning would take a share of the length, while every batch weighs by what is read."""
+
+    def __len__(self) -> int:
+        raise TypeError("pass limit_val_batches as a number of packs, not as a share")
+
+
 class PackedDataModule(pl.LightningDataModule):
     """Packs for training and, if there is a validation set, for validation."""
 
@@ -89,6 +97,7 @@ class PackedDataModule(pl.LightningDataModule):
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.collator, self.num_workers = collator, num_workers
         self.loader: LightningPackedLoader | None = None
+        self.val_loader: LightningEvaluationLoader | None = None
         self.checked_model: nn.Module | None = None
         """The model whose vocabulary and positions the batches are checked against."""
         self._hide_validation()
@@ -126,12 +135,12 @@ class PackedDataModule(pl.LightningDataModule):
             _refuse_shared_model(self.trainer)
         # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
-        loader = EvaluationLoader(
+        self.val_loader = LightningEvaluationLoader(
             self.val_dataset, self.collator, limit if isinstance(limit, int) else None
         )
         if self.checked_model is not None:
-            loader.limits = ModelLimits.of(self.checked_model)
-        return loader
+            self.val_loader.limits = ModelLimits.of(self.checked_model)
+        return self.val_loader
 
 
 class PackedCallback(pl.Callback):
@@ -171,6 +180,8 @@ class PackedCallback(pl.Callback):
         self._micro_losses: list[Tensor] = []
         """Losses of the micro-batches since the last step; Lightning has divided them already."""
         self._validation = ExitStack()
+        self._shows_total = False
+        """Whether the progress bar shows the total of the current epoch."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         _refuse_shared_model(trainer)
@@ -199,6 +210,7 @@ class PackedCallback(pl.Callback):
             load_rng_states(self._rng_states, trainer.strategy.root_device)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._shows_total = False
         if self.data.loader is not self._measured_loader:  # Lightning has reloaded it
             self._start_meter(pl_module)
 
@@ -211,6 +223,9 @@ class PackedCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self.data.loader is not None
+        if not self._shows_total:
+            self._shows_total = True
+            set_train_total(trainer, self.data.loader, batch_idx)
         self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
         now, at_start = trainer.accumulate_grad_batches, self.data.loader.accumulation_steps
         if now != at_start:
@@ -221,6 +236,18 @@ class PackedCallback(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation.enter_context(self.meter.paused())
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx == 0 and self.data.val_loader is not None and not trainer.sanity_checking:
+            set_validation_total(trainer, self.data.val_loader)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation.close()
