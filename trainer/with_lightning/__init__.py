@@ -1,7 +1,8 @@
 """Lightning: packs, loss, evaluation by generation and signals, as a data module and callbacks."""
 
+from .data_module import PackedDataModule
 from .evaluation import EvalCallback
-from .packs import PackedCallback, PackedDataModule
+from .packs import PackedCallback
 from .stopping import StopCallback
 
 __all__ = [
