@@ -24,6 +24,7 @@ from ..runtime import describe_layout, model_parallel_sizes
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
+from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
@@ -70,6 +71,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
     format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt" (conversations),
         or a function from a row to one with text, messages, prompt and completion, or input_ids.
     add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
+    cache_dir: folder for the tokens of data that is encoded at once, keyed by data and tokenizer;
+        default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
     on_error: "raise" at a row that cannot be used, or "skip" and count it.
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
@@ -110,6 +113,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         vocab_size: int | None = None,
         glob: str | None = None,
         dtype: str | None = None,
+        cache_dir: str | os.PathLike | Literal[False] | None = None,
     ):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
@@ -119,6 +123,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
             pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
             continue_positions=continue_positions,
         )  # fmt: skip
+        self.cache_dir, self.token_cache = cache_dir, TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
             tokenizer, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=check_counts(vocab_size=vocab_size)[0],
@@ -126,7 +131,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         options = PipelineOptions.checked(
             packer=packer, encoder=encoder, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, stopping_strategy=stopping_strategy, balance=balance,
-            max_packs=self.max_packs, on_error=on_error,
+            max_packs=self.max_packs, on_error=on_error, token_cache=self.token_cache,
         )  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]

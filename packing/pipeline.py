@@ -10,6 +10,7 @@ import numpy as np
 from .encoding.encode_rows import drop_bad_documents, encode_source
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
+from .encoding.token_cache import TokenCache
 from .ordering.mixture import Mixture, StoppingStrategy, Weight
 from .ordering.rank_shard import RankShard
 from .pack import MAX_BUDGET
@@ -44,6 +45,7 @@ class PipelineOptions:
     balance: bool
     max_packs: int | None
     skip_errors: bool
+    token_cache: TokenCache | None = None
 
     @classmethod
     def checked(
@@ -139,7 +141,8 @@ def _planned_packs(
     for number, source in enumerate(opened):
         if isinstance(source, RowSource):
             errors = skipped if options.skip_errors else None
-            arrays.append(encode_source(source, encoder, errors, number, max_length))
+            encode = encode_source if options.token_cache is None else options.token_cache.encode
+            arrays.append(encode(source, encoder, errors, number, max_length))
         elif options.skip_errors:
             arrays += drop_bad_documents(source, skipped, encoder.vocab_size)
         else:

@@ -58,6 +58,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.text_column = text_column
         self.format, self.format_name = row_format(format), format_name(format)
+        self.format_is_named = not callable(format)
+        """Whether the format is one of ours, and not a function of the user's."""
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
         missing = add_eos is True and self.eos_token_id is None
         self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")

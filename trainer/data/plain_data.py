@@ -83,6 +83,7 @@ def pack_like(train: PackedDataset, source: Any, tokenizer: Any = None) -> Packe
         pretokenize=True,
         rank=train.rank,
         world_size=train.world_size,
+        cache_dir=train.cache_dir,
         **{name: train.settings[name] for name in COMMON},
     )
 

@@ -46,7 +46,8 @@ def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str
         f"{config.model_type}, attention {attention}, document boundaries from {boundaries}, "
         "leak check 0.0"
     )
-    return [model_line, *_describe_plan(data)]
+    cached = [] if data.token_cache is None else data.token_cache.messages
+    return [model_line, *_describe_plan(data), *cached]
 
 
 def print_banner(lines: list[str]) -> None:
