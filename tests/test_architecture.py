@@ -55,6 +55,7 @@ ONLY_IN = {
     ("trainer", "lightning"): "trainer/with_lightning/",
     ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
     ("inference", "lm_eval"): "inference/harness/",
+    ("inference", "transformers"): "inference/pretrained/",
     ("inference", "matplotlib"): "inference/metrics/",
 }
 # Folders and files of a room, from the top down: each may import its own layer and those below.
@@ -76,7 +77,7 @@ LAYERS = {
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
         {"request_runner"}, {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"},
-        {"scheduling"}, {"metrics"}, {"requests"}, {"live_model"},
+        {"scheduling"}, {"metrics"}, {"requests"}, {"live_model", "pretrained"},
     ],
     "recipes": [
         {"pretrain", "pretrain_lightning", "train_hf", "sft", "evaluate_checkpoint"}, {"support"},

@@ -347,7 +347,7 @@ FAULTS = {
     ),
     "missing weights are random": (
         "cli/test_load_pretrained.py::test_weights_that_are_missing_are_not_filled_at_random",
-        "nopad.cli.load_pretrained",
+        "nopad.inference.pretrained.loading",
         "from transformers import AutoModelForCausalLM as auto\n"
         "load_weights = lambda path, **k: auto.from_pretrained(path, trust_remote_code=False, **k)",
     ),
