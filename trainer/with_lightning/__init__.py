@@ -2,6 +2,7 @@
 
 from .data_module import PackedDataModule
 from .evaluation import EvalCallback
+from .export import save_pretrained
 from .packs import PackedCallback
 from .stopping import StopCallback
 
@@ -10,4 +11,5 @@ __all__ = [
     "PackedCallback",
     "PackedDataModule",
     "StopCallback",
+    "save_pretrained",
 ]
