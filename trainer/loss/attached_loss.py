@@ -25,6 +25,7 @@ from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from .cross_entropy import linear_cross_entropy
 from .label_count import count_labels
+from .token_statistics import token_statistics
 
 SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 """Names of a tanh soft cap on the logits in model configurations."""
@@ -42,6 +43,10 @@ class AttachedLoss:
         """The loss of each label of the last batch [B, T], at the label's position, detached."""
         self.mask_documents = False
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
+        self.measures_tokens = False
+        """Whether the next batches are measured: another product with the head for each."""
+        self.token_statistics: Tensor | None = None
+        """Of the last batch, if it was measured: see `token_statistics`."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
         """Shifted labels, item count and token weights of the current forward."""
         self._label_count: HostCopy | None = None
@@ -153,6 +158,9 @@ class AttachedLoss:
                 num_labels=None if self._label_count is None else int(self._label_count.read()),
                 **self.options,
             )
+            if self.measures_tokens:
+                rows = hidden.flatten(0, -2).to(weight.dtype)
+                self.token_statistics = token_statistics(rows, targets.flatten(), weight, bias)
         self.token_losses = losses.view_as(targets).roll(1, -1)
         return total
 
@@ -160,6 +168,8 @@ class AttachedLoss:
         assert self._targets is not None
         targets, items, weights = self._targets
         logits = logits.flatten(0, -2).float()
+        if self.measures_tokens:
+            self.token_statistics = token_statistics(logits, targets.flatten())
         losses = nn.functional.cross_entropy(
             logits,
             targets.flatten(),

@@ -48,11 +48,13 @@ from ..monitoring.preflight import (
 )
 from ..monitoring.throughput import ThroughputMeter
 from .arguments import adapt_arguments, check_arguments
+from .console import PackTag, shorten_lines
 from .epochs import EpochCallback
 from .eval_set import TrainerEvaluationLoader
 from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
 from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
+from .trl_metrics import count_trl_tokens, trl_metrics
 
 _Base = Trainer if TYPE_CHECKING else object
 
@@ -110,6 +112,7 @@ class PackedTrainerMixin(_Base):
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
         self._epochs = EpochCallback(self)
         self.callback_handler.callbacks.insert(0, self._epochs)
+        shorten_lines(self)
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
@@ -289,7 +292,8 @@ class PackedTrainerMixin(_Base):
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
         # Directly to the stock method: trainers in between compute their loss from logits.
-        return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+        with trl_metrics(self, self.attached_loss):
+            return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         if batch_samples and "num_items_in_batch" in batch_samples[0]:
@@ -316,7 +320,9 @@ class PackedTrainerMixin(_Base):
                 samples = self.meter.read()["samples_seen"]
                 logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
             if "loss" in logs:
-                logs = {**logs, **{f"pack/{k}": v for k, v in self.meter.read().items()}}
+                rates = self.meter.read()
+                logs = {**logs, **{PackTag(f"pack/{name}"): v for name, v in rates.items()}}
+                count_trl_tokens(self, rates["tokens_seen"])
                 self.meter.reset()
         super().log(logs, *args, **kwargs)
 

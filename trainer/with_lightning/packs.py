@@ -7,9 +7,9 @@
         return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
 
 The loss of a batch is its share of the step's loss; the mean of the step over all ranks is logged
-and shown in the progress bar as `pack/loss`. Lightning would save the state of rank 0's loader, one
-batch ahead. The callback saves the state after the last trained batch instead, merged over ranks,
-and the random states of every rank.
+and shown in the progress bar as `train/loss`. Lightning would save the state of rank 0's loader,
+one batch ahead. The callback saves the state after the last trained batch instead, merged over
+ranks, and the random states of every rank.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..monitoring.preflight import (
     describe_speedups,
     print_banner,
 )
+from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
 from .data_module import LightningPackedLoader, PackedDataModule, refuse_shared_model
 from .finite_saves import guard_saves
@@ -182,12 +183,12 @@ class PackedCallback(pl.Callback):
             self._log_step(pl_module, losses)
 
     def _log_step(self, pl_module: pl.LightningModule, losses: list[Tensor]) -> None:
-        rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
+        rates = tracker_tags(self.meter.read())
         pl_module.log_dict(rates, batch_size=1)
         bar = {"prog_bar": True, "batch_size": 1}
-        pl_module.log("tok/s", rates["pack/tokens_per_second"], **bar)
+        pl_module.log("tok/s", rates["pack/tokens_per_second"], logger=False, **bar)
         if losses:
-            pl_module.log("pack/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
+            pl_module.log("train/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
         self.meter.reset()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
