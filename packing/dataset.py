@@ -123,7 +123,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
             pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
             continue_positions=continue_positions,
         )  # fmt: skip
-        self.cache_dir, self.token_cache = cache_dir, TokenCache.of(cache_dir)
+        self.cache_dir: Any = cache_dir
+        self.token_cache = TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
             tokenizer, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=check_counts(vocab_size=vocab_size)[0],

@@ -34,10 +34,8 @@ class ResumablePasses(ABC):
     """The worker of a resumed state."""
     _finished: bool
 
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Identify the data."""
+    fingerprint: Any
+    """Identifies the data."""
 
     @abstractmethod
     def _share(self) -> RankShard:
@@ -168,8 +166,7 @@ class ResumablePasses(ABC):
             last = self._read if self._finished else self._trained or self._read
             cursors = self.reader.initial_cursors(position, last.cursors)
         self._start = self._read = Progress(position, cursors)
-        self._trained: Progress | None = None
-        self._worker: dict | None = None
+        self._trained = self._worker = None
         self._finished = False
 
     def _next_pass_epoch(self) -> int:

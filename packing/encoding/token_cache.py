@@ -154,7 +154,7 @@ def entry_key(
 
 def _tokenizer_text(tokenizer: Any) -> list[str] | None:
     """Return all that decides what a fast tokenizer computes; None for any other."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     is_stock = type(tokenizer).__module__.startswith("transformers.")
     if not is_stock or not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "to_str"):
         return None

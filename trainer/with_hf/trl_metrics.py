@@ -35,7 +35,7 @@ def trl_metrics(trainer: Any, loss: AttachedLoss) -> Iterator[None]:
         loss.measures_tokens, loss.token_statistics = False, None
 
 
-def count_trl_tokens(trainer: Any, tokens: int) -> None:
+def count_trl_tokens(trainer: Any, tokens: float) -> None:
     """Have TRL log the tokens seen so far."""
     metrics = getattr(trainer, "_metrics", None)
     if isinstance(metrics, dict) and "train" in metrics:
