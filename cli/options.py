@@ -14,7 +14,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 ARGUMENT = re.compile(
-    r"""(?<![\w/])(add_eos|attn_implementation|budget|dtype|glob|max_steps|memory|"""
+    r"""(?<![\w/])(add_eos|attn_implementation|budget|device|dtype|glob|max_steps|memory|"""
     r"""num_train_epochs|on_error|overflow|text_column|tokenizer)="""
     r"""(?:"([^"]+)"|('[^']+'|-?\w+(?:\.\d+)?))?"""
 )

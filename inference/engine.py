@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .live_model.model_lock import exclusive, model_lock
 from .live_model.replica import replica_ranks
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
+from .pretrained import load_pretrained
 from .request_runner import RequestRunner
 from .requests.draws import Draws, own_draws
 from .requests.output_processor import EventQueue, OutputProcessor
@@ -62,6 +64,10 @@ class Engine:
     of few elements: write under `torch.no_grad()`, which is always noticed, or call
     `reset_prefix_cache()`; inference/README.md lists what else is out of sight.
 
+    model: a causal LM of Transformers, in training or not, or the name of a checkpoint: a folder, a
+        LoRA adapter's folder, a name on the hub. It is loaded in its own dtype, or in `dtype`, onto
+        the GPU if there is one; code that comes with it is never run.
+    tokenizer: default: that of the named checkpoint; a name only beside one.
     memory: bytes, a fraction of the free memory, or "spare": what training leaves.
     page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
     max_num_seqs: requests per step; more raise throughput and inter-token latency.
@@ -95,6 +101,8 @@ class Engine:
         cuda_graphs: bool = True,
         debug: bool = False,
     ):
+        if isinstance(model, str | PathLike):
+            model, tokenizer = load_pretrained(model, tokenizer, check_dtype(dtype))
         self._model = check_model(unwrap_model(model))
         settings = resolve_settings(
             self._model,

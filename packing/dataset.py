@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
@@ -23,6 +23,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..runtime import describe_layout, model_parallel_sizes
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
+from .encoding.row_format import RowFormat
+from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
@@ -31,21 +33,21 @@ from .pipeline import (
     build_packs,
     check_counts,
     check_rank,
-    check_values,
     data_fingerprint,
     is_sequential,
     open_sources,
+    packer_settings,
     state_settings,
 )
 from .planning.overflow import Overflow
-from .planning.planner import Strategy, check_ints
+from .planning.planner import Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
-from .state.progress import Progress, index_and_cursor
-from .state.run_state import VERSION, check_state, is_finished
+from .resumable_passes import ResumablePasses
+from .state.progress import Progress
 
 
-class PackedDataset(IterableDataset):
+class PackedDataset(ResumablePasses, IterableDataset):
     """Packs of a source, for `DataLoader(dataset, batch_size=None)`.
 
     Iterating again gives the next epochs in another order. Through DataLoader workers it repeats
@@ -59,12 +61,18 @@ class PackedDataset(IterableDataset):
     epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
     rank, world_size: of this process among those that train on packs of their own; default:
         detected when iteration starts, and refused with tensor or other model parallelism.
+    max_length: longest sequence in tokens, if shorter than a pack, such as a model's 1024 positions
+        with a budget of 8192; `overflow` says what becomes of longer samples, and is counted.
     shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
     shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
     pretokenize: encode everything at once, so that lengths are known; default: small sources only.
     balance: give ranks that step together packs of similar cost; see `planning.balancing`.
     stopping_strategy: when the epoch of a mixture ends; see `ordering.mixture`.
+    format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt" (conversations),
+        or a function from a row to one with text, messages, prompt and completion, or input_ids.
     add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
+    cache_dir: folder for the tokens of data that is encoded at once, keyed by data and tokenizer;
+        default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
     on_error: "raise" at a row that cannot be used, or "skip" and count it.
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
@@ -91,6 +99,7 @@ class PackedDataset(IterableDataset):
         pool: int = 1024,
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
+        max_length: int | None = None,
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
         continue_positions: bool = False,
@@ -99,40 +108,38 @@ class PackedDataset(IterableDataset):
         pretokenize: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         text_column: str = "text",
+        format: RowFormat | None = None,
         add_eos: bool | int = True,
         vocab_size: int | None = None,
         glob: str | None = None,
         dtype: str | None = None,
+        cache_dir: str | os.PathLike | Literal[False] | None = None,
     ):
         """Open the source."""
-        budget, pool, multiple, pad_token_id, seed = check_ints(
-            budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of,
-            pad_token_id=pad_token_id, seed=seed,
+        self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
+        self.rank, self.world_size = check_rank(rank, world_size)
+        packer = packer_settings(
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
+            continue_positions=continue_positions,
         )  # fmt: skip
-        epochs, max_packs, shards, vocab_size = check_counts(
-            epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size
-        )
-        check_rank(rank, world_size)
-        pairs = parse_mixture(source) or [(source, 1)]
-        weights = [weight for _, weight in pairs]
-        packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
-        packer |= {"pad_to_multiple_of": multiple, "pad_token_id": pad_token_id}
-        packer |= {"continue_positions": continue_positions}
-        encoder = Encoder(
-            tokenizer, text_column=text_column, add_eos=add_eos, vocab_size=vocab_size
-        )
-        check_values(budget, pad_token_id, encoder.vocab_size, on_error, shuffle)
-        options = PipelineOptions(
+        self.cache_dir: Any = cache_dir
+        self.token_cache = TokenCache.of(cache_dir)
+        self.encoder = encoder = Encoder(
+            tokenizer, text_column=text_column, format=format, add_eos=add_eos,
+            vocab_size=check_counts(vocab_size=vocab_size)[0],
+        )  # fmt: skip
+        options = PipelineOptions.checked(
             packer=packer, encoder=encoder, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, stopping_strategy=stopping_strategy, balance=balance,
-            max_packs=max_packs, skip_errors=on_error == "skip",
+            max_packs=self.max_packs, on_error=on_error, token_cache=self.token_cache,
         )  # fmt: skip
+        pairs = parse_mixture(source) or [(source, 1)]
+        weights = [weight for _, weight in pairs]
         self.skipped = SkippedRows()
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
-        self.rank, self.world_size = rank, world_size
-        self.epochs, self.max_packs = epochs, max_packs
         self._identify()
         self._start_pass(0)
 
@@ -182,6 +189,31 @@ class PackedDataset(IterableDataset):
             return self.reader.read(position, share, base)
         return self.reader.read(position, share, base, cursors)
 
+    def __len__(self) -> int:
+        """Count the packs of the current pass on this rank; TypeError if it has no known end."""
+        if not isinstance(self.reader, PlannedPacks):
+            raise TypeError(
+                "a stream's packs cannot be counted before it was read: pass pretokenize=True, or "
+                "use estimate()"
+            )
+        if self.epochs is None and self.max_packs is None:
+            raise TypeError("epochs=None: the packs have no end to count; pass epochs or max_packs")
+        return -(-self._packs_of_pass() // self._ranks()[1])
+
+    def __bool__(self) -> bool:
+        return True  # without counting
+
+    def _packs_of_pass(self) -> int:
+        """Count the packs of the current pass over all ranks, from its start."""
+        assert isinstance(self.reader, PlannedPacks)
+        end_epoch, packs = self._start.position.end_epoch, 0
+        if self.epochs is None or end_epoch is None:
+            assert self.max_packs is not None
+            return self.max_packs
+        for epoch in range(end_epoch - self.epochs, end_epoch):
+            packs += self.reader.count(epoch)
+        return packs if self.max_packs is None else min(packs, self.max_packs)
+
     def count(self, epoch: int = 0) -> int:
         """Count the packs of one epoch over all ranks; lengths must be known."""
         if not isinstance(self.reader, PlannedPacks):
@@ -217,156 +249,21 @@ class PackedDataset(IterableDataset):
             return self.reader.report(epoch, self.skipped)
         return self.reader.report((self._trained or self._read).cursors)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, unless the current pass contains it.
-
-        Trainers call it before every epoch, also after a resume, which it must not undo. Without
-        it, DataLoader workers repeat the order of the first pass. A dataset without end ignores
-        it: it counts its epochs itself, across workers only if they are persistent.
-        """
-        end_epoch = self._start.position.end_epoch
-        if end_epoch is None or self.epochs is None:
-            return
-        if self._finished or not end_epoch - self.epochs <= epoch < end_epoch:
-            self._start_pass(epoch)
-
-    def rewind(self) -> None:
-        """Go back to the beginning, as if nothing had been read."""
-        self._start_pass(0)
-
-    def start_next_pass(self) -> None:
-        """Start the next pass if this one has ended, as iterating does.
-
-        Call it before DataLoader workers copy the dataset.
-        """
-        if self._finished:
-            self._start_pass(self._next_pass_epoch())
-
-    def end_pass(self) -> dict:
-        """End the pass after the packs trained so far, and return the state there.
-
-        Only needed if workers read the packs: this process cannot see that they reached the end.
-        """
-        self._finished, self._read = True, self._trained or self._read
-        return self.state_dict()
-
-    def mark_trained(self, *packs: Pack | dict) -> None:
-        """Mark packs as trained on: from now on the state refers to the trained packs.
-
-        Without it, the state refers to the packs read, which includes prefetched ones. A stream's
-        pack carries the cursor of its own shard only, so no pack may be omitted.
-        """
-        if self._read is self._start:
-            self.start_next_pass()  # a finished pass was loaded: the workers started the next one
-        if self._trained is None:
-            self._trained = Progress(self._start.position, dict(self._start.cursors))
-        for pack in packs:
-            index, cursor = index_and_cursor(pack)
-            shards = self.settings["shards"] or 1
-            self._trained.check_next(index, cursor, self._share(), shards)
-            self._trained.add(index, cursor)
-
-    def state_after(self, *packs: Pack | dict) -> dict:
-        """Mark packs as trained on, and return the state after them."""
-        self.mark_trained(*packs)
-        return self.state_dict()
-
-    def state_dict(self) -> dict:
-        """Return the state: small JSON from which any number of ranks and workers can continue.
-
-        The pass ends once a pack was requested after its last one, or with `end_pass`; loading the
-        state of a finished pass starts the next one. If DataLoader workers read the packs, this
-        process knows only those passed to `mark_trained`; without that call the state stays at the
-        beginning, and the state of a StatefulDataLoader has to be saved instead. If lengths are
-        unknown, a rank knows only its own shards: `merge_states` merges the states of all ranks.
-        """
-        info = get_worker_info()
-        if info is None:
-            progress = self._trained or self._read
-            # Reading may be ahead of training.
-            finished = self._finished and progress.last == self._read.last
-            shards = progress.shard_cursors(*self._ranks())
-            return self._state(progress.next_position(self._share()), shards, finished)
-        start = self._start.position
-        _, epoch, epoch_start = self._read.last or (0, start.epoch, start.epoch_start)
-        state = self._state(start, self._read.shard_cursors())
-        worker = {
-            "id": info.id,
-            "num_workers": info.num_workers,
-            "num_packs": self._read.num_packs,
-            "epoch": epoch,
-            "epoch_start": epoch_start,
-        }
-        return {**state, "worker": worker}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from a state of the same data and settings.
-
-        A finished pass is followed by the next one, unless the pass may be longer here:
-        `max_packs` may differ and, if lengths are known, so may `epochs`, which then is the total
-        of the pass; the empty packs that completed its last round are replaced by the packs that
-        follow. A stream's last epoch ends with the packs of all pending samples, so its `epochs`
-        must be the same.
-        """
-        check_state(state, self.settings, self.fingerprint)
-        position = self.reader.resume_position(state, self.epochs)
-        worker, info = state.get("worker"), get_worker_info()
-        this_worker = None if info is None else (info.id, info.num_workers)
-        if worker is not None and this_worker != (worker["id"], worker["num_workers"]):
-            raise ValueError(
-                f"the state is of worker {worker['id']} of {worker['num_workers']}: keep "
-                "num_workers, or save the state of the trained packs, which any number can continue"
-            )
-        cursors = {int(shard): dict(cursor) for shard, cursor in state.get("shards", {}).items()}
-        self._start = Progress(position, cursors)
-        self._read, self._trained, self._worker = self._start, None, worker
-        self._finished = is_finished(state, self.epochs, self.max_packs)
-
-    def _state(self, position: Position, shards: dict, finished: bool = False) -> dict:
-        state = {
-            "version": VERSION,
-            "settings": dict(self.settings),
-            "fingerprint": self.fingerprint,
-            "epochs": self.epochs,
-            "max_packs": self.max_packs,
-            "finished": finished,
-            "position": asdict(position),
-        }
-        return {**state, "shards": shards} if shards else state
-
-    def _start_pass(self, epoch: int) -> None:
-        end_epoch = None if self.epochs is None else epoch + self.epochs
-        position, cursors = Position(epoch, 0, 0, end_epoch), {}
-        if epoch and not isinstance(self.reader, PlannedPacks):
-            last = self._read if self._finished else self._trained or self._read
-            cursors = self.reader.initial_cursors(position, last.cursors)
-        self._start = self._read = Progress(position, cursors)
-        self._trained: Progress | None = None
-        self._worker: dict | None = None
-        self._finished = False
-
     def __getstate__(self) -> dict:
         # A spawned worker is not a member of its parent's process group, so it is sent the rank.
         # Any other copy may end up in a process of another rank.
         if get_spawning_popen() is None:
             return self.__dict__.copy()
         self._check_layout()
-        return {**self.__dict__, "_sender": (os.getpid(), *self._ranks())}
+        sender = os.getpid(), *self._ranks()
+        return {**self.__dict__, "_sender": sender, "encoder": None}  # a stream's reader has it
 
-    def _next_pass_epoch(self) -> int:
-        """Return the first epoch of the next pass."""
-        if self._start.position.end_epoch is not None:
-            return self._start.position.end_epoch
-        # `max_packs` ended a run without end, for each reader at its own last pack: all readers
-        # must agree on one epoch. If shards end in different epochs, all know only the first.
-        if isinstance(self.reader, PlannedPacks) and self.max_packs is not None:
-            return self.reader.next_pass_epoch(self._read.next_position(self._share()))
-        return self._start.position.epoch + 1
+    def _worker_number(self) -> tuple[int, int] | None:
+        info = get_worker_info()
+        return None if info is None else (info.id, info.num_workers)
 
     def _share(self) -> RankShard:
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return RankShard(*self._ranks(), worker, num_workers)
+        return RankShard(*self._ranks(), *(self._worker_number() or (0, 1)))
 
     def _check_layout(self) -> None:
         """Refuse to detect the rank where several ranks need the same packs."""

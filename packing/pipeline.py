@@ -10,6 +10,7 @@ import numpy as np
 from .encoding.encode_rows import drop_bad_documents, encode_source
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
+from .encoding.token_cache import TokenCache
 from .ordering.mixture import Mixture, StoppingStrategy, Weight
 from .ordering.rank_shard import RankShard
 from .pack import MAX_BUDGET
@@ -44,6 +45,18 @@ class PipelineOptions:
     balance: bool
     max_packs: int | None
     skip_errors: bool
+    token_cache: TokenCache | None = None
+
+    @classmethod
+    def checked(
+        cls, *, seed: int, shards: int | None, on_error: str, **options: Any
+    ) -> PipelineOptions:
+        """Return the options, or raise for one that is out of range."""
+        encoder, packer = options["encoder"], options["packer"]
+        budget, pad_token_id = packer["budget"], packer["pad_token_id"]
+        check_values(budget, pad_token_id, encoder.vocab_size, on_error, options["shuffle"])
+        (seed,), (shards,) = check_ints(seed=seed), check_counts(shards=shards)
+        return cls(seed=seed, shards=shards, skip_errors=on_error == "skip", **options)
 
     def __post_init__(self) -> None:
         """Raise for a value of the wrong type, also of settings that this source does not use."""
@@ -61,9 +74,17 @@ class PipelineOptions:
             raise ValueError(f"pool {self.packer['pool']}: at least one segment")
 
 
+def packer_settings(*, max_length: int | None, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a packer, numbers as Python's integers."""
+    names = ("budget", "pool", "pad_to_multiple_of", "pad_token_id")
+    numbers = check_ints(**{name: settings[name] for name in names})
+    (max_length,) = check_counts(max_length=max_length)
+    return {**settings, **dict(zip(names, numbers, strict=True)), "max_length": max_length}
+
+
 def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list[Opened]:
     """Open the sources of a mixture, in order."""
-    return [
+    opened = [
         open_source(
             source,
             text_column=encoder.text_column,
@@ -73,6 +94,11 @@ def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: A
         )
         for number, (source, _) in enumerate(pairs)
     ]
+    if encoder.format is not None and any(isinstance(source, list) for source in opened):
+        raise ValueError(
+            f"format={encoder.format_name!r} converts rows, and this data has ready tokens: omit it"
+        )
+    return opened
 
 
 def build_packs(
@@ -115,7 +141,8 @@ def _planned_packs(
     for number, source in enumerate(opened):
         if isinstance(source, RowSource):
             errors = skipped if options.skip_errors else None
-            arrays.append(encode_source(source, encoder, errors, number, max_length))
+            encode = encode_source if options.token_cache is None else options.token_cache.encode
+            arrays.append(encode(source, encoder, errors, number, max_length))
         elif options.skip_errors:
             arrays += drop_bad_documents(source, skipped, encoder.vocab_size)
         else:
@@ -169,6 +196,7 @@ def state_settings(
         "stopping_strategy": options.stopping_strategy if mixed else None,
         "balance": options.balance,
         "text_column": encoder.text_column,
+        "format": encoder.format_name,
         "add_eos": encoder.eos_token_id,
         "on_error": "skip" if options.skip_errors else "raise",
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
@@ -201,13 +229,14 @@ def check_counts(**settings: int | None) -> list[int | None]:
     return [None if value is None else int(value) for value in settings.values()]
 
 
-def check_rank(rank: int | None, world_size: int | None) -> None:
-    """Raise if only one of the two is given, or the rank is none of the ranks."""
+def check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    """Return both, or raise if only one is given, or the rank is none of the ranks."""
     if rank is None and world_size is None:
-        return
+        return rank, world_size
     if rank is None or world_size is None:
         raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
     RankShard(*check_ints(rank=rank, world_size=world_size))
+    return rank, world_size
 
 
 def check_values(

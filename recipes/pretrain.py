@@ -222,7 +222,7 @@ class Pretraining:
     def log_step(self, bar, losses: list) -> None:
         """Update the progress bar, the tracker and log.jsonl."""
         import torch
-        from nopad.trainer.monitoring import raise_if_not_finite
+        from nopad.trainer.monitoring import raise_if_not_finite, tracker_tags
 
         loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
         if not self.args.continue_on_nan:
@@ -238,7 +238,7 @@ class Pretraining:
             f"loss {loss:.3f}, {self.rates['tokens_per_second']:.0f} tok/s, "
             f"fill {self.rates['fill']:.2%}, {self.rates['samples_per_pack']:.1f} samples/pack"
         )
-        self.accelerator.log(values, self.step)
+        self.accelerator.log(tracker_tags(values), self.step)
         if self.accelerator.is_main_process:
             self.run_dir.log(self.step, values)
 

@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         PackedCallback,
         PackedDataModule,
         StopCallback,
+        save_pretrained,
     )
 
     with hold_signals(), as_user_error(MisconfigurationException):
@@ -104,9 +105,12 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         check_weights(module, f"step {trainer.global_step}")
         if finished := trainer.global_step == args.steps:
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
+            save_pretrained(trainer, args.output / "model", tokenizer)
         if trainer.is_global_zero:
             status = "done" if finished else "stopped, continue with --resume"
             print(f"{status}: {args.output}, step {trainer.global_step}")
+            if finished:
+                print(f"model: {args.output / 'model'}, for from_pretrained and nopad generate")
 
 
 if __name__ == "__main__":

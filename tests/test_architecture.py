@@ -55,13 +55,15 @@ ONLY_IN = {
     ("trainer", "lightning"): "trainer/with_lightning/",
     ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
     ("inference", "lm_eval"): "inference/harness/",
+    ("inference", "transformers"): "inference/pretrained/",
     ("inference", "matplotlib"): "inference/metrics/",
 }
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"planning"}, {"state"},
-        {"ordering"}, {"pack"}, {"sample", "document_starts", "token_ids", "numba_jit"},
+        {"dataset", "pipeline", "resumable_passes"}, {"readers"}, {"encoding"}, {"sources"},
+        {"planning"}, {"state"}, {"ordering"}, {"pack"},
+        {"sample", "document_starts", "token_ids", "numba_jit"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},
@@ -75,7 +77,7 @@ LAYERS = {
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
         {"request_runner"}, {"session"}, {"engine_core"}, {"settings"}, {"fused"}, {"execution"},
-        {"scheduling"}, {"metrics"}, {"requests"}, {"live_model"},
+        {"scheduling"}, {"metrics"}, {"requests"}, {"live_model", "pretrained"},
     ],
     "recipes": [
         {"pretrain", "pretrain_lightning", "train_hf", "sft", "evaluate_checkpoint"}, {"support"},

@@ -49,8 +49,13 @@ FAULTS = {
         "set_ended = StreamedPacks.read\n"
         "StreamedPacks.read = lambda *a: (p for p in set_ended(*a) if len(p.tokens))",
     ),
+    "every source has one key": (
+        "packing/encoding/test_token_cache.py", "nopad.packing.encoding.token_cache",
+        "entry_key = lambda *_: 'one'",
+    ),
     "a pass that is over is continued": (
-        "packing/test_pass_end.py", "nopad.packing.dataset", "is_finished = lambda *_: False",
+        "packing/test_pass_end.py", "nopad.packing.resumable_passes",
+        "is_finished = lambda *_: False",
     ),
     "the last step of a pass does not end it": (
         "trainer/test_pass_end.py", "nopad.packing.dataset",
@@ -351,7 +356,7 @@ FAULTS = {
     ),
     "missing weights are random": (
         "cli/test_load_pretrained.py::test_weights_that_are_missing_are_not_filled_at_random",
-        "nopad.cli.load_pretrained",
+        "nopad.inference.pretrained.loading",
         "from transformers import AutoModelForCausalLM as auto\n"
         "load_weights = lambda path, **k: auto.from_pretrained(path, trust_remote_code=False, **k)",
     ),

@@ -23,6 +23,7 @@ from ..document_starts import check_not_packed
 from ..sample import IGNORE_INDEX, Sample
 from ..token_ids import LOSS_MASKS, check_masks, make_sample, validate_token_ids
 from .chat import encode_chat
+from .row_format import RowFormat, format_name, row_format, suggest_format
 
 
 class Encoder:
@@ -42,18 +43,23 @@ class Encoder:
         text_column: str = "text",
         add_eos: bool | int = True,
         vocab_size: int | None = None,
+        format: RowFormat | None = None,
     ):
         """Choose how rows are read.
 
         tokenizer: a Hugging Face tokenizer, or any function from text to ids.
         text_column: the key of the text in a row.
         add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
+        format: layout of the rows, "alpaca" or "sharegpt", or a function that converts a row.
         """
         _check_tokenizer(tokenizer)
         if not isinstance(text_column, str):
             raise ValueError(f"text_column={text_column!r}: pass the name of a column")
         self.tokenizer = tokenizer
         self.text_column = text_column
+        self.format, self.format_name = row_format(format), format_name(format)
+        self.format_is_named = not callable(format)
+        """Whether the format is one of ours, and not a function of the user's."""
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
         missing = add_eos is True and self.eos_token_id is None
         self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
@@ -66,6 +72,7 @@ class Encoder:
         prompts: dict[int, str] = {}
         for i, row in enumerate(map(self._without_nulls, rows)):
             try:
+                row = row if self.format is None else self.format(row)
                 parts = self._text_parts(row)
                 if parts is None:
                     results[i] = self._encode_row(row)
@@ -174,8 +181,7 @@ class Encoder:
             return self._encode_messages(messages, len(row["prompt"]), row.get("tools"))
         raise ValueError(
             f"a row with the keys {sorted(map(str, row))[:8]} has neither {self.text_column!r}, "
-            "input_ids, messages nor prompt and completion: name the text's column with "
-            "text_column="
+            f"input_ids, messages nor prompt and completion: {suggest_format(row)}"
         )
 
     def _encode_messages(self, messages: Any, first: int, tools: Any) -> Sample:

@@ -25,6 +25,11 @@ class SkippedRows:
         if len(self.reasons) < MAX_REASONS:
             self.reasons.append(f"{error.location}: {error.reason}")
 
+    def merge(self, other: SkippedRows) -> None:
+        """Add the rows of another count."""
+        self.rows += other.rows
+        self.reasons += other.reasons[: MAX_REASONS - len(self.reasons)]
+
 
 def build_report(
     counts: Counts, tokens_drawn: Sequence[int], skipped: SkippedRows, budget: int

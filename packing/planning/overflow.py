@@ -1,4 +1,4 @@
-"""Items longer than a pack: split them, truncate them, drop them, or raise.
+"""Items longer than a pack or than `max_length`: split, truncate or drop them, or raise.
 
 budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
                                   truncate   3 | 4     | 4      6 tokens lost, counted
@@ -25,7 +25,7 @@ class Counts:
     items: int = 0
     tokens: int = 0
     split: int = 0
-    """Items split because they are longer than a pack."""
+    """Items split because they are too long."""
     truncated: int = 0
     """Items truncated."""
     truncated_tokens: int = 0
@@ -68,10 +68,10 @@ def cut_items(lengths: np.ndarray, capacity: int, overflow: Overflow, counts: Co
 
 
 def too_long_error(location: object, length: int, capacity: int) -> ValueError:
-    """Build the error for a sample that is longer than a pack."""
+    """Build the error for a sample that is longer than a pack or than `max_length`."""
     return ValueError(
-        f"{location} has {length} tokens, a pack holds {capacity}: raise the budget, "
-        "or choose overflow= (split, truncate or drop)"
+        f"{location} has {length} tokens, at most {capacity} are allowed: raise the budget or "
+        "max_length, or choose overflow= (split, truncate or drop)"
     )
 
 
@@ -79,7 +79,8 @@ def max_sample_length(packer: Mapping[str, Any]) -> int | None:
     """Return the longest sample that a packer with these settings accepts; None: no limit."""
     if packer["overflow"] != "error":
         return None
-    return packer["budget"] // packer["pad_to_multiple_of"] * packer["pad_to_multiple_of"]
+    capacity = packer["budget"] // packer["pad_to_multiple_of"] * packer["pad_to_multiple_of"]
+    return min(capacity, packer.get("max_length") or capacity)
 
 
 def _split(items: np.ndarray, lengths: np.ndarray, capacity: int) -> Segments:

@@ -43,6 +43,7 @@ class Packer:
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
         pad_to_multiple_of: int = 1,
+        max_length: int | None = None,
         continue_positions: bool = False,
         pad_token_id: int = 0,
     ):
@@ -52,9 +53,15 @@ class Packer:
             strategy=strategy,
             overflow=overflow,
             pad_to_multiple_of=pad_to_multiple_of,
+            max_length=max_length,
         )
         if not isinstance(continue_positions, bool | np.bool_):
             raise ValueError(f"continue_positions={continue_positions!r}: pass True or False")
+        if continue_positions and max_length is not None and overflow == "split":
+            raise ValueError(
+                f"continue_positions=True would continue positions beyond max_length={max_length}: "
+                "omit one of them"
+            )
         if not 0 <= check_ints(pad_token_id=pad_token_id)[0] < 2**31:
             raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary")
         self.continue_positions, self.pad_token_id = bool(continue_positions), int(pad_token_id)
@@ -83,11 +90,9 @@ class Packer:
         return self._packs(self.planner.finish())
 
     def _hold(self, number: int, sample: Sample) -> None:
-        tokens, capacity = len(sample), self.planner.capacity
-        if tokens > capacity:
-            tokens = {"truncate": capacity, "drop": 0}.get(
-                self.planner.settings["overflow"], tokens
-            )
+        tokens, longest = len(sample), self.planner.max_segment
+        if tokens > longest:
+            tokens = {"truncate": longest, "drop": 0}.get(self.planner.settings["overflow"], tokens)
         if tokens:
             self.pending[number], self._pending_tokens[number] = sample, tokens
 

@@ -38,10 +38,12 @@ def pack_lengths(
     strategy: Strategy = "best_fit",
     overflow: Overflow = "split",
     pad_to_multiple_of: int = 1,
+    max_length: int | None = None,
 ) -> Plan:
     """Plan the packs of items of these lengths at once, to inspect them or to pack offline.
 
     pool: as for a stream; None: all items.
+    max_length: the longest sequence, if shorter than a pack; `overflow` applies to longer items.
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
@@ -50,13 +52,14 @@ def pack_lengths(
     lengths = np.asarray(lengths)
     if pool is None:
         capacity = max(1, budget // max(1, pad_to_multiple_of) * pad_to_multiple_of)
-        pool = int((lengths // capacity + 1).sum()) + 1
+        pool = int((lengths // min(capacity, max_length or capacity) + 1).sum()) + 1
     planner = Planner(
         budget,
         pool=pool,
         strategy=strategy,
         overflow=overflow,
         pad_to_multiple_of=pad_to_multiple_of,
+        max_length=max_length,
     )
     return Plan.join([planner.feed(lengths), planner.finish()])
 
@@ -70,6 +73,7 @@ class Planner:
                         next item does not fit; concat: keeps the order, items are cut wherever a
                         pack is full.
     overflow            what to do with an item longer than a pack; counted in `counts`.
+    max_length          the longest sequence, if shorter than a pack: `overflow` applies from there.
     pad_to_multiple_of  every segment occupies a multiple of this many tokens in its pack; the
                         plan's lengths are the true ones.
     defer               whether best_fit may defer a segment, for a fuller pack later. Without it
@@ -88,6 +92,7 @@ class Planner:
         strategy: Strategy = "best_fit",
         overflow: Overflow = "split",
         pad_to_multiple_of: int = 1,
+        max_length: int | None = None,
         defer: bool = True,
     ):
         if strategy not in ("best_fit", "sequential", "concat"):
@@ -107,17 +112,22 @@ class Planner:
             )
         if pool < 1:
             raise ValueError(f"pool {pool}: at least one segment")
+        if max_length is not None and check_ints(max_length=max_length)[0] < 2:
+            raise ValueError(f"max_length {max_length}: a sequence needs 2 tokens to learn from")
         self.settings = {
             "budget": budget,
             "pool": pool,
             "strategy": strategy,
             "overflow": overflow,
             "pad_to_multiple_of": multiple,
+            "max_length": None if max_length is None else int(max_length),
             "defer": defer,
         }
         self.counts = Counts()
         self.capacity = budget // multiple * multiple
         """Tokens that a pack can hold, rounded down to `pad_to_multiple_of`."""
+        self.max_segment = min(self.capacity, self.settings["max_length"] or self.capacity)
+        """Tokens that a segment can have."""
         self.pending = Segments.empty()
         """Segments that have no pack yet."""
         self._deferrals = np.zeros(0, np.int64)
@@ -132,10 +142,11 @@ class Planner:
         if shortest < 1:
             item = self.counts.items + int(np.argmin(lengths))
             raise ValueError(f"item {item} has length {shortest}: remove empty items")
-        if longest <= self.capacity or self.settings["strategy"] == "concat":
+        cuts_stream = self.settings["strategy"] == "concat" and self.max_segment == self.capacity
+        if longest <= self.max_segment or cuts_stream:
             self.pending = self.pending.append_items(self.counts.items, lengths)
         else:
-            segments = cut_items(lengths, self.capacity, self.settings["overflow"], self.counts)
+            segments = cut_items(lengths, self.max_segment, self.settings["overflow"], self.counts)
             self.pending = self.pending.append(segments)
         self.counts.items += len(lengths)
         self.counts.tokens += total
@@ -220,7 +231,7 @@ class Planner:
         return bool(
             len(pending) < (pool if best_fits else self.capacity)
             and pending.items.max() < counts.items
-            and 1 <= lengths.min() <= lengths.max() <= self.capacity
+            and 1 <= lengths.min() <= lengths.max() <= self.max_segment
             and lengths.sum() == counts.pending_tokens
             and 0 <= deferrals.min(initial=0) <= deferrals.max(initial=0) <= MAX_DEFERRALS
         )

@@ -71,6 +71,8 @@ class PlannedPacks:
         self.weights = weights
         self._tokens_before = 0, np.zeros(len(weights), np.int64)
         """The epoch that was counted last, and the tokens of each source before it."""
+        self._num_packs: dict[int, int] = {}
+        """The number of packs of each epoch that was counted."""
         self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
         self.max_packs = max_packs
 
@@ -147,7 +149,9 @@ class PlannedPacks:
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading tokens."""
-        return sum(len(plan) for plan in self.plans(epoch))
+        if epoch not in self._num_packs:
+            self._num_packs[epoch] = sum(len(plan) for plan in self.plans(epoch))
+        return self._num_packs[epoch]
 
     def next_pass_epoch(self, position: Position) -> int:
         """Return the first epoch that a pass of `max_packs` packs does not touch."""

@@ -24,6 +24,7 @@ from ..document_starts import BOUNDARY_COLUMNS, Lists, inner_starts
 from ..state.fingerprint import Fingerprint
 from ..state.run_state import is_non_negative_int
 from ..token_ids import LOSS_MASKS, check_masks
+from .content_key import HashedStream
 from .in_memory import row_or_error
 from .paths import resolve_inside
 from .source import IndexedSource, Row, RowSource, cursor_error, drop_null_fields
@@ -147,6 +148,15 @@ class DatasetSource(IndexedSource):
         for row in self.rows(np.arange(0, len(self.data), max(1, len(self.data) // 256))):
             fingerprint.row(str(row) if isinstance(row, ValueError) else row)
         return fingerprint.text()
+
+    def cache_key(self):
+        if _has_transform(self.data):
+            return None
+        stream, writer = HashedStream(f"dataset {self.name}"), None
+        for table in self.data.with_format("arrow").iter(batch_size=1000):
+            writer = writer or pa.ipc.new_stream(stream, table.schema)
+            writer.write_table(table)
+        return stream.hexdigest()
 
 
 class IterableDatasetSource(RowSource):

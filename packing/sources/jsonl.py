@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .content_key import files_key
 from .decompress import CODECS, decompressed_size, open_compressed
 from .paths import display_name, files_fingerprint
 from .source import SMALL_BYTES, Row, RowSource
@@ -44,6 +45,9 @@ class JsonlSource(RowSource):
 
     def fingerprint(self):
         return files_fingerprint("jsonl", self.paths, self.sizes)
+
+    def cache_key(self):
+        return files_key("jsonl", self.paths, self.sizes)
 
 
 def _decompressed_bytes(paths: list[Path], sizes: list[int]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .content_key import files_key
 from .paths import display_name, files_fingerprint
 from .source import SMALL_BYTES, Row, RowSource, drop_null_fields
 
@@ -35,6 +36,9 @@ class ParquetSource(RowSource):
 
     def fingerprint(self):
         return files_fingerprint("parquet", self.paths)
+
+    def cache_key(self):
+        return files_key("parquet", self.paths)
 
 
 def _decoded_bytes(paths: list[Path]) -> int:

@@ -93,6 +93,10 @@ class RowSource(ABC):
     def fingerprint(self) -> str:
         """Identify the rows, so that a state of other data is rejected."""
 
+    def cache_key(self) -> str | None:
+        """Identify all content of the rows; None if it cannot be known before they are read."""
+        return None
+
     shuffles_rows = False
     """Whether `read` shuffles by its `shuffle_key`."""
     sequential_only = False

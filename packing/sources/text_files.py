@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .content_key import files_key
 from .paths import display_name, files_fingerprint
 from .source import IndexedSource
 
@@ -37,3 +38,6 @@ class TextFileSource(IndexedSource):
 
     def fingerprint(self):
         return files_fingerprint("text", self.paths)
+
+    def cache_key(self):
+        return files_key("text", self.paths)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import warm_python
 from nopad.cli import load_pretrained
+from nopad.inference.pretrained import loading
 
 
 def test_a_tokenizer_may_lie_at_home(checkpoint_dir, monkeypatch):
@@ -63,7 +64,7 @@ def test_the_device_of_a_model_is_the_current_one(monkeypatch, name, rank, index
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    assert load_pretrained._device(name) == torch.device("cuda", index)
+    assert loading.choose_device(name) == torch.device("cuda", index)
     assert current == [torch.device("cuda", index)]
 
 
@@ -139,8 +140,8 @@ def test_an_odd_name_is_told_in_one_line(name):
 
 @pytest.mark.parametrize("name", ["meta", "xla"])
 def test_a_device_that_is_not_here_is_told(name):
-    with pytest.raises(ValueError, match=f"^--device {name}: this machine cannot use it; pass cpu"):
-        load_pretrained._device(name)
+    with pytest.raises(ValueError, match=f"^device={name}: this machine cannot use it; pass cpu"):
+        loading.choose_device(name)
 
 
 def test_a_broken_config_is_not_taken_for_a_missing_tokenizer(checkpoint_dir, tmp_path):

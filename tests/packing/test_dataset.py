@@ -121,6 +121,50 @@ def test_settings_of_numpy_are_the_same_settings(tools):
     assert json.dumps(theirs.state_dict()) == json.dumps(own.state_dict())
 
 
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_sequence_may_be_shorter_than_a_pack_by_the_policy_for_long_samples(planned, overflow):
+    rows = [[n] * (4 * n) for n in range(1, 9)]
+    options = {"budget": 64, "overflow": overflow, "pretokenize": planned, "shards": 1}
+    data = PackedDataset(rows, max_length=10, **options)
+    lengths = sorted(length for pack in data for length in pack.lengths.tolist())
+    wanted = {"drop": [4, 8], "truncate": [4, 8, *[10] * 6]}
+    wanted["split"] = [2, 2, 4, 4, 6, 8, 8, *[10] * 11]
+    assert lengths == wanted[overflow]
+    report = data.report()
+    name = {"split": "split", "truncate": "truncated", "drop": "dropped"}[overflow]
+    assert report[name] == 6 and report["packs"] < 8
+    with pytest.raises(ValueError, match="max_length=10, this dataset has max_length=None"):
+        PackedDataset(rows, **options).load_state_dict(data.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_length_is_that_of_a_pass_on_one_rank(tools, world_size):
+    rows = tools.documents(60)
+    for settings in ({}, {"epochs": 2}, {"epochs": None, "max_packs": 7}, {"max_packs": 4}):
+        options = {"budget": 90, "rank": 0, "world_size": world_size, **settings}
+        data = PackedDataset(rows, **options)
+        for _ in range(2):
+            assert len(data) == len(list(data))
+            data.start_next_pass()
+
+
+def test_a_length_that_is_not_known_is_a_type_error_with_the_way_out():
+    stream = PackedDataset(lambda: iter([[1, 2]]), budget=8)
+    with pytest.raises(TypeError, match=r"cannot be counted.*pretokenize=True, or use estimate"):
+        len(stream)
+    with pytest.raises(TypeError, match="epochs=None: the packs have no end to count"):
+        len(PackedDataset([[1, 2]], budget=8, epochs=None))
+    assert stream and PackedDataset([], budget=8)
+
+
+def test_positions_may_not_continue_beyond_the_longest_sequence():
+    with pytest.raises(ValueError, match="continue_positions=True would continue positions beyond"):
+        PackedDataset([[1, 2]], budget=8, max_length=4, continue_positions=True)
+    with pytest.raises(ValueError, match="max_length 1: a sequence needs 2 tokens"):
+        PackedDataset([[1, 2]], budget=8, max_length=1)
+
+
 @pytest.mark.parametrize("skip", ["raise", "skip"])
 @pytest.mark.parametrize("kind", ["list", "file", "store", "stream of a list", "stream of a file"])
 def test_a_document_that_is_too_long_is_named_by_its_own_place(jsonl, kind, skip):
@@ -136,5 +180,5 @@ def test_a_document_that_is_too_long_is_named_by_its_own_place(jsonl, kind, skip
         samples = [Sample(np.array(row)) for row in rows]
         arrays = [TokenArray.of(samples[:30], "first"), TokenArray.of(samples[30:], "second")]
         source, place = TokenStore(arrays), "second, document 37"
-    with pytest.raises(ValueError, match=f"{place} has 100 tokens, a pack holds 8: raise the"):
+    with pytest.raises(ValueError, match=f"{place} has 100 tokens, at most 8 are allowed: raise"):
         list(PackedDataset(source, **options))

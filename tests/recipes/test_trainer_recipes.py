@@ -12,6 +12,7 @@ import small_inputs
 import torch
 import warm_python
 from nopad.trainer.graceful_stop import STOP_SIGNALS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -98,6 +99,9 @@ def test_a_torn_last_checkpoint_is_resumed_from_the_one_beside_it(tmp_path, monk
     assert "step=2.ckpt, step 2; " in out and "done: runs/pretrain_lightning-1, step 3" in out
     found = torch.load(last, weights_only=True)["state_dict"]
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    model = AutoModelForCausalLM.from_pretrained(last.parent / "model")
+    assert all(torch.equal(w, wanted[f"model.{name}"]) for name, w in model.state_dict().items())
+    assert len(AutoTokenizer.from_pretrained(last.parent / "model"))
 
 
 def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypatch, capsys):

@@ -157,6 +157,17 @@ class PackedLoader:
         self.dataset.end_pass()
         self._state = None
 
+    def __len__(self) -> int:
+        return self.pass_length()
+
+    def pass_length(self) -> int:
+        """Count the batches of a pass on this rank; TypeError if the data has no known end."""
+        steps = len(self.dataset) / self.accumulation_steps
+        return (math.floor(steps) if self.drop_last else math.ceil(steps)) * self.accumulation_steps
+
+    def __bool__(self) -> bool:
+        return True  # without counting
+
     def _check_same_data(self) -> None:
         """Raise on all ranks if one has other data or settings; compared at the first iteration."""
         if self._same_data:
@@ -261,6 +272,16 @@ class PackedLoader:
         """Called when the last batch of a step is issued; `is_last`: the data ends with it."""
 
 
+class UnsizedLoader(PackedLoader):
+    """A loader for trainers that would cut every epoch to the packs of the first.
+
+    The epochs of one data set may have different numbers of packs.
+    """
+
+    def __len__(self) -> int:
+        raise TypeError("the packs of the next passes may be more or fewer")
+
+
 class EvaluationLoader(PackedLoader):
     """Iterate over a data set, or its first packs, once, from the beginning each time.
 
@@ -280,6 +301,9 @@ class EvaluationLoader(PackedLoader):
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
         """Packs of this rank; the same number on every rank."""
         self._items_per_pack: float | None = None
+
+    def __len__(self) -> int:
+        return self.packs
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_same_data()

@@ -34,7 +34,8 @@ class ModelLimits:
         if length > self.sequence.length:
             raise ValueError(
                 f"{name} holds a sequence of {length} tokens, beyond {self.sequence.reason}: "
-                f"lower the budget to {self.sequence.length}"
+                f"lower the budget to {self.sequence.length}, or pass PackedDataset(max_length="
+                f"{self.sequence.length})"
             )
 
     def check_ids(self, batch: dict[str, Any], prefix: str = "") -> None:

@@ -25,6 +25,7 @@ from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from .cross_entropy import linear_cross_entropy
 from .label_count import count_labels
+from .token_statistics import token_statistics
 
 SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 """Names of a tanh soft cap on the logits in model configurations."""
@@ -42,6 +43,10 @@ class AttachedLoss:
         """The loss of each label of the last batch [B, T], at the label's position, detached."""
         self.mask_documents = False
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
+        self.measures_tokens = False
+        """Whether the next batches are measured: another product with the head for each."""
+        self.token_statistics: Tensor | None = None
+        """Of the last batch, if it was measured: see `token_statistics`."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
         """Shifted labels, item count and token weights of the current forward."""
         self._label_count: HostCopy | None = None
@@ -49,7 +54,7 @@ class AttachedLoss:
         self._prepared_forward = vars(model).get("forward")
         """The forward that Accelerate's `prepare` gave the model, if it did."""
         self._calls_loss = _calls_loss_function(model)
-        model.forward = MethodType(_wrap_forward(model.forward), model)
+        model.forward = MethodType(_wrap_forward(model), model)
         if self._calls_loss:
             model.loss_function = self._loss
         self._bypass_head()
@@ -153,6 +158,9 @@ class AttachedLoss:
                 num_labels=None if self._label_count is None else int(self._label_count.read()),
                 **self.options,
             )
+            if self.measures_tokens:
+                rows = hidden.flatten(0, -2).to(weight.dtype)
+                self.token_statistics = token_statistics(rows, targets.flatten(), weight, bias)
         self.token_losses = losses.view_as(targets).roll(1, -1)
         return total
 
@@ -160,6 +168,8 @@ class AttachedLoss:
         assert self._targets is not None
         targets, items, weights = self._targets
         logits = logits.flatten(0, -2).float()
+        if self.measures_tokens:
+            self.token_statistics = token_statistics(logits, targets.flatten())
         losses = nn.functional.cross_entropy(
             logits,
             targets.flatten(),
@@ -207,8 +217,22 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     return loss
 
 
-def _wrap_forward(original: Any) -> Callable:
+def _wrap_forward(model: Any) -> Callable:
     """Return a forward to be bound as a method: a copy of the model binds its own."""
+    stock = getattr(model.forward, "__func__", model.forward)
+    forward = _loss_forward(stock)
+    unprepared = getattr(vars(model).get("_original_forward"), "__func__", None)
+    if unprepared is not None:
+        # Accelerate's `unwrap_model(keep_fp32_wrapper=False)` binds the innermost `__wrapped__`.
+        forward.__dict__["__wrapped__"] = _loss_forward(unprepared, is_unprepared=True)
+    return forward
+
+
+def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
+    """Return a forward with the loss.
+
+    is_unprepared: run `stock` from the first call on, and not the forward of `prepare`.
+    """
 
     def forward(
         model: Any,
@@ -220,6 +244,8 @@ def _wrap_forward(original: Any) -> Callable:
         **kwargs: Any,
     ):
         loss: AttachedLoss = model.nopad_loss
+        if is_unprepared and loss._prepared_forward is not None:
+            loss._forward, loss._prepared_forward = MethodType(stock, model), None
         if labels is None and shift_labels is None:
             return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
@@ -227,8 +253,7 @@ def _wrap_forward(original: Any) -> Callable:
         weights = None if loss_weights is None else _shift(loss_weights, 0.0)
         return loss.run(targets, num_items_in_batch, weights, args, kwargs)
 
-    stock = getattr(original, "__func__", original)
-    # No __wrapped__: Accelerate follows it to the stock forward when it unwraps a model.
+    # No __wrapped__ of the stock one: Accelerate would follow it when it unwraps a model.
     forward.__doc__, forward.__dict__["__signature__"] = stock.__doc__, signature(stock)
     return forward
 

@@ -3,6 +3,7 @@
 from .finite_check import FiniteCheck, NonFiniteError, check_weights, raise_if_not_finite
 from .flops import ModelFlops
 from .preflight import check_run
+from .tags import tracker_tags
 from .throughput import ThroughputMeter
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "check_run",
     "check_weights",
     "raise_if_not_finite",
+    "tracker_tags",
 ]

@@ -46,7 +46,8 @@ def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str
         f"{config.model_type}, attention {attention}, document boundaries from {boundaries}, "
         "leak check 0.0"
     )
-    return [model_line, *_describe_plan(data)]
+    cached = [] if data.token_cache is None else data.token_cache.messages
+    return [model_line, *_describe_plan(data), *cached]
 
 
 def print_banner(lines: list[str]) -> None:
@@ -75,7 +76,7 @@ def _boundaries(attention: str) -> str:
 
 def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, list[list[int]]]:
     budget, limit = data.settings["budget"], length_limit(config)
-    longest = budget if data.lengths is None else _longest(data)
+    longest = _longest(data) or data.settings["max_length"] or budget
     longest = longest if limit is None else min(longest, limit.length)
     longest = min(longest, getattr(collator, "max_length", None) or longest)
     max_samples = getattr(collator, "fixed_sequences", None)
@@ -135,14 +136,14 @@ def _check_lengths(data: PackedDataset, config: Any) -> None:
     if limit is not None and longest > limit.length:
         raise ValueError(
             f"a sequence of {longest} tokens is beyond {limit.reason}: lower the budget to "
-            f"{limit.length}, or choose a model with a longer context"
+            f"{limit.length}, or pass PackedDataset(max_length={limit.length})"
         )
 
 
 def _longest(data: PackedDataset) -> int:
     """Return the length of the longest sequence; 0 if lengths are unknown before reading."""
     longest = 0 if data.lengths is None else int(data.lengths.max(initial=0))
-    return min(longest, data.settings["budget"])
+    return min(longest, data.settings["budget"], data.settings["max_length"] or longest)
 
 
 def _check_weights(model: nn.Module, collator: Any) -> None:
@@ -155,11 +156,13 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 def _describe_plan(data: PackedDataset) -> list[str]:
     """Describe the number of packs, their fill, and the samples that overflow."""
     lengths, budget, max_packs = data.lengths, data.settings["budget"], data.max_packs
+    limit = data.settings["max_length"]
     if lengths is None or not len(lengths):
         total = "" if max_packs is None else f"{max_packs:,} "
-        return [f"{total}packs of {budget} tokens; lengths are unknown before reading"]
+        within = "" if limit is None else f", samples of at most {limit}"
+        return [f"{total}packs of {budget} tokens{within}; lengths are unknown before reading"]
     planned = lengths[:MAX_PLANNED]
-    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of")
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
     planner = Planner(**{name: data.settings[name] for name in names})
     sequences = len(planner.feed(planned).items) + len(planner.finish().items)
     counts, is_estimate = planner.counts, len(lengths) > len(planned)
@@ -171,6 +174,8 @@ def _describe_plan(data: PackedDataset) -> list[str]:
     overflow = f"{counts.split:,} samples split"
     if is_estimate:
         overflow = f"of the first {len(planned):,} samples, {counts.split:,} split"
+    if limit is not None:
+        overflow = f"samples of at most {limit} tokens: {overflow}"
     return [
         f"{per_epoch}, fill {fill:.1%}, {sequences / max(1, counts.packs):.1f} sequences per pack; "
         f"{overflow}, {counts.truncated:,} truncated, {counts.dropped:,} dropped"

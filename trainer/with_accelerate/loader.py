@@ -28,6 +28,7 @@ from ...packing import Pack, PackedDataset
 from ...runtime import refuse_model_parallel, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
+from ..data.plain_data import check_plain, pack_plain, refuse_plain_settings
 from ..fused.fuse_layers import FusedLayers, fuse_layers
 from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck
@@ -48,9 +49,12 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     def __init__(
         self,
         accelerator: Accelerator,
-        dataset: PackedDataset,
+        dataset: Any,
         collator: Callable[[Pack], Batch] | None = None,
         *,
+        budget: int | None = None,
+        tokenizer: Any = None,
+        seed: int | None = None,
         fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
@@ -61,6 +65,12 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`; one
         that is attached already stays).
 
+        dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`, list,
+            path) of tokens or text: packed with samples of at most the longest sequence of the
+            models that are prepared already.
+        budget: tokens of a pack, for plain data.
+        tokenizer: for plain data of text.
+        seed: of the order of plain data; default 0.
         fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
             the banner names them.
         check: before the first step, refuse runs that would train the prepared model wrongly.
@@ -70,14 +80,14 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         options: num_workers, drop_last; see `PackedLoader`.
         """
         _check_accelerator(accelerator)
+        self.accelerator = accelerator
         super().__init__(
-            dataset,
+            self._packed(dataset, budget, tokenizer, seed),
             collator,
             accumulation_steps=accelerator.gradient_accumulation_steps,
             pin_memory=accelerator.device.type == "cuda",
             **options,
         )
-        self.accelerator = accelerator
         self.gradient_state = GradientState()
         self.fuses_layers, self._needs_check = fused, check
         self.fused_layers: list[FusedLayers] = []
@@ -91,6 +101,13 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self._state_file = STATE_FILE.replace(".", f"_{index}.") if index else STATE_FILE
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
+
+    def _packed(self, data: Any, budget: Any, tokenizer: Any, seed: int | None) -> PackedDataset:
+        if not check_plain(data, budget, "dataset"):
+            refuse_plain_settings(tokenizer=tokenizer, seed=seed)
+            return data
+        config = next((model.config for model in self._causal_lms()), None)
+        return pack_plain(data, config, budget=budget, tokenizer=tokenizer, seed=seed or 0)
 
     def __iter__(self) -> Iterator[Batch]:
         for prepared in self.accelerator._models:

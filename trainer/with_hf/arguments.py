@@ -8,7 +8,7 @@ All other arguments are read by the stock trainer and keep their meaning.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import TrainingArguments
@@ -76,7 +76,7 @@ TRAINING: dict[str, tuple[Accepts, str]] = {
 SFT: dict[str, tuple[Accepts, str]] = {
     "max_length": (
         lambda value, data: _keeps_length(value, data.settings),
-        "use PackedDataset(budget=, overflow=) for long samples",
+        "use PackedDataset(max_length=, overflow=) for long samples",
     ),
     "truncation_mode": (_never, "use PackedDataset(overflow=) for long samples"),
     "completion_only_loss": (
@@ -114,7 +114,7 @@ SFT: dict[str, tuple[Accepts, str]] = {
 """Arguments of TRL's SFTConfig, likewise."""
 
 TRAINER: dict[str, str] = {
-    "formatting_func": "format the rows before you build PackedDataset",
+    "formatting_func": "use PackedDataset(format=)",
 }
 """Keyword arguments of trainers that would have no effect."""
 
@@ -127,12 +127,8 @@ ACCELERATOR: dict[str, tuple[Any, ...]] = {
 """Keys of `accelerator_config` about the stock loader, and the values that packs agree with."""
 
 
-def adapt_arguments(args: TrainingArguments, data: PackedDataset, given: dict[str, Any]) -> float:
-    """Set the arguments that packs require; return the label smoothing for the attached loss.
-
-    given: the trainer's other keyword arguments.
-    """
-    _check_arguments(args, data, given)
+def adapt_arguments(args: TrainingArguments) -> float:
+    """Set the arguments that packs require; return the label smoothing for the attached loss."""
     args.remove_unused_columns = False
     args.per_device_train_batch_size = 1  # a batch is one pack, and the trainer counts it as one
     args.per_device_eval_batch_size = 1
@@ -142,16 +138,28 @@ def adapt_arguments(args: TrainingArguments, data: PackedDataset, given: dict[st
     return smoothing
 
 
-def _check_arguments(args: TrainingArguments, data: PackedDataset, given: dict[str, Any]) -> None:
+def check_arguments(
+    args: TrainingArguments,
+    data: PackedDataset,
+    given: dict[str, Any],
+    honoured: Collection[str] = (),
+) -> None:
+    """Refuse arguments that would have no effect.
+
+    given: the trainer's other keyword arguments.
+    honoured: arguments of which packs do what they ask for.
+    """
     if args.n_gpu > 1:
         raise ValueError(
             f"one process with {args.n_gpu} GPUs would split packs (DataParallel): start one "
             "process per GPU with accelerate launch or torchrun, or make one GPU visible only"
         )
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    names = {field.name for field in dataclasses.fields(args)}
     for name, (accepts, way_out) in {**TRAINING, **SFT}.items():
-        value = getattr(args, name, None)
-        if name in defaults and value != defaults[name] and not accepts(value, data):
+        if name not in names or name in honoured:
+            continue
+        value = getattr(args, name)
+        if value != default_of(args, name) and not accepts(value, data):
             raise _refusal(name, value, way_out)
     config: Any = args.accelerator_config
     for name, values in ACCELERATOR.items():
@@ -164,6 +172,11 @@ def _check_arguments(args: TrainingArguments, data: PackedDataset, given: dict[s
             raise _refusal(name, "…", way_out)
 
 
+def default_of(args: TrainingArguments, name: str) -> Any:
+    """Return the library's default of an argument."""
+    return {field.name: field.default for field in dataclasses.fields(args)}.get(name)
+
+
 def _refusal(name: str, value: Any, way_out: str) -> ValueError:
     value = value if value == "…" else repr(value)
     return ValueError(f"{name}={value} does not apply to packs: {way_out}; omit it")
@@ -172,4 +185,5 @@ def _refusal(name: str, value: Any, way_out: str) -> ValueError:
 def _keeps_length(max_length: int | None, settings: dict) -> bool:
     if max_length is None:
         return settings["overflow"] in ("split", "error")
-    return max_length == settings["budget"] and settings["overflow"] == "truncate"
+    longest = settings["max_length"] or settings["budget"]
+    return max_length == longest and settings["overflow"] == "truncate"

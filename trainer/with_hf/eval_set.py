@@ -1,4 +1,4 @@
-"""Evaluation sets of any kind as packs, with the settings of the training data.
+"""The loader of evaluation sets: packs, whatever the set is.
 
 The stock loader would give batches without labels, and so no loss, for a set of token ids only, and
 would pad the others.
@@ -9,39 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...packing import PackedDataset
 from ..data.loader import Batch, EvaluationLoader
-
-COMMON = (
-    "budget",
-    "overflow",
-    "pad_to_multiple_of",
-    "pad_token_id",
-    "continue_positions",
-    "text_column",
-    "on_error",
-)
-"""Settings of the training data that hold for its evaluation sets."""
-
-
-def pack_like(train: PackedDataset, source: Any, tokenizer: Any = None) -> PackedDataset:
-    """Pack a source, in its order, with the settings of the training data.
-
-    tokenizer: for rows of text; rows of token ids need none.
-    """
-    if isinstance(source, PackedDataset):
-        return source
-    eos = train.settings["add_eos"]
-    return PackedDataset(
-        source,
-        tokenizer=tokenizer if callable(tokenizer) else None,
-        add_eos=False if eos is None else eos,
-        shuffle=False,
-        pretokenize=True,
-        rank=train.rank,
-        world_size=train.world_size,
-        **{name: train.settings[name] for name in COMMON},
-    )
 
 
 class TrainerEvaluationLoader(EvaluationLoader):

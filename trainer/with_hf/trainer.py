@@ -12,7 +12,6 @@ position; and the log shows fill, throughput and MFU.
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
@@ -35,8 +34,9 @@ from ...runtime import (
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
-from ..data.loader import Batch, PackedLoader
+from ..data.loader import Batch, PackedLoader, UnsizedLoader
 from ..data.model_limits import ModelLimits
+from ..data.plain_data import check_plain, pack_like
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
@@ -47,17 +47,20 @@ from ..monitoring.preflight import (
     print_banner,
 )
 from ..monitoring.throughput import ThroughputMeter
-from .arguments import adapt_arguments
+from .arguments import adapt_arguments, check_arguments
+from .console import PackTag, shorten_lines
 from .epochs import EpochCallback
-from .eval_set import TrainerEvaluationLoader, pack_like
+from .eval_set import TrainerEvaluationLoader
 from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
+from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
+from .trl_metrics import count_trl_tokens, trl_metrics
 
 _Base = Trainer if TYPE_CHECKING else object
 
 
 class PackedTrainerMixin(_Base):
-    """Mixin, listed before a Trainer, whose `train_dataset` is a `PackedDataset`."""
+    """Mixin, listed before a Trainer, that trains on packs."""
 
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
@@ -69,8 +72,9 @@ class PackedTrainerMixin(_Base):
         model: Any = None,
         args: TrainingArguments | None = None,
         data_collator: Any = None,
-        train_dataset: PackedDataset | None = None,
+        train_dataset: Any = None,
         *,
+        budget: int | None = None,
         z_loss: float = 0.0,
         fused: bool = True,
         check: bool = True,
@@ -87,6 +91,10 @@ class PackedTrainerMixin(_Base):
         An evaluation set that is not a `PackedDataset` is packed with the settings of the training
         data; its text is tokenized with `processing_class`.
 
+        train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
+            list, path) of tokens, or of text for `processing_class`: packed with the arguments'
+            `seed`, with samples of at most the model's longest sequence.
+        budget: tokens of a pack, for plain data.
         z_loss: weight of the squared log-normalizer in the loss.
         fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
             the banner names them. Not with `torch_compile`, which generates its own.
@@ -95,27 +103,16 @@ class PackedTrainerMixin(_Base):
             `NonFiniteError`; weights that are not finite are not saved.
         """
         args = copy(args) if args is not None else TrainingArguments()
-        train_dataset = _packed(train_dataset)
-        name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
-        known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
-        refuse_model_parallel(name, known, parallelism)
-        smoothing = adapt_arguments(args, train_dataset, kwargs)
-        if args.max_steps <= 0:
-            args.max_steps = self._counted_steps = set_epochs(args, train_dataset)
-        accepted = self._accepted_dataset(train_dataset, args)
-        super().__init__(model, args, data_collator, accepted, **kwargs)
-        made: Any = self.model  # by now, from a path or model_init as well
-        refuse_model_parallel(name, made, SimpleNamespace(tp_size=self.get_tp_size()))
-        self.train_dataset = train_dataset
-        self.packed_collator = data_collator
-        self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
+        self.packed_collator, self.packed_check = data_collator, check
         self.fuses_layers = fused and not args.torch_compile
+        self.finite_check = FiniteCheck(continue_on_nan)
+        self._loss_options = {"z_loss": z_loss}
+        self.train_dataset = self._init_trainer(model, args, train_dataset, budget, kwargs)
         self._prepare_model()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
-        self.packed_check = check
-        self.finite_check = FiniteCheck(continue_on_nan)
         self._epochs = EpochCallback(self)
         self.callback_handler.callbacks.insert(0, self._epochs)
+        shorten_lines(self)
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
@@ -123,34 +120,46 @@ class PackedTrainerMixin(_Base):
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
 
+    def _init_trainer(
+        self, model: Any, args: Any, data: Any, budget: int | None, kwargs: dict[str, Any]
+    ) -> PackedDataset:
+        """Check the arguments, initialize the stock trainer, and return the packed data."""
+        name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
+        known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
+        refuse_model_parallel(name, known, parallelism)
+        given, settings = copy(args), None
+        if check_plain(data, budget, "train_dataset"):
+            settings = plain_settings(args, kwargs, budget)
+        else:
+            check_arguments(args, data, kwargs)
+            self._count_steps(args, data)
+        self._loss_options["label_smoothing"] = adapt_arguments(args)
+        accepted = accepted_dataset(type(self), data, args)
+        super().__init__(model, args, self.packed_collator, accepted, **kwargs)
+        made: Any = self.model  # by now, from a path or model_init as well
+        refuse_model_parallel(name, made, SimpleNamespace(tp_size=self.get_tp_size()))
+        if settings is not None:
+            data = pack_training_set(data, made, self.processing_class, settings)
+            check_arguments(given, data, kwargs, HONOURED)
+            self._count_steps(self.args, data)
+        return data
+
+    def _count_steps(self, args: TrainingArguments, data: PackedDataset) -> None:
+        if args.max_steps <= 0:
+            args.max_steps = self._counted_steps = set_epochs(args, data)
+
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
         self.attached_loss = attach_loss(model, **self._loss_options)
-        if self.compute_metrics is not None:
-            self.attached_loss.keep_logits()
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
-
-    def _accepted_dataset(self, data: PackedDataset, args: Any) -> Any:
-        """Return a data set that the trainer's __init__ accepts: TRL's takes its own type only."""
-        modules = (sys.modules[base.__module__] for base in type(self).__mro__)
-        trl: Any = next((m for m in modules if m.__name__.startswith("trl.")), None)
-        if trl is None:
-            return data
-        if not hasattr(args, "dataset_kwargs"):
-            raise ValueError(
-                f"args is a {type(args).__name__}, but the trainer is TRL's: pass an SFTConfig"
-            )
-        args.packing = args.padding_free = False  # TRL checks what only its own packing needs
-        args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
-        return trl.Dataset.from_dict({"input_ids": [[0, 1]]})
 
     def _reject_skip_prepare_without_labels(self, *_: Any) -> None:
         # TRL looks for columns of masks in evaluation sets; PackedDataset refuses them itself.
         return
 
     def get_train_dataloader(self) -> Any:
-        self._loader = PackedLoader(
+        self._loader = UnsizedLoader(
             self.train_dataset,
             self.packed_collator,
             accumulation_steps=self.args.gradient_accumulation_steps,
@@ -283,7 +292,8 @@ class PackedTrainerMixin(_Base):
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
         # Directly to the stock method: trainers in between compute their loss from logits.
-        return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+        with trl_metrics(self, self.attached_loss):
+            return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         if batch_samples and "num_items_in_batch" in batch_samples[0]:
@@ -310,7 +320,9 @@ class PackedTrainerMixin(_Base):
                 samples = self.meter.read()["samples_seen"]
                 logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
             if "loss" in logs:
-                logs = {**logs, **{f"pack/{k}": v for k, v in self.meter.read().items()}}
+                rates = self.meter.read()
+                logs = {**logs, **{PackTag(f"pack/{name}"): v for name, v in rates.items()}}
+                count_trl_tokens(self, rates["tokens_seen"])
                 self.meter.reset()
         super().log(logs, *args, **kwargs)
 
@@ -336,16 +348,6 @@ class PackedTrainerMixin(_Base):
             write_manifest(folder)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
-
-
-def _packed(data: Any) -> PackedDataset:
-    """Return the data, or raise if it is no PackedDataset."""
-    if not isinstance(data, PackedDataset):
-        raise ValueError(
-            f"train_dataset is a {type(data).__name__}: wrap your data in "
-            "nopad.packing.PackedDataset, or use the trainer without PackedTrainerMixin"
-        )
-    return data
 
 
 def _loss_weight(batch: Batch) -> float:

@@ -1,7 +1,9 @@
 """Lightning: packs, loss, evaluation by generation and signals, as a data module and callbacks."""
 
+from .data_module import PackedDataModule
 from .evaluation import EvalCallback
-from .packs import PackedCallback, PackedDataModule
+from .export import save_pretrained
+from .packs import PackedCallback
 from .stopping import StopCallback
 
 __all__ = [
@@ -9,4 +11,5 @@ __all__ = [
     "PackedCallback",
     "PackedDataModule",
     "StopCallback",
+    "save_pretrained",
 ]

@@ -7,135 +7,45 @@
         return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
 
 The loss of a batch is its share of the step's loss; the mean of the step over all ranks is logged
-and shown in the progress bar as `pack/loss`. Lightning would save the state of rank 0's loader, one
-batch ahead. The callback saves the state after the last trained batch instead, merged over ranks,
-and the random states of every rank.
+and shown in the progress bar as `train/loss`. Lightning would save the state of rank 0's loader,
+one batch ahead. The callback saves the state after the last trained batch instead, merged over
+ranks, and the random states of every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...packing import Pack, PackedDataset
-from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel, rng_states
+from ...runtime import gather_rng_states, load_rng_states, rng_states
 from ..data.data_state import gather_data_state, restore_draws
-from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
-from ..data.model_limits import ModelLimits
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
-    check_first_batches,
     check_run,
     describe_speedups,
     print_banner,
 )
+from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
+from .data_module import LightningPackedLoader, PackedDataModule, refuse_shared_model
 from .finite_saves import guard_saves
 from .hooks import causal_lm, pl
+from .progress_total import set_train_total, set_validation_total
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
 """nopad's keys in Lightning checkpoints."""
 
 
-class LightningPackedLoader(PackedLoader):
-    """The batches of this rank; batches that Lightning prefetched but did not train come again."""
-
-    tracked = False
-    """Whether a `PackedCallback` reports the batches that were trained on."""
-    overfits = False
-    """Whether every epoch repeats the first packs (Lightning's `overfit_batches`)."""
-    trained_state: dict | None = None
-    """The data state after the last trained step, or at the start of the iteration."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.rewind_to_trained()
-        if self.overfits:
-            self.dataset.rewind()
-        self.trained_state = self.state()
-        yield from super().__iter__()
-
-    def mark_trained(self) -> tuple[PackInfo, dict | None]:
-        """Record the next batch as trained; return its pack, and the state if it ends a step."""
-        info, state = self.issued.popleft()
-        self.trained_state = state or self.trained_state
-        return info, state
-
-    def rewind_to_trained(self) -> None:
-        """Move the data back to the end of the last trained step."""
-        if self.tracked and self.issued:
-            self._state = self.trained_state
-        self.issued.clear()
-        if self._state is not None:
-            self.load_state(self._state)
-
-
-class PackedDataModule(pl.LightningDataModule):
-    """Packs for training and, if there is a validation set, for validation."""
-
-    def __init__(
-        self,
-        train_dataset: PackedDataset,
-        val_dataset: PackedDataset | None = None,
-        collator: Callable[[Pack], Batch] | None = None,
-        num_workers: int = 0,
-    ):
-        super().__init__()
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.collator, self.num_workers = collator, num_workers
-        self.loader: LightningPackedLoader | None = None
-        self.checked_model: nn.Module | None = None
-        """The model whose vocabulary and positions the batches are checked against."""
-        self._hide_validation()
-
-    def _hide_validation(self) -> None:
-        if self.val_dataset is None:  # otherwise Lightning would ask for a validation_step
-            self.val_dataloader = super().val_dataloader
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._hide_validation()  # unpickling restores the method of the class
-
-    def train_dataloader(self) -> Any:
-        trainer: Any = self.trainer
-        _refuse_shared_model(trainer)
-        _check_accumulation(trainer)
-        if self.loader is not None and self.loader.dataset is self.train_dataset:
-            self.loader.rewind_to_trained()
-        self.loader = LightningPackedLoader(
-            self.train_dataset,
-            self.collator,
-            accumulation_steps=trainer.accumulate_grad_batches,
-            num_workers=self.num_workers,
-            pin_memory=trainer.strategy.root_device.type == "cuda",
-        )
-        self.loader.overfits = trainer.overfit_batches > 0
-        self.loader.tracked = any(isinstance(c, PackedCallback) for c in trainer.callbacks)
-        if self.checked_model is not None:
-            check_first_batches(self.loader, self.checked_model)
-        return self.loader
-
-    def val_dataloader(self) -> Any:
-        assert self.val_dataset is not None
-        if self.trainer is not None:
-            _refuse_shared_model(self.trainer)
-        # The limit is needed to weigh the losses: each batch counts by its share of what is read.
-        limit = getattr(self.trainer, "limit_val_batches", None)
-        loader = EvaluationLoader(
-            self.val_dataset, self.collator, limit if isinstance(limit, int) else None
-        )
-        if self.checked_model is not None:
-            loader.limits = ModelLimits.of(self.checked_model)
-        return loader
-
-
 class PackedCallback(pl.Callback):
     """Attach the exact loss, check the run, save data and random states, log throughput."""
+
+    tracks_packs = True
+    """It reports to the loader which batches were trained on."""
 
     def __init__(
         self,
@@ -171,9 +81,11 @@ class PackedCallback(pl.Callback):
         self._micro_losses: list[Tensor] = []
         """Losses of the micro-batches since the last step; Lightning has divided them already."""
         self._validation = ExitStack()
+        self._shows_total = False
+        """Whether the progress bar shows the total of the current epoch."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _refuse_shared_model(trainer)
+        refuse_shared_model(trainer)
         if stage == "fit":
             self._rng_states = self._step_rng = None
             # First, so that a callback that raises finds the data state in step with the weights.
@@ -199,6 +111,7 @@ class PackedCallback(pl.Callback):
             load_rng_states(self._rng_states, trainer.strategy.root_device)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._shows_total = False
         if self.data.loader is not self._measured_loader:  # Lightning has reloaded it
             self._start_meter(pl_module)
 
@@ -211,6 +124,9 @@ class PackedCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self.data.loader is not None
+        if not self._shows_total:
+            self._shows_total = True
+            set_train_total(trainer, self.data.loader, batch_idx)
         self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
         now, at_start = trainer.accumulate_grad_batches, self.data.loader.accumulation_steps
         if now != at_start:
@@ -221,6 +137,18 @@ class PackedCallback(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation.enter_context(self.meter.paused())
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx == 0 and self.data.val_loader is not None and not trainer.sanity_checking:
+            set_validation_total(trainer, self.data.val_loader)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation.close()
@@ -255,12 +183,12 @@ class PackedCallback(pl.Callback):
             self._log_step(pl_module, losses)
 
     def _log_step(self, pl_module: pl.LightningModule, losses: list[Tensor]) -> None:
-        rates = {f"pack/{name}": value for name, value in self.meter.read().items()}
+        rates = tracker_tags(self.meter.read())
         pl_module.log_dict(rates, batch_size=1)
         bar = {"prog_bar": True, "batch_size": 1}
-        pl_module.log("tok/s", rates["pack/tokens_per_second"], **bar)
+        pl_module.log("tok/s", rates["pack/tokens_per_second"], logger=False, **bar)
         if losses:
-            pl_module.log("pack/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
+            pl_module.log("train/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
         self.meter.reset()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -308,26 +236,3 @@ def _count_complete_steps(progress: dict, before: int, now: int) -> None:
     for counts in (batches, progress["total"]):
         complete = counts["processed"] // before * now
         counts.update(dict.fromkeys(counts, complete), completed=complete - is_saved_by_step)
-
-
-def _refuse_shared_model(trainer: Any) -> None:
-    """Refuse tensor parallelism, by the strategy's mesh or by the model."""
-    mesh = getattr(trainer.strategy, "device_mesh", None)
-    refuse_model_parallel("PackedDataModule", trainer.lightning_module or nn.Module(), mesh=mesh)
-
-
-def _check_accumulation(trainer: Any) -> None:
-    """Refuse settings with which Lightning would step in the middle of our optimizer steps."""
-    size, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
-    scheduler = pl.callbacks.GradientAccumulationScheduler  # pyright: ignore[reportAttributeAccessIssue]
-    for callback in trainer.callbacks:
-        if isinstance(callback, scheduler) and set(callback.scheduling.values()) != {size}:
-            raise ValueError(
-                f"GradientAccumulationScheduler({callback.scheduling}): packs are grouped in steps "
-                "of one size; omit it and pass accumulate_grad_batches= to the Trainer"
-            )
-    if isinstance(limit, int) and limit % size and not trainer.fast_dev_run:
-        raise ValueError(
-            f"limit_train_batches={limit} ends epochs inside a step of accumulate_grad_batches="
-            f"{size} packs: pass a multiple, such as {max(limit // size, 1) * size}"
-        )

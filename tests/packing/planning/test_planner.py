@@ -21,6 +21,7 @@ SETTINGS = st.fixed_dictionaries(
         "strategy": st.sampled_from(["best_fit", "sequential", "concat"]),
         "overflow": st.sampled_from(["split", "truncate", "drop"]),
         "pad_to_multiple_of": st.sampled_from([1, 1, 2, 8]),
+        "max_length": st.sampled_from([None, None, 2, 5, 100]),
     }
 ).map(lambda s: s | ({"overflow": "split"} if s["strategy"] == "concat" else {}))
 MIXES = {
@@ -62,6 +63,7 @@ def assert_same(one, other):
 def expected_tokens(lengths, chosen):
     """Return (item, token) of everything that must be packed, in order."""
     room = chosen["budget"] // chosen["pad_to_multiple_of"] * chosen["pad_to_multiple_of"]
+    room = min(room, chosen.get("max_length") or room)
     kept = []
     for item, length in enumerate(lengths):
         if length > room and chosen["overflow"] == "truncate":
@@ -88,6 +90,7 @@ def test_every_token_comes_out_exactly_once_and_no_pack_is_over_budget(lengths, 
     align = chosen["pad_to_multiple_of"]
     places = plan.sum_per_pack(-(-plan.lengths // align) * align)
     assert (places <= chosen["budget"]).all()
+    assert plan.lengths.max(initial=0) <= (chosen.get("max_length") or chosen["budget"])
     assert (np.diff(plan.offsets) > 0).all() and (plan.lengths > 0).all()
     counts = planner.counts
     assert counts.pending_tokens == 0 and counts.packs == len(plan)
@@ -209,7 +212,7 @@ def test_an_item_longer_than_a_pack_is_refused_by_name_and_nothing_is_taken():
     planner = Planner(8, pool=4, overflow="error")
     planner.feed(np.array([3, 3]))
     before = planner.state_dict()
-    with pytest.raises(ValueError, match="item 3 has 9 tokens, a pack holds 8"):
+    with pytest.raises(ValueError, match="item 3 has 9 tokens, at most 8 are"):
         planner.feed(np.array([2, 9]))
     assert planner.state_dict() == before
 

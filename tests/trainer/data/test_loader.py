@@ -190,3 +190,15 @@ def test_ranks_with_other_data_or_settings_are_told_before_the_first_step(make, 
         )
         with pytest.raises(ValueError, match=message):
             next(iter(make(tiny_run.dataset())))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_length_of_a_loader_is_the_number_of_its_batches(drop_last):
+    data = tiny_run.dataset(23)
+    loader = PackedLoader(data, accumulation_steps=3, drop_last=drop_last)
+    assert data.count() % 3
+    assert len(loader) == len(list(loader))
+    assert len(EvaluationLoader(data)) == data.count()
+    assert len(EvaluationLoader(data, limit=2)) == 2
+    with pytest.raises(TypeError, match="no end to count"):
+        len(PackedLoader(tiny_run.dataset(epochs=None)))

@@ -63,7 +63,8 @@ def test_who_wants_tuples_gets_them(keep):
     assert len(rest) == keep and all(torch.equal(x, usual.logits) for x in rest)
 
 
-def test_accelerate_may_unwrap_a_model_and_leave_the_loss():
+@pytest.mark.parametrize("attached", ["before", "after"])
+def test_accelerate_may_unwrap_a_model_and_leave_the_loss(attached):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import extract_model_from_parallel
@@ -72,10 +73,17 @@ def test_accelerate_may_unwrap_a_model_and_leave_the_loss():
     model, batch = tiny_run.model(), tiny_run.batch_of(tiny_run.dataset())
     attach_loss(model)
     ours = model(**batch).loss
+    if attached == "after":  # as PackedAccelerateLoader does, with the prepared model
+        model.nopad_loss.detach()
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    if attached == "after":
+        attach_loss(prepared)
     assert torch.allclose(prepared(**batch).loss, ours, rtol=0.01)
+    assert not torch.equal(prepared(**batch).loss, ours)
     bare = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
-    assert torch.equal(bare(**batch).loss, ours)
+    assert torch.equal(bare(**batch).loss, ours) and "logits" not in bare(**batch)
+    bare.nopad_loss.detach()
+    assert torch.allclose(bare(**batch).loss, ours)
     AcceleratorState._reset_state()
 
 

@@ -98,8 +98,11 @@ def test_what_is_right_passes_in_any_precision(kind, dtype):
 
 def test_a_sequence_beyond_the_positions_is_refused():
     data = PackedDataset([[1] * 100], budget=128)
-    with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
+    told = r"100 tokens is beyond the model's 64 positions: .* PackedDataset\(max_length=64\)"
+    with pytest.raises(ValueError, match=told):
         check_run(tiny_run.model(), data)
+    _, line = check_run(tiny_run.model(), PackedDataset([[1] * 100], budget=128, max_length=64))
+    assert "; samples of at most 64 tokens: 1 samples split, 0 truncated" in line
 
 
 @pytest.mark.parametrize("attention", ["nopad", "sdpa"])

@@ -124,7 +124,7 @@ def test_arguments_of_the_loader_reach_it(tmp_path, monkeypatch):
     if len(settings) == 3:
         assert loader.multiprocessing_context.get_start_method() == "spawn"
     seen: dict = {}
-    monkeypatch.setattr(module, "PackedLoader", lambda *_, **kw: seen.update(kw) or Mock())
+    monkeypatch.setattr(module, "UnsizedLoader", lambda *_, **kw: seen.update(kw) or Mock())
     monkeypatch.setattr(TrainingArguments, "device", SimpleNamespace(type="cuda"))
     for pin in (True, False):
         run.args.dataloader_pin_memory, run.packed_check = pin, False
@@ -170,6 +170,6 @@ def test_sft_config_may_ask_for_what_packs_do_anyway(tmp_path):
 
 def test_a_formatting_function_is_refused(tmp_path):
     more = {"formatting_func": lambda row: row["text"]}
-    with pytest.raises(ValueError, match=r"^formatting_func=.*format the rows before"):
+    with pytest.raises(ValueError, match=r"^formatting_func=.*PackedDataset\(format=\)"):
         trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(), more)
     assert "formatting_func" not in inspect.signature(Trainer.__init__).parameters

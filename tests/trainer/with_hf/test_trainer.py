@@ -73,6 +73,23 @@ def test_predictions_are_the_logits_of_the_set_and_leave_the_loss_as_it_was(tmp_
     assert run.predict(data).predictions is None
 
 
+def test_metrics_have_the_logits_of_evaluations_and_training_does_without(tmp_path):
+    from hf_child import trainer
+
+    def metrics(predictions):
+        return {"width": predictions.predictions.shape[-1]}
+
+    more = {"compute_metrics": metrics, "eval_dataset": tiny_run.dataset(23)}
+    often = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, more, **often)
+    in_training, step = [], run.training_step
+    run.training_step = lambda *args: in_training.append(run.attached_loss.fused) or step(*args)
+    run.train()
+    assert in_training == [True, True]
+    widths = [line["eval_width"] for line in run.state.log_history if "eval_width" in line]
+    assert widths == [tiny_run.VOCABULARY] * 2
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once(
     tmp_path, monkeypatch, named

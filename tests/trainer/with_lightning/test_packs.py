@@ -78,7 +78,7 @@ def test_the_log_has_the_loss_of_the_whole_step(tmp_path):
 
     class Read(pl.Callback):
         def on_train_end(self, trainer, pl_module):
-            self.told = float(trainer.callback_metrics["pack/loss"])
+            self.told = float(trainer.callback_metrics["train/loss"])
 
     read, model = Read(), tiny_run.model()
     batch = tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 3))

@@ -1,0 +1,51 @@
+"""TRL's own metrics, which it computes from logits: here from the hidden states of logged steps.
+
+`mean_token_accuracy` and `entropy` cost another product with the LM head. In training they are
+those of the steps that are logged, where TRL averages over the steps in between; evaluations
+measure every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..loss.attached_loss import AttachedLoss
+
+
+@contextmanager
+def trl_metrics(trainer: Any, loss: AttachedLoss) -> Iterator[None]:
+    """Measure the batch of the block for TRL's log; nothing in other trainers."""
+    metrics = getattr(trainer, "_metrics", None)
+    if not isinstance(metrics, dict) or "train" not in metrics:
+        yield
+        return
+    mode = "train" if trainer.model.training else "eval"
+    loss.measures_tokens = mode == "eval" or _is_logged(trainer)
+    try:
+        yield
+        if loss.measures_tokens and loss.token_statistics is not None:
+            sums = trainer.accelerator.reduce(loss.token_statistics, "sum")
+            right, entropy, labels = sums.tolist()
+            if labels:
+                metrics[mode]["mean_token_accuracy"].append(right / labels)
+                metrics[mode]["entropy"].append(entropy / labels)
+    finally:
+        loss.measures_tokens, loss.token_statistics = False, None
+
+
+def count_trl_tokens(trainer: Any, tokens: float) -> None:
+    """Have TRL log the tokens seen so far."""
+    metrics = getattr(trainer, "_metrics", None)
+    if isinstance(metrics, dict) and "train" in metrics:
+        metrics["train"]["num_tokens"] = [tokens]
+
+
+def _is_logged(trainer: Any) -> bool:
+    """Return whether the log shows the current step."""
+    step, args = trainer.state.global_step + 1, trainer.args
+    if args.logging_strategy != "steps":
+        return step == trainer.state.max_steps
+    is_first = step == 1 and args.logging_first_step
+    return is_first or step % trainer.state.logging_steps == 0 or step == trainer.state.max_steps

@@ -1,0 +1,39 @@
+"""A trained module as a folder that `from_pretrained` loads: checkpoints of Lightning are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def save_pretrained(trainer: Any, folder: Path | str, tokenizer: Any = None) -> None:
+    """Save the causal LM of a trainer's module, or its adapter; call it on every rank.
+
+    Args:
+        trainer: Lightning's, after `fit`.
+        folder: written on the first rank.
+        tokenizer: saved beside the model.
+    """
+    name, model = _pretrained(trainer.lightning_module)
+    state = trainer.strategy.lightning_module_state_dict()
+    if any(hasattr(weight, "placements") for weight in state.values()):
+        raise ValueError("the strategy gives shards of the weights: pass state_dict_type='full'")
+    if not trainer.is_global_zero:
+        return
+    prefix = f"{name}." if name else ""
+    weights = {
+        key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
+    }
+    model.save_pretrained(folder, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _pretrained(module: nn.Module) -> tuple[str, Any]:
+    """Find the model of Transformers or PEFT in a module, and its name there."""
+    for name, submodule in module.named_modules():
+        if hasattr(submodule, "save_pretrained"):
+            return name, submodule
+    raise ValueError(f"{type(module).__name__} has no model with save_pretrained")
