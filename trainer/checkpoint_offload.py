@@ -1,7 +1,7 @@
 """Keep the inputs of checkpointed layers in host memory until the backward needs them.
 
-    forward    layer 0 ─▶ layer 1 ─▶ ... ─▶ layer n      each input is copied out while its layer runs
-    backward   layer 0 ◀─ layer 1 ◀─ ... ◀─ layer n      the next one is copied in meanwhile
+    forward    layer 0 ─▶ layer 1 ─▶ ... ─▶ layer n   an input is copied out while its layer runs
+    backward   layer 0 ◀─ layer 1 ◀─ ... ◀─ layer n   the next one is copied in meanwhile
 
 Gradient checkpointing keeps one [T, hidden] per layer; in long rows that is most of what is left on
 the GPU. The copies run on a stream of their own, so a step takes no longer where a layer computes
@@ -141,7 +141,9 @@ class _HostTensor:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             to.copy_(tensor, non_blocking=True)
-            return self._stream.record_event()
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied
 
     def _wait(self) -> None:
         if self._copied is not None:

@@ -8,7 +8,7 @@ Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -53,7 +53,7 @@ class ModelRunner:
     ):
         """Set up the buffers; graph_byte_budget: memory for CUDA graphs, 0 for none."""
         self.lookahead = 1 if device.type == "cuda" else 0
-        self.step_sizes = MIXED_TOKENS if graph_byte_budget else ()
+        self.step_sizes: Sequence[int] = MIXED_TOKENS if graph_byte_budget else ()
         self.cache = cache
         self._model = model
         self._row_params = batch_params
