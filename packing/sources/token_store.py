@@ -20,6 +20,7 @@ from ..planning.plan import Plan
 from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
 from .mapped_file import MappedFile
+from .remote import RemoteTokens
 
 NO_LIMIT = np.iinfo(np.int64).max
 """The limit of ids if the vocabulary is not known."""
@@ -30,7 +31,7 @@ class TokenArray:
     """Documents in one flat array; a store has one per file, or per source of a mixture."""
 
     name: str
-    flat: np.ndarray
+    flat: np.ndarray | RemoteTokens
     """Token ids of any integer type."""
     begins: np.ndarray
     """int64 [n]: start of each document in `flat`."""
@@ -41,6 +42,10 @@ class TokenArray:
     source: int = 0
     file: MappedFile | None = None
     """The file that `flat` maps, if it is one."""
+
+    @property
+    def is_remote(self) -> bool:
+        return isinstance(self.flat, RemoteTokens)
 
     @classmethod
     def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> TokenArray:
@@ -66,7 +71,11 @@ class TokenArray:
         limit = NO_LIMIT if vocab_size is None else vocab_size
         ends = self.begins + self.lengths
         valid = self.lengths > 0
-        if len(self.flat):
+        if isinstance(self.flat, RemoteTokens):
+            for some, flat, first in self.flat.documents(self.begins, ends):
+                bounds = self.begins[some] - first, ends[some] - first
+                valid[some] &= _documents_in_range(flat, *bounds, limit, False)
+        elif len(self.flat):
             valid &= _documents_in_range(self.flat, self.begins, ends, limit, False)
         if self.labels is not None and len(self.labels):
             valid &= _documents_in_range(self.labels, self.begins, ends, limit, True)
@@ -110,6 +119,10 @@ class TokenStore:
 
     def __len__(self) -> int:
         return int(self.first_documents[-1])
+
+    @property
+    def is_remote(self) -> bool:
+        return any(array.is_remote for array in self.arrays)
 
     def check(self) -> None:
         """Raise on empty documents, and on documents that end after their array."""
@@ -284,15 +297,17 @@ def _copy_documents(
     array.check_file()
     froms = array.begins[documents] + rows.starts[segments]
     begins, ends = rows.segment_starts[:-1][segments], rows.segment_starts[1:][segments]
-    lengths, valid = rows.lengths[segments], True
-    smallest, largest = _copy(array.flat, froms, lengths, begins, ends, pad_token_id, rows.tokens)
+    lengths, valid, flat = rows.lengths[segments], True, array.flat
+    if isinstance(flat, RemoteTokens):
+        flat, froms = flat.segments(froms, lengths)
+    smallest, largest = _copy(flat, froms, lengths, begins, ends, pad_token_id, rows.tokens)
     if len(rows.labels):
-        labels = array.flat if array.labels is None else array.labels
+        labels = flat if array.labels is None else array.labels
         _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
         rows.labels[begins] = IGNORE_INDEX
         # A label that is its own token is in range if the token is.
         valid = array.labels is None or bool(
-            _documents_unshifted(array.flat, labels, froms, froms + lengths).all()
+            _documents_unshifted(flat, labels, froms, froms + lengths).all()
         )
     return valid and smallest >= 0 and largest < limit
 
