@@ -22,8 +22,11 @@ CONNECTIONS = 32
 
 def read_together(read: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield what `read` returns for each item, in order; several wait for replies together."""
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
+    pool = ThreadPoolExecutor(CONNECTIONS)
+    try:
         yield from pool.map(read, items)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error, the others are not needed
 
 
 @dataclass(frozen=True, slots=True)
