@@ -85,7 +85,7 @@ class PlannedPacks:
         pending, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
             pending = np.concatenate([pending, documents])
-            lengths = self.store.lengths[documents]
+            lengths = self.store.lengths[documents].astype(np.int64, copy=False)
             self._check_lengths(documents, lengths)
             plan = planner.feed(lengths)
             yield leveler.feed(_to_documents(plan, pending, first))

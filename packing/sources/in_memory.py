@@ -16,7 +16,8 @@ from typing import Any
 from ..state.fingerprint import Fingerprint
 from .remote import read_together
 from .source import IndexedSource, Row, RowSource
-from .token_store import TokenArray, TokenStore
+from .token_array import TokenArray
+from .token_store import TokenStore
 
 
 class ListSource(IndexedSource):

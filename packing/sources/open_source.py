@@ -22,7 +22,8 @@ from .paths import DataFile, check_name, list_files
 from .remote import exists, is_url, list_url, local_path
 from .source import RowSource
 from .text_files import TextFileSource
-from .token_store import TokenArray, TokenStore
+from .token_array import TokenArray
+from .token_store import TokenStore
 
 Opened = list[TokenArray] | RowSource
 HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")

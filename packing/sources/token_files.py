@@ -20,9 +20,10 @@ import numpy as np
 
 from ..numba_jit import jit
 from .mapped_file import MappedFile, map_file
+from .mapped_index import MappedBegins, is_arange
 from .paths import DataFile
 from .remote import RemoteFile, RemoteTokens
-from .token_store import TokenArray
+from .token_array import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
@@ -66,23 +67,26 @@ def _open_tokens(file: DataFile, dtype: np.dtype) -> tuple[Any, MappedFile | Non
 
 def _join_sequences(
     num_tokens: int, dtype: np.dtype, lengths, pointers, bounds, name: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Join the sequences of each document, which must be contiguous: its begin and length."""
-    total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+) -> tuple[Any, np.ndarray]:
+    """Join the sequences of each document, which must be contiguous: its begin and length.
+
+    If every document is one sequence, both stay in the mapped index.
+    """
+    one_each = is_arange(bounds)
     covered = not len(bounds) or (bounds[0] == 0 and bounds[-1] == len(lengths))
-    if not covered or (np.diff(bounds) < 0).any() or (len(lengths) and lengths.min() < 0):
+    covered &= one_each or not (np.diff(bounds) < 0).any()
+    if not covered or (len(lengths) and lengths.min() < 0):
         raise ValueError(f"{name}.idx: its documents do not cover its {len(lengths)} sequences")
-    begins = pointers // dtype.itemsize
-    misaligned = len(lengths) and (pointers % dtype.itemsize).any()
-    if misaligned or not np.array_equal(begins, total[:-1]):
+    begins = MappedBegins(pointers, dtype.itemsize)
+    if not begins.are_contiguous(lengths):
         raise ValueError(f"{name}.idx: sequences are not contiguous")
-    if total[-1] > num_tokens:
-        raise ValueError(
-            f"{name}.bin has {num_tokens} tokens, its index {total[-1]}: it is truncated"
-        )
-    first = bounds[:-1] if len(bounds) else np.arange(len(lengths))
-    last = bounds[1:] if len(bounds) else np.arange(1, len(lengths) + 1)
-    return total[first], total[last] - total[first]
+    end = int(begins[-1]) + int(lengths[-1]) if len(lengths) else 0
+    if end > num_tokens:
+        raise ValueError(f"{name}.bin has {num_tokens} tokens, its index {end}: it is truncated")
+    if one_each:
+        return begins, lengths
+    total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return total[bounds[:-1]], total[bounds[1:]] - total[bounds[:-1]]
 
 
 def open_flat_files(

@@ -36,19 +36,24 @@ class Fingerprint:
     def __init__(self, *parts: Any):
         self._hash = hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12)
 
-    def array(self, values: Any) -> Fingerprint:
-        """Add an array, in memory or of a class that reads `pieces` from elsewhere."""
+    def array(self, values: Any, dtype: np.dtype | None = None) -> Fingerprint:
+        """Add an array, in memory or of a class that reads `pieces` from elsewhere.
+
+        dtype: that of the values, whatever type holds them.
+        """
         if values is None:
             return self
-        self._hash.update(f"{values.dtype.str}{values.shape}".encode())
-        ranges = content_ranges(values.nbytes, values.nbytes // values.itemsize)
+        dtype = values.dtype if dtype is None else dtype
+        self._hash.update(f"{dtype.str}{values.shape}".encode())
+        num_entries = values.nbytes // values.itemsize
+        ranges = content_ranges(num_entries * dtype.itemsize, num_entries)
         if isinstance(values, np.ndarray):
             flat = values.reshape(-1)
             pieces = (flat[begin:end] for begin, end in ranges)
         else:
             pieces = values.pieces(ranges)
         for piece in pieces:
-            self._hash.update(np.ascontiguousarray(piece).data)
+            self._hash.update(np.ascontiguousarray(piece, dtype).data)
         return self
 
     def data(self, text: str) -> Fingerprint:
