@@ -3,7 +3,7 @@
     python benchmarks/bench_scale.py [--record FILE] [--documents 1e6 1e7 1e8] [--ranks 512]
 
 Every rank plans the whole epoch and reads its own packs. A set is a Megatron index with log-normal
-lengths, mean 580 tokens, over a token file that is a hole of the same size: tokens are not read
+lengths, mean 600 tokens, over a token file that is a hole of the same size: tokens are not read
 from a disk. One rank opens it in a process of its own and reports: seconds to open it, seconds and
 documents per second to plan the epoch, the memory that the process has for itself (anonymous; the
 index is mapped, and shared by the ranks of a machine), seconds to the first pack after a resume in

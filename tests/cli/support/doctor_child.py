@@ -30,23 +30,39 @@ def other_weights(device):
     """The model of rank 1 has other weights."""
     model = build_model(device)
     with torch.no_grad():
-        model.lm_head.weight += rank()
+        model.lm_head.weight *= 1 - 2 * rank()
     return model
 
 
 FAULTS = {
-    "none": contextlib.nullcontext,
-    "data": lambda: patch.object(doctor_distributed, "_dataset", same_packs),
-    "weights": lambda: patch.object(doctor_distributed, "_model", other_weights),
-    "count": lambda: patch.object(PackedLoader, "_items", lambda *_: 100.0),
+    "none": (contextlib.nullcontext, set(doctor_distributed.CHECKS)),
+    "data": (lambda: patch.object(doctor_distributed, "_dataset", same_packs), {"packs"}),
+    "weights": (lambda: patch.object(doctor_distributed, "_model", other_weights), {"generation"}),
+    "count": (lambda: patch.object(PackedLoader, "_items", lambda *_: 100.0), {"packs", "DDP"}),
 }
+"""By name: how to put the fault in place, and the checks to run with it."""
+
+
+def run(fault: str, device: torch.device) -> tuple[int, str]:
+    """Return exit status and output of the command; the ranks have joined already."""
+    context, checks = FAULTS[fault]
+    chosen = {name: c for name, c in doctor_distributed.CHECKS.items() if name in checks}
+    joined = patch.object(
+        doctor_distributed, "_process_group", lambda: contextlib.nullcontext(device)
+    )
+    out = io.StringIO()
+    with (
+        context(),
+        joined,
+        patch.object(doctor_distributed, "CHECKS", chosen),
+        contextlib.redirect_stdout(out),
+    ):
+        status = main(["doctor", "--distributed"])
+    return status, out.getvalue()
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {}
-    for fault in sys.argv[1:]:
-        out = io.StringIO()
-        with FAULTS[fault](), contextlib.redirect_stdout(out):
-            found[fault] = [main(["doctor", "--distributed"]), ""]
-        found[fault][1] = out.getvalue()
+    with doctor_distributed._process_group() as device:
+        found = {fault: run(fault, device) for fault in sys.argv[1:]}
     print(json.dumps(found))
