@@ -11,7 +11,7 @@ import tiny_run
 from nopad.trainer import DataState, PackedLoader
 from torch.distributed.checkpoint.stateful import Stateful
 
-CHILD = Path(__file__).parents[1] / "support" / "dcp_child.py"
+CHILD = Path(__file__).parent / "support" / "dcp_child.py"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support"))
+
 import tiny_run
 import torch
 import torch.distributed as dist
