@@ -150,7 +150,7 @@ def check_packs(device: torch.device) -> str:
     own = [(loader.last_pack.index, _digest(batch)) for batch in loader if loader.last_pack]
     everyone = sorted(pack for packs in gather_objects(own) for pack in packs)
     alone = PackedCollator()
-    expected = [(pack.index, _digest(alone(pack))) for pack in _dataset(rank=0, world_size=1)]
+    expected = [(pack.index, _digest(alone(pack))) for pack in _dataset(0, 1)]
     found = [pack for pack in everyone if pack[0] < len(expected)]  # then come empty packs
     _require(
         found == expected,
@@ -217,11 +217,11 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
 }
 
 
-def _dataset(**ranks: int) -> PackedDataset:
+def _dataset(rank: int | None = None, world: int | None = None) -> PackedDataset:
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, BUDGET, 4 * STEPS * world_size())
     documents = [rng.integers(1, VOCAB_SIZE, length) for length in lengths]
-    return PackedDataset(documents, budget=BUDGET, **ranks)
+    return PackedDataset(documents, budget=BUDGET, rank=rank, world_size=world)
 
 
 def _digest(batch: dict) -> str:
@@ -232,11 +232,11 @@ def _model(device: torch.device) -> Any:
     """Build the same tiny model on every rank, and leave the random state as it was."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config: Any = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=BUDGET,
-        attn_implementation="nopad",
     )  # fmt: skip
+    config._attn_implementation = "nopad"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
@@ -271,7 +271,7 @@ def _compare_training(device: torch.device, wrap: Callable[[Any], nn.Module]) ->
 
 def _train_alone(device: torch.device) -> Iterator[tuple[float, list[torch.Tensor]]]:
     """Yield loss and gradients of each step, computed by this rank from the packs of all."""
-    model, packs = _model(device), iter(_dataset(rank=0, world_size=1))
+    model, packs = _model(device), iter(_dataset(0, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()

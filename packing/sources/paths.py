@@ -5,7 +5,7 @@ At most 64 MB of a set of files, or 256 pieces of them, are read to identify it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ..state.fingerprint import NUM_PIECES, Fingerprint, content_ranges
@@ -101,15 +101,15 @@ def _ranges_of_files(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _read_pieces(pieces: Iterable[tuple[DataFile, tuple[int, int]]]) -> Iterator[bytes]:
-    pieces = list(pieces)
-    if pieces and isinstance(pieces[0][0], RemoteFile):
-        return read_together(lambda piece: piece[0].read(*piece[1]), pieces)
-    return map(_read_piece, pieces)
+def _read_pieces(pieces: list[tuple[DataFile, tuple[int, int]]]) -> Iterator[bytes]:
+    read = read_together if pieces and isinstance(pieces[0][0], RemoteFile) else map
+    return iter(read(_read_piece, pieces))
 
 
-def _read_piece(piece: tuple[Path, tuple[int, int]]) -> bytes:
-    path, (begin, end) = piece
-    with path.open("rb") as file:
-        file.seek(begin)
-        return file.read(end - begin)
+def _read_piece(piece: tuple[DataFile, tuple[int, int]]) -> bytes:
+    file, (begin, end) = piece
+    if isinstance(file, RemoteFile):
+        return file.read(begin, end)
+    with file.open("rb") as opened:
+        opened.seek(begin)
+        return opened.read(end - begin)

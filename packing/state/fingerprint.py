@@ -43,7 +43,7 @@ class Fingerprint:
         """
         if values is None:
             return self
-        dtype = values.dtype if dtype is None else dtype
+        dtype = np.dtype(values.dtype if dtype is None else dtype)
         self._hash.update(f"{dtype.str}{values.shape}".encode())
         num_entries = values.nbytes // values.itemsize
         ranges = content_ranges(num_entries * dtype.itemsize, num_entries)

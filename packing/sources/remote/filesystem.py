@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import fsspec
@@ -38,7 +38,7 @@ class RemoteReadError(OSError):
     """A request that failed as often as it was tried; never taken for a row that is damaged."""
 
 
-def is_url(source: Any) -> bool:
+def is_url(source: Any) -> TypeGuard[str]:
     """Return whether a source is a URL instead of a path.
 
     >>> is_url("s3://bucket/data"), is_url("simplecache::gs://bucket"), is_url("C:/data")

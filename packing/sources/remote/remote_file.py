@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 from .filesystem import RemoteReadError, filesystem, retry, shown
 from .read_ahead import BLOCK, ReadAheadFile
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 CONNECTIONS = 32
 """Requests at the same time."""

@@ -21,9 +21,9 @@ from nopad.trainer import PackedLoader
 build_data, build_model = doctor_distributed._dataset, doctor_distributed._model
 
 
-def same_packs(**ranks) -> PackedDataset:
+def same_packs(rank: int = 0, world: int = 2) -> PackedDataset:
     """All ranks are dealt the packs of rank 0."""
-    return build_data(**{"rank": 0, "world_size": 2, **ranks})
+    return build_data(rank, world)
 
 
 def other_weights(device):
