@@ -19,7 +19,7 @@ from typing import Any
 
 from .in_memory import IterableSource, ListSource
 from .paths import DataFile, check_name, list_files
-from .remote import exists, is_url, list_url, local_path
+from .remote import exists, is_url, list_url, local_path, shown
 from .source import RowSource
 from .text_files import TextFileSource
 from .token_array import TokenArray
@@ -119,9 +119,10 @@ def _open_url(url: str, options: _PathOptions) -> Opened:
         (index,), (binary,) = (list_url(url + end, None, check_name) for end in (".idx", ".bin"))
         return [open_megatron(index, binary, options.number)]
     files = list_url(url, options.glob, check_name)
+    place = shown(url)
     if any(file.name == "dataset_info.json" for file in files):
-        raise ValueError(f"{url} is a saved dataset: pass datasets.load_from_disk({url!r})")
-    return _open_files(list(files), url, url.rstrip("/").rpartition("/")[2], options)
+        raise ValueError(f"{place} is a saved dataset: pass datasets.load_from_disk(url)")
+    return _open_files(list(files), place, place.rstrip("/").rpartition("/")[2], options)
 
 
 def _open_files(files: list[DataFile], place: str, name: str, options: _PathOptions) -> Opened:

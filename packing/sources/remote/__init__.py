@@ -1,6 +1,6 @@
 """Files behind URLs, through fsspec: listed, read ahead in the background, retried."""
 
-from .filesystem import RemoteReadError, is_url, local_path
+from .filesystem import RemoteReadError, is_url, local_path, shown
 from .listing import exists, list_url
 from .read_ahead import prefetch
 from .remote_file import RemoteFile, read_together
@@ -16,4 +16,5 @@ __all__ = [
     "local_path",
     "prefetch",
     "read_together",
+    "shown",
 ]

@@ -29,13 +29,17 @@ PACKAGES = {
 ATTEMPTS = 8
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds between attempts: doubled each time, about a minute in all."""
-FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError)
+FINAL_ERRORS = (PermissionError, IsADirectoryError, ImportError, ValueError)
 TRANSIENT_STATUS = (408, 425, 429)
 """Client errors that a later attempt may not have."""
 
 
 class RemoteReadError(OSError):
     """A request that failed as often as it was tried; never taken for a row that is damaged."""
+
+
+class MissingFileError(RemoteReadError):
+    """A URL without a file."""
 
 
 def is_url(source: Any) -> TypeGuard[str]:
@@ -85,6 +89,8 @@ def retry(url: str, request: Callable[[], T]) -> T:
     for attempt in range(ATTEMPTS):
         try:
             return request()
+        except RemoteReadError:
+            raise
         except Exception as error:  # each file system raises errors of its own libraries
             if not _is_transient(error):
                 raise _final_error(url, error) from error
@@ -101,6 +107,8 @@ def retry(url: str, request: Callable[[], T]) -> T:
 def _is_transient(error: Exception) -> bool:
     if isinstance(error, FINAL_ERRORS):
         return False
+    if isinstance(error, FileNotFoundError):  # of web servers it is said of any failure
+        return isinstance(error.__cause__, Exception) and _is_transient(error.__cause__)
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in TRANSIENT_STATUS
@@ -112,7 +120,7 @@ def _final_error(url: str, error: Exception) -> Exception:
     if isinstance(error, ImportError):
         return error
     if isinstance(error, FileNotFoundError):
-        return ValueError(f"{shown(url)} does not exist")
+        return MissingFileError(f"{shown(url)} does not exist")
     if isinstance(error, PermissionError):
         return RemoteReadError(f"{shown(url)}: access denied: {_describe(error)}")
     return RemoteReadError(f"{shown(url)}: {_describe(error)}")

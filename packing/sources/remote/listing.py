@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
-from .filesystem import filesystem, retry, shown
+from .filesystem import MissingFileError, filesystem, retry, shown
 from .remote_file import RemoteFile
 
 
@@ -43,7 +43,10 @@ def list_url(url: str, glob: str | None, check_name: Callable[[str], None]) -> l
 def exists(url: str) -> bool:
     """Return whether a file of this URL exists."""
     fs, path = filesystem(url)
-    return retry(url, lambda: fs.exists(path))
+    try:
+        return bool(retry(url, lambda: fs.info(path)))
+    except MissingFileError:
+        return False
 
 
 def _is_file(fs: Any, url: str, path: str) -> bool:

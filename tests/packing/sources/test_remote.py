@@ -122,7 +122,7 @@ def test_folders_and_patterns_list_the_files_of_the_disk(folder, tmp_path):
                 open_source(source)
             with pytest.raises(ValueError, match="no file that matches"):
                 open_source(source, glob="*.parquet")
-        with pytest.raises(ValueError, match=r"memory://listed/none.jsonl does not exist"):
+        with pytest.raises(RemoteReadError, match=r"memory://listed/none.jsonl does not exist"):
             open_source("memory://listed/none.jsonl")
         with pytest.raises(ValueError, match="would be read as 2 documents"):
             open_source(["memory://listed/a.jsonl", "memory://listed/b.jsonl"])
@@ -164,6 +164,16 @@ def test_a_server_that_is_gone_is_an_error_with_its_url_and_never_a_skipped_row(
     assert "8 attempts failed" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_file_that_is_missing_is_told_at_once_and_a_server_that_is_down_after_all_attempts(
+    folder,
+):
+    with serve(folder, period=None) as server:
+        with pytest.raises(RemoteReadError, match=r"none\.jsonl does not exist"):
+            open_source(f"{server.url}/none.jsonl")
+    with pytest.raises(RemoteReadError, match=r"rows\.jsonl: 8 attempts failed"):
+        open_source(f"{server.url}/rows.jsonl")
+
+
 def test_tokens_of_a_server_that_is_gone_are_an_error(folder):
     with serve(folder, period=None) as server:
         data = PackedDataset(f"{server.url}/rows.bin", budget=100, **TOKENS)
@@ -174,7 +184,8 @@ def test_tokens_of_a_server_that_is_gone_are_an_error(folder):
 
 def test_a_server_without_ranges_serves_small_files_and_is_named_for_others(folder, monkeypatch):
     with serve(folder, period=None, ranges=False) as server:
-        with pytest.raises(RemoteReadError, match="does not answer requests of ranges: download"):
+        named = r"rows.jsonl: the server does not answer requests of ranges: download the file$"
+        with pytest.raises(RemoteReadError, match=rf"^http://\S+/{named}"):
             list(open_source(f"{server.url}/rows.jsonl").read(0, 1))
         monkeypatch.setattr(read_ahead, "BLOCK", 1 << 20)
         assert len(list(open_source(f"{server.url}/rows.jsonl").read(0, 1))) == 300
