@@ -167,9 +167,9 @@ def test_a_server_that_is_gone_is_an_error_with_its_url_and_never_a_skipped_row(
 def test_a_file_that_is_missing_is_told_at_once_and_a_server_that_is_down_after_all_attempts(
     folder,
 ):
-    with serve(folder, period=None) as server:
-        with pytest.raises(RemoteReadError, match=r"none\.jsonl does not exist"):
-            open_source(f"{server.url}/none.jsonl")
+    missing = pytest.raises(RemoteReadError, match=r"none\.jsonl does not exist")
+    with serve(folder, period=None) as server, missing:
+        open_source(f"{server.url}/none.jsonl")
     with pytest.raises(RemoteReadError, match=r"rows\.jsonl: 8 attempts failed"):
         open_source(f"{server.url}/rows.jsonl")
 
