@@ -4,12 +4,16 @@
     nopad doctor path/to/config.json         check a tiny model of that config
     nopad doctor llama --attn nopad,sdpa     check a tiny model of that type
     nopad doctor llama --parity              compare generation with training
+    torchrun --nproc-per-node 8 -m nopad doctor --distributed     compare the ranks of a run
 
 Every attention implementation that runs on this machine gets the same pack, and its results are
 compared with those of the documents one by one: logits, loss, gradients, and whether a document
 changes when the one before it is replaced. Exit status: 0 if every implementation that ran is
 isolated, 1 if one leaks or is wrong, 2 if nothing could be checked: the model cannot be loaded or
 built, or no implementation runs it here.
+
+--distributed needs no model: under a minute, packs, resume, losses and gradients of DDP and FSDP2,
+and generation are compared across the ranks that a launcher starts (torchrun, accelerate launch).
 """
 
 from __future__ import annotations
@@ -43,6 +47,11 @@ MAX_PARAMETERS = 50_000_000
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     args = _parse_args(argv)
+    if args.distributed:
+        with _quiet():
+            return _report_distributed(args)
+    if args.model is None:
+        raise ValueError("name a checkpoint, a config.json or a model type such as llama")
     if args.parity and args.attn is not None:
         raise ValueError("--attn has no effect with --parity, which compares backends of nopad")
     args.attn = IMPLEMENTATIONS if args.attn is None else args.attn
@@ -69,13 +78,31 @@ def main(argv: list[str]) -> int:
 def _parse_args(argv: list[str]) -> argparse.Namespace:
     command = parser("doctor", __doc__)
     add = command.add_argument
-    add("model", help="checkpoint folder, config.json, hub name or model type such as llama")
+    add(
+        "model",
+        nargs="?",
+        help="checkpoint folder, config.json, hub name or model type such as llama",
+    )
     add("--attn", help="attention implementations, separated by commas; default: "
         f"{IMPLEMENTATIONS}")  # fmt: skip
     add("--tiny", action="store_true", help="check a tiny model of the same config, random weights")
     add("--parity", action="store_true",
         help="compare log-probabilities of generation and training")  # fmt: skip
+    add("--distributed", action="store_true",
+        help="compare the ranks that a launcher has started")  # fmt: skip
     return command.parse_args(argv)
+
+
+def _report_distributed(args: argparse.Namespace) -> int:
+    """Compare the ranks of a launcher; return the exit status."""
+    given = {"a model": args.model, "--attn": args.attn, "--tiny": args.tiny,
+             "--parity": args.parity}  # fmt: skip
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name} has no effect with --distributed, which builds its own model")
+    from .doctor_distributed import main as compare_ranks
+
+    return compare_ranks()
 
 
 def _report_isolation(name: str, model: Any, implementations: list[str], config: Any) -> int:

@@ -23,7 +23,8 @@ from .readers.streamed import StreamedPacks
 from .sources.in_memory import ListSource, TokenRowSource
 from .sources.open_source import Opened, open_source
 from .sources.source import SMALL_BYTES, RowSource
-from .sources.token_store import TokenArray, TokenStore
+from .sources.token_array import TokenArray
+from .sources.token_store import TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 
 MAX_TOKEN_ID = 2**31 - 1

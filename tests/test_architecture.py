@@ -43,6 +43,7 @@ OTHERS = {
 ONLY_IN = {
     ("packing", "pyarrow"): "packing/sources/",
     ("packing", "datasets"): "packing/sources/",
+    ("packing", "fsspec"): "packing/sources/remote/",
     ("packing", "torch"): "packing/dataset.py",
     ("packing", "runtime"): "packing/dataset.py",
     ("attention", "transformers"): "attention/hf/",

@@ -372,6 +372,32 @@ FAULTS = {
         "nopad.cli.options",
         "number_above_0 = number_from_0 = float",
     ),
+    "a failed request is not repeated": (
+        "packing/sources/test_remote.py::"
+        "test_a_server_that_fails_every_tenth_request_gives_the_packs_of_the_disk",
+        "nopad.packing.sources.remote.filesystem",
+        "ATTEMPTS = 1",
+    ),
+    "a lost connection is a damaged row": (
+        "packing/sources/test_remote.py::"
+        "test_a_server_that_is_gone_is_an_error_with_its_url_and_never_a_skipped_row",
+        "nopad.packing.sources.parquet",
+        "class RemoteReadError(Exception): pass",
+    ),
+    "a rank saves its own shards only": (
+        "trainer/data/test_data_state.py", "nopad.trainer.data.data_state",
+        "gather_data_state = lambda loader: {**loader.state(), DRAWS: draw_counts()}",
+    ),
+    "restarted workers start a new run": (
+        "recipes/support/test_arguments.py::"
+        "test_workers_that_were_restarted_resume_the_run_in_their_folder",
+        "nopad.recipes.support.arguments",
+        "resume_if_restarted = lambda explicit: None",
+    ),
+    "every rank agrees with itself": (
+        "cli/test_doctor_distributed.py", "nopad.cli.doctor_distributed",
+        "_require = lambda condition, fault: None",
+    ),
     "prompts are logged": (
         "inference/test_engine.py::test_logs_hold_no_prompt_and_no_text",
         "nopad.inference.engine",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-LINES = [f"{letter}{n}" for letter, last in zip("ABCDEFGH", (30, 20, 4, 9, 5, 5, 6, 3), strict=True)
+LINES = [f"{letter}{n}" for letter, last in zip("ABCDEFGHI", (30, 20, 4, 9, 5, 5, 6, 3, 4), strict=True)
          for n in range(1, last + 1)]  # fmt: skip
 UNORDERED = {"set", "sorted", "len", "sum", "Counter", "frozenset", "any", "all"}
 STARTS = {
@@ -81,7 +81,7 @@ def promises(text: str) -> dict[str, list[str]]:
     """The cells of the table, by the promise's number."""
     rows = [line.strip("| ").split("|") for line in text.splitlines()]
     cells = [[cell.strip() for cell in row] for row in rows]
-    return {row[0]: row[1:] for row in cells if re.fullmatch(r"[A-H]\d+", row[0])}
+    return {row[0]: row[1:] for row in cells if re.fullmatch(r"[A-I]\d+", row[0])}
 
 
 def missing(cell: str) -> list[str]:

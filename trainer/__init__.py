@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         write_manifest,
     )
     from .checkpoint_offload import offload_checkpoints
+    from .data.data_state import DataState
     from .data.loader import EvaluationLoader, PackedLoader
     from .evaluation.generation_eval import GenerationEval
     from .evaluation.report import Example
@@ -36,6 +37,7 @@ __all__ = [
     "MANIFEST_NAME",
     "STOP_SIGNALS",
     "AttachedLoss",
+    "DataState",
     "EvaluationLoader",
     "Example",
     "GenerationEval",
@@ -64,7 +66,7 @@ _MODULES = {
         "write_manifest",
     ),
     "checkpoint_offload": ("offload_checkpoints",),
-    "data": ("EvaluationLoader", "PackedLoader"),
+    "data": ("DataState", "EvaluationLoader", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
     "fused": ("compile_layers", "fuse_layers"),
     "graceful_stop": ("STOP_SIGNALS", "StopRequest"),

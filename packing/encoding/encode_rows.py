@@ -16,7 +16,7 @@ import numpy as np
 from ..planning.overflow import too_long_error
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
-from ..sources.token_store import TokenArray
+from ..sources.token_array import TokenArray
 from .encoder import Encoder
 from .report import SkippedRows
 

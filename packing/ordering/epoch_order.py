@@ -55,7 +55,7 @@ class MixedOrder:
         blocks = [self._lap(source, epoch, 0) for source in range(len(laps))]
         queues = [np.zeros(0, np.int64) for _ in laps]
         while True:
-            choices, needed = mixture.draw([self.lengths[queue] for queue in queues])
+            choices, needed = mixture.draw([self._lengths(queue) for queue in queues])
             if len(choices):
                 yield self._take(choices, queues)
             if needed < 0:
@@ -68,6 +68,9 @@ class MixedOrder:
             elif self.stopping_strategy == "all_exhausted":
                 laps[needed] += 1
                 blocks[needed] = self._lap(needed, epoch, laps[needed])
+
+    def _lengths(self, documents: np.ndarray) -> np.ndarray:
+        return self.lengths[documents].astype(np.int64, copy=False)
 
     def _take(self, choices: np.ndarray, queues: list[np.ndarray]) -> np.ndarray:
         """Remove the chosen documents from the queues and return them in the order of choice."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..planning.balancing import Leveler, NoLeveling
 from ..planning.overflow import Counts, max_sample_length, too_long_error
 from ..planning.plan import Plan
 from ..planning.planner import Planner
+from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
 from ..state.run_state import check_packs_left, end_epoch_of
 
@@ -85,7 +87,7 @@ class PlannedPacks:
         pending, first = np.zeros(0, np.int64), 0
         for documents in self._order(epoch):
             pending = np.concatenate([pending, documents])
-            lengths = self.store.lengths[documents]
+            lengths = self.store.lengths[documents].astype(np.int64, copy=False)
             self._check_lengths(documents, lengths)
             plan = planner.feed(lengths)
             yield leveler.feed(_to_documents(plan, pending, first))
@@ -222,9 +224,17 @@ class PlannedPacks:
         budget, multiple = self.planner["budget"], self.planner.get("pad_to_multiple_of", 1)
         per_call = max(1, GATHER_TOKENS // budget)
         current = {"epoch": epoch_starts[-1][0], "epoch_start": epoch_starts[-1][1]}
-        for first in range(0, len(packs), per_call):
-            batch = packs[first : first + per_call]
-            rows = self.store.gather(plan, batch, multiple, self.pad_token_id, self.vocab_size)
+        firsts = range(0, len(packs), per_call)
+        gather = partial(
+            self.store.gather,
+            plan,
+            pad_to_multiple_of=multiple,
+            pad_token_id=self.pad_token_id,
+            vocab_size=self.vocab_size,
+        )
+        calls = (partial(gather, packs[first : first + per_call]) for first in firsts)
+        gathered = prefetch(calls) if self.store.is_remote else (call() for call in calls)
+        for first, rows in zip(firsts, gathered, strict=True):
             tokens, labels, cu_seqlens, starts = *rows[:3], rows.starts
             has_labels = len(labels) > 0
             if not self.continue_positions:

@@ -2,7 +2,8 @@
 
 from .open_source import open_source
 from .source import Row, RowError, RowSource
-from .token_store import TokenArray, TokenStore
+from .token_array import TokenArray
+from .token_store import TokenStore
 
 __all__ = [
     "Row",

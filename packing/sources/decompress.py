@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from .remote import RemoteFile, RemoteReadError
+
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK = 16 << 10
 """Bytes decompressed at a time; larger chunks are not faster."""
 
 
-def open_compressed(path: Path) -> BufferedReader:
+def open_compressed(path: Path | RemoteFile) -> BufferedReader:
     """Open a compressed file; a truncated file yields all intact bytes, then raises an OSError."""
     return BufferedReader(_DecompressedFile(path), CHUNK)
 
 
-def decompressed_size(path: Path, limit: int) -> int:
+def decompressed_size(path: Path | RemoteFile, limit: int) -> int:
     """Return the bytes that come out of a file; beyond `limit`, the estimate of its first bytes."""
     count, size = 0, path.stat().st_size
     with (
-        pa.OSFile(str(path)) as file,
+        _open_raw(path) as file,
         pa.CompressedInputStream(file, CODECS[path.suffix]) as stream,
     ):
         try:
@@ -29,13 +31,15 @@ def decompressed_size(path: Path, limit: int) -> int:
                 count += len(piece)
                 if count > limit:
                     return max(count, count * size // max(1, file.tell()))
+        except RemoteReadError:
+            raise
         except OSError:  # truncated: named when its rows are read
             pass
     return count
 
 
 class _DecompressedFile(RawIOBase):
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | RemoteFile):
         self.path, self.num_read = path, 0
         self.error: OSError | None = None
         self.stream = _open(path)
@@ -48,6 +52,8 @@ class _DecompressedFile(RawIOBase):
             raise self.error
         try:
             count = self.stream.readinto(buffer)
+        except RemoteReadError:
+            raise
         except OSError as error:
             self.error = error
             count = self._read_before_error(buffer)
@@ -75,5 +81,11 @@ class _DecompressedFile(RawIOBase):
         super().close()
 
 
-def _open(path: Path) -> pa.NativeFile:
-    return pa.input_stream(str(path), compression=CODECS[path.suffix])
+def _open(path: Path | RemoteFile) -> pa.NativeFile:
+    return pa.CompressedInputStream(_open_raw(path), CODECS[path.suffix])
+
+
+def _open_raw(path: Path | RemoteFile) -> pa.NativeFile:
+    if isinstance(path, RemoteFile):
+        return pa.PythonFile(path.open(), "r")
+    return pa.OSFile(str(path))

@@ -28,7 +28,7 @@ from .content_key import HashedStream
 from .in_memory import row_or_error
 from .paths import resolve_inside
 from .source import IndexedSource, Row, RowSource, cursor_error, drop_null_fields
-from .token_store import TokenArray
+from .token_array import TokenArray
 
 TOKEN_COLUMNS = ("input_ids", "labels", *sorted(LOSS_MASKS), *sorted(BOUNDARY_COLUMNS))
 """Columns of ready tokens that are read."""

@@ -14,8 +14,10 @@ from itertools import islice
 from typing import Any
 
 from ..state.fingerprint import Fingerprint
+from .remote import read_together
 from .source import IndexedSource, Row, RowSource
-from .token_store import TokenArray, TokenStore
+from .token_array import TokenArray
+from .token_store import TokenStore
 
 
 class ListSource(IndexedSource):
@@ -56,7 +58,8 @@ class TokenRowSource(IndexedSource):
         return len(self.store)
 
     def rows(self, numbers):
-        return [self._row(number) for number in numbers.tolist()]
+        read = read_together if self.store.is_remote else map
+        return list(read(self._row, numbers.tolist()))
 
     def _row(self, number: int) -> dict:
         array, tokens = self.store.locate(number)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from .content_key import files_key
 from .decompress import CODECS, decompressed_size, open_compressed
-from .paths import display_name, files_fingerprint
+from .paths import DataFile, display_name, files_fingerprint
+from .remote import RemoteFile, RemoteReadError
 from .source import SMALL_BYTES, Row, RowSource
 
 LINE_LIMIT = 64 << 20
@@ -26,7 +26,7 @@ ONE_PER_LINE = "write one entry of the list per line"
 class JsonlSource(RowSource):
     """Rows of one or several jsonl files."""
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, paths: list[DataFile]):
         self.paths, self.name = paths, display_name(paths)
         self.sizes = [path.stat().st_size for path in paths]
         self.num_bytes = _decompressed_bytes(paths, self.sizes)
@@ -50,7 +50,7 @@ class JsonlSource(RowSource):
         return files_key("jsonl", self.paths, self.sizes)
 
 
-def _decompressed_bytes(paths: list[Path], sizes: list[int]) -> int:
+def _decompressed_bytes(paths: list[DataFile], sizes: list[int]) -> int:
     """Return the size of the lines; compressed files are measured as long as all may be small."""
     pairs = list(zip(paths, sizes, strict=True))
     guess = sum(5 * size if _is_compressed(path) else size for path, size in pairs)
@@ -63,12 +63,12 @@ def _decompressed_bytes(paths: list[Path], sizes: list[int]) -> int:
     return total
 
 
-def _is_compressed(path: Path) -> bool:
+def _is_compressed(path: DataFile) -> bool:
     return path.suffix in CODECS
 
 
 def _plain_lines(
-    path: Path, size: int, shard: int, shards: int, offset: int | None
+    path: DataFile, size: int, shard: int, shards: int, offset: int | None
 ) -> Iterator[tuple[bytes | ValueError, object, int]]:
     """Yield the lines that begin in this shard's part of the bytes."""
     begin, end = size * shard // shards, size * (shard + 1) // shards
@@ -100,7 +100,7 @@ def _line_start(file: BinaryIO, begin: int) -> int:
 
 
 def _compressed_lines(
-    path: Path, shard: int, shards: int, next_line: int | None
+    path: DataFile, shard: int, shards: int, next_line: int | None
 ) -> Iterator[tuple[bytes | ValueError, object, int]]:
     """Decompress and yield every S-th line."""
     next_line, number, name = shard if next_line is None else next_line, 0, path.name
@@ -112,6 +112,8 @@ def _compressed_lines(
         while True:
             try:
                 line, length = _bounded_line(file)
+            except RemoteReadError:
+                raise
             except OSError as error:
                 truncated = ValueError(f"the compressed data is truncated or corrupted: {error}")
                 yield truncated, f"{name}, line {number + 1}", 1 << 62
@@ -185,10 +187,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_reje
 class _LineLocation:
     """A byte of a file that computes its line number only when it is shown."""
 
-    def __init__(self, path: Path, byte: int):
+    def __init__(self, path: DataFile, byte: int):
         self.path, self.byte = path, byte
 
     def __str__(self) -> str:
+        if isinstance(self.path, RemoteFile):  # all before it would be downloaded to count lines
+            return f"{self.path.name}, byte {self.byte}"
         line = 1
         with self.path.open("rb") as file:
             for begin in range(0, self.byte, 1 << 20):

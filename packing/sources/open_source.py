@@ -4,6 +4,7 @@ ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin
 rows to be encoded            jsonl, parquet, text files, Dataset, lists, streams  ─▶ RowSource
 
 A path that does not exist and has the form `owner/name` is a dataset on the hub, which is streamed.
+Files behind URLs (s3://, gs://, hf://, https://, memory://) are read through fsspec.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from .in_memory import IterableSource, ListSource
-from .paths import list_files
+from .paths import DataFile, check_name, list_files
+from .remote import exists, is_url, list_url, local_path, shown
 from .source import RowSource
 from .text_files import TextFileSource
-from .token_store import TokenArray, TokenStore
+from .token_array import TokenArray
+from .token_store import TokenStore
 
 Opened = list[TokenArray] | RowSource
 HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")
@@ -53,11 +56,14 @@ def open_source(
         raise ValueError("the name of the source is empty: pass a file or a folder")
     if isinstance(source, str | Path):
         options = _PathOptions(text_column, glob, dtype, eos_token_id, number)
+        if is_url(source):
+            path = local_path(source)
+            return _open_url(source, options) if path is None else _open_path(path, options)
         return _open_path(Path(os.path.expanduser(source)), options)
     if isinstance(source, list | tuple) and _lists_files(source):
         raise ValueError(
             f"{source[0]} is a file, the list would be read as {len(source)} documents: pass a "
-            "folder and glob=, or [(file, weight), ...]"
+            "folder and glob=, a pattern with *, or [(file, weight), ...]"
         )
     if isinstance(source, RowSource):
         return source
@@ -87,7 +93,8 @@ def _open_path(path: Path, options: _PathOptions) -> Opened:
     if all(Path(f"{path}{suffix}").is_file() for suffix in (".idx", ".bin")):
         from .token_files import open_megatron
 
-        return [open_megatron(path, options.number)]
+        index, binary = (path.with_name(path.name + suffix) for suffix in (".idx", ".bin"))
+        return [open_megatron(index, binary, options.number)]
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from .hf_datasets import open_saved
 
@@ -101,13 +108,28 @@ def _open_path(path: Path, options: _PathOptions) -> Opened:
 
         return _open_dataset(open_hub(name), path.name, options.number)
     files = list_files(path, options.glob)
+    return _open_files(list(files), str(path), path.absolute().name, options)
+
+
+def _open_url(url: str, options: _PathOptions) -> Opened:
+    named = FILE_NAME.fullmatch(url.partition("?")[0]) or url.endswith("/") or "*" in url
+    if not named and exists(f"{url}.idx") and exists(f"{url}.bin"):
+        from .token_files import open_megatron
+
+        (index,), (binary,) = (list_url(url + end, None, check_name) for end in (".idx", ".bin"))
+        return [open_megatron(index, binary, options.number)]
+    files = list_url(url, options.glob, check_name)
+    place = shown(url)
+    if any(file.name == "dataset_info.json" for file in files):
+        raise ValueError(f"{place} is a saved dataset: pass datasets.load_from_disk(url)")
+    return _open_files(list(files), place, place.rstrip("/").rpartition("/")[2], options)
+
+
+def _open_files(files: list[DataFile], place: str, name: str, options: _PathOptions) -> Opened:
     formats = {_format_of(file, any_text=options.glob is not None) for file in files}
     if len(formats) > 1:
-        raise ValueError(f"{path} mixes {sorted(formats)} files: choose some with glob=")
-    return _open_files(files, formats.pop(), path, options)
-
-
-def _open_files(files: list[Path], file_format: str, path: Path, options: _PathOptions) -> Opened:
+        raise ValueError(f"{place} mixes {sorted(formats)} files: choose some with glob=")
+    file_format = formats.pop()
     if file_format == "jsonl":
         from .jsonl import JsonlSource
 
@@ -121,10 +143,10 @@ def _open_files(files: list[Path], file_format: str, path: Path, options: _PathO
 
         if options.dtype is None or options.eos_token_id is None:
             raise ValueError(
-                f"{path}: flat tokens need dtype= (uint16 or uint32) and add_eos= (an id)"
+                f"{place}: flat tokens need dtype= (uint16 or uint32) and add_eos= (an id)"
             )
         return open_flat_files(files, options.dtype, options.eos_token_id, options.number)
-    return TextFileSource(files, options.text_column, path.absolute().name)
+    return TextFileSource(files, options.text_column, name)
 
 
 def _open_dataset(data: Any, name: str, number: int) -> Opened:
@@ -137,7 +159,7 @@ def _open_dataset(data: Any, name: str, number: int) -> Opened:
     return token_arrays(data, name, number) or DatasetSource(data, name)
 
 
-def _format_of(file: Path, any_text: bool) -> str:
+def _format_of(file: DataFile, any_text: bool) -> str:
     """Tell a file's format by its name; any_text: unknown suffixes are text."""
     suffixes = [s for s in file.suffixes if s not in (".gz", ".zst")]
     last = suffixes[-1] if suffixes else ""
@@ -158,4 +180,8 @@ def _format_of(file: Path, any_text: bool) -> str:
 
 def _lists_files(rows: Sequence[Any]) -> bool:
     """Return whether the first entry of a list is the name of a file instead of a document."""
-    return bool(rows) and isinstance(rows[0], str | Path) and os.path.isfile(rows[0])
+    if not rows or not isinstance(rows[0], str | Path):
+        return False
+    if is_url(rows[0]):
+        return FILE_NAME.fullmatch(rows[0]) is not None and not re.search(r"\s", rows[0])
+    return os.path.isfile(rows[0])

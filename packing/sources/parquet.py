@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .content_key import files_key
-from .paths import display_name, files_fingerprint
+from .paths import DataFile, display_name, files_fingerprint
+from .remote import RemoteFile, RemoteReadError
 from .source import SMALL_BYTES, Row, RowSource, drop_null_fields
 
 WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
@@ -23,7 +23,7 @@ ROWS_PER_BATCH = 16, 256
 class ParquetSource(RowSource):
     """Rows of one or several parquet files."""
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, paths: list[DataFile]):
         self.paths, self.name = paths, display_name(paths)
         self.num_bytes = _decoded_bytes(paths)
 
@@ -41,7 +41,7 @@ class ParquetSource(RowSource):
         return files_key("parquet", self.paths)
 
 
-def _decoded_bytes(paths: list[Path]) -> int:
+def _decoded_bytes(paths: list[DataFile]) -> int:
     """Return the size of the rows; files are measured as long as all may be small."""
     guess = 5 * sum(path.stat().st_size for path in paths)
     if guess > SMALL_BYTES:
@@ -49,23 +49,28 @@ def _decoded_bytes(paths: list[Path]) -> int:
     total = 0
     for path in paths:
         try:
-            with pq.ParquetFile(path) as file:
+            with _open(path) as file:
                 for group in range(file.metadata.num_row_groups):
                     for batch in _batches(file, group):
                         total += batch.nbytes
                         if total > SMALL_BYTES:
                             return total
+        except RemoteReadError:
+            raise
         except (pa.ArrowException, OSError, ValueError):  # named when its rows are read
             continue
     return total
 
 
-def _rows(path: Path, shard: int, shards: int, first_row: int) -> Iterator[tuple[Any, int, int]]:
+def _rows(
+    path: DataFile, shard: int, shards: int, first_row: int
+) -> Iterator[tuple[Any, int, int]]:
     """Yield (row, its number, the number to continue at) of this shard's range of rows."""
     try:
-        # Not memory-mapped: a file that is truncated while it is read would end the process.
-        file = pq.ParquetFile(path)
+        file = _open(path)
         _check_names(file.schema_arrow)
+    except RemoteReadError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         yield ValueError(f"not an intact parquet file: {error}"), 0, 1 << 62
         return
@@ -81,6 +86,13 @@ def _rows(path: Path, shard: int, shards: int, first_row: int) -> Iterator[tuple
             first = last
 
 
+def _open(path: DataFile) -> pq.ParquetFile:
+    if isinstance(path, RemoteFile):
+        return pq.ParquetFile(path.open())
+    # Not memory-mapped: a file that is truncated while it is read would end the process.
+    return pq.ParquetFile(path)
+
+
 def _row_group(file: pq.ParquetFile, group: int, first: int, numbers: range):
     number = first
     try:
@@ -93,6 +105,8 @@ def _row_group(file: pq.ParquetFile, group: int, first: int, numbers: range):
             number += len(batch)
             if number >= numbers.stop:
                 return
+    except RemoteReadError:
+        raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         message = f"row group {group} cannot be read: {error}"
         yield ValueError(message), max(number, numbers.start), numbers.stop

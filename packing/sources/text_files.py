@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from .content_key import files_key
-from .paths import display_name, files_fingerprint
+from .paths import DataFile, display_name, files_fingerprint
+from .remote import RemoteFile, RemoteReadError, read_together
 from .source import IndexedSource
 
 FILE_LIMIT = 1 << 30
@@ -16,7 +15,7 @@ FILE_LIMIT = 1 << 30
 class TextFileSource(IndexedSource):
     """Documents that are files; `text_column` is the key of the text in a row."""
 
-    def __init__(self, paths: list[Path], text_column: str = "text", name: str | None = None):
+    def __init__(self, paths: list[DataFile], text_column: str = "text", name: str | None = None):
         self.paths, self.text_column = paths, text_column
         self.name = name or display_name(paths)
         self.num_bytes = sum(path.stat().st_size for path in paths)
@@ -25,14 +24,19 @@ class TextFileSource(IndexedSource):
         return len(self.paths)
 
     def rows(self, numbers: np.ndarray):
-        return [self._row(self.paths[number]) for number in numbers.tolist()]
+        paths = [self.paths[number] for number in numbers.tolist()]
+        if isinstance(self.paths[0], RemoteFile):
+            return list(read_together(self._row, paths))
+        return [self._row(path) for path in paths]
 
-    def _row(self, path: Path) -> dict | ValueError:
+    def _row(self, path: DataFile) -> dict | ValueError:
         try:
             size = path.stat().st_size
             if size > FILE_LIMIT:
                 return ValueError(f"{path.name} has {size} bytes, the limit is {FILE_LIMIT}")
             return {self.text_column: path.read_text(encoding="utf-8-sig")}
+        except RemoteReadError:
+            raise
         except (OSError, UnicodeDecodeError) as error:
             return ValueError(f"{path.name} cannot be read as UTF-8 text: {error}")
 

@@ -1,4 +1,7 @@
-"""Files of ready tokens, memory-mapped: flat uint16/uint32 files, and Megatron's .bin/.idx.
+"""Files of ready tokens: flat uint16/uint32 files, and Megatron's .bin/.idx.
+
+Local files are memory-mapped, remote ones are read in ranges. To find the documents of a remote
+flat file, all of it is read once; Megatron's index spares that.
 
 A flat file has no index: a document ends after each end-of-text id, which must be given.
 Megatron's index has the lengths of sequences, and which sequences begin a document.
@@ -10,22 +13,24 @@ Megatron's index has the lengths of sequences, and which sequences begin a docum
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..numba_jit import jit
-from .mapped_file import map_file
-from .token_store import TokenArray
+from .mapped_file import MappedFile, map_file
+from .mapped_index import MappedBegins, is_arange
+from .paths import DataFile
+from .remote import RemoteFile, RemoteTokens
+from .token_array import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
-def open_megatron(prefix: Path, source: int = 0) -> TokenArray:
-    """Open `prefix.bin` and `prefix.idx`; every document is one sample."""
-    index, binary = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
+def open_megatron(index: DataFile, binary: DataFile, source: int = 0) -> TokenArray:
+    """Open a pair of `.idx` and `.bin`; every document is one sample."""
     with index.open("rb") as file:
         header = file.read(34)
     if len(header) < 34 or not header.startswith(MAGIC):
@@ -37,43 +42,60 @@ def open_megatron(prefix: Path, source: int = 0) -> TokenArray:
     size, needed = index.stat().st_size, 34 + 12 * sequences + 8 * documents
     if size < needed:
         raise ValueError(f"{index.name} has {size} bytes, needs {needed}: it is truncated")
-    data = np.memmap(index, np.uint8, "r")
+    data = _index_bytes(index)
     lengths = data[34:][: 4 * sequences].view("<i4")
     pointers = data[34 + 4 * sequences :][: 8 * sequences].view("<i8")
     bounds = data[34 + 12 * sequences :][: 8 * documents].view("<i8")
-    flat, file = map_file(binary, dtype)
-    array = _join_sequences(flat, dtype, lengths, pointers, bounds, prefix.name, source)
-    return replace(array, file=file)
+    flat, file = _open_tokens(binary, dtype)
+    name = binary.name.removesuffix(".bin")
+    begins, lengths = _join_sequences(len(flat), dtype, lengths, pointers, bounds, name)
+    return TokenArray(name, flat, begins, lengths, None, source, file)
+
+
+def _index_bytes(index: DataFile) -> np.ndarray:
+    if isinstance(index, Path):
+        return np.memmap(index, np.uint8, "r")
+    with index.open() as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+def _open_tokens(file: DataFile, dtype: np.dtype) -> tuple[Any, MappedFile | None]:
+    if isinstance(file, RemoteFile):
+        return RemoteTokens(file, dtype), None
+    return map_file(file, dtype)
 
 
 def _join_sequences(
-    flat, dtype: np.dtype, lengths, pointers, bounds, name: str, source: int
-) -> TokenArray:
-    """Join the sequences of each document; they must be contiguous."""
-    total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    num_tokens: int, dtype: np.dtype, lengths, pointers, bounds, name: str
+) -> tuple[Any, np.ndarray]:
+    """Join the sequences of each document, which must be contiguous: its begin and length.
+
+    If every document is one sequence, both stay in the mapped index.
+    """
+    one_each = is_arange(bounds)
     covered = not len(bounds) or (bounds[0] == 0 and bounds[-1] == len(lengths))
-    if not covered or (np.diff(bounds) < 0).any() or (len(lengths) and lengths.min() < 0):
+    covered &= one_each or not (np.diff(bounds) < 0).any()
+    if not covered or (len(lengths) and lengths.min() < 0):
         raise ValueError(f"{name}.idx: its documents do not cover its {len(lengths)} sequences")
-    begins = pointers // dtype.itemsize
-    misaligned = len(lengths) and (pointers % dtype.itemsize).any()
-    if misaligned or not np.array_equal(begins, total[:-1]):
+    begins = MappedBegins(pointers, dtype.itemsize)
+    if not begins.are_contiguous(lengths):
         raise ValueError(f"{name}.idx: sequences are not contiguous")
-    if total[-1] > len(flat):
-        raise ValueError(
-            f"{name}.bin has {len(flat)} tokens, its index {total[-1]}: it is truncated"
-        )
-    first = bounds[:-1] if len(bounds) else np.arange(len(lengths))
-    last = bounds[1:] if len(bounds) else np.arange(1, len(lengths) + 1)
-    return TokenArray(name, flat, total[first], total[last] - total[first], None, source)
+    end = int(begins[-1]) + int(lengths[-1]) if len(lengths) else 0
+    if end > num_tokens:
+        raise ValueError(f"{name}.bin has {num_tokens} tokens, its index {end}: it is truncated")
+    if one_each:
+        return begins, lengths
+    total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return total[bounds[:-1]], total[bounds[1:]] - total[bounds[:-1]]
 
 
 def open_flat_files(
-    paths: list[Path], dtype: str, eos_token_id: int, source: int = 0
+    paths: list[DataFile], dtype: str, eos_token_id: int, source: int = 0
 ) -> list[TokenArray]:
     """Open flat token files; raise if none of them contains the end-of-text id."""
     arrays = [open_flat_file(path, dtype, eos_token_id, source) for path in paths]
     filled = [array for array in arrays if len(array.flat)]
-    if filled and not any(array.flat[array.lengths[0] - 1] == eos_token_id for array in filled):
+    if filled and not any(_first_document_ends(array, eos_token_id) for array in filled):
         raise ValueError(
             f"{paths[0]}: add_eos={eos_token_id} does not occur among its tokens, so all would be "
             "one document: pass the add_eos= that ends its documents, and the dtype= it was "
@@ -82,7 +104,12 @@ def open_flat_files(
     return arrays
 
 
-def open_flat_file(path: Path, dtype: str, eos_token_id: int, source: int = 0) -> TokenArray:
+def _first_document_ends(array: TokenArray, eos_token_id: int) -> bool:
+    last = int(array.lengths[0]) - 1
+    return int(array.flat[last : last + 1][0]) == eos_token_id
+
+
+def open_flat_file(path: DataFile, dtype: str, eos_token_id: int, source: int = 0) -> TokenArray:
     """Open a flat token file; a document ends with `eos_token_id`, which it includes."""
     try:
         dtype_ = np.dtype(dtype)
@@ -90,8 +117,11 @@ def open_flat_file(path: Path, dtype: str, eos_token_id: int, source: int = 0) -
         dtype_ = np.dtype(object)
     if dtype_.kind not in "iu":
         raise ValueError(f"dtype {dtype!r}: tokens are integers, uint16 or uint32")
-    flat, file = map_file(path, dtype_)
-    ends = _document_ends(flat, eos_token_id, np.empty(1 << 16, np.int64))
+    flat, file = _open_tokens(path, dtype_)
+    if isinstance(flat, RemoteTokens):
+        ends = flat.positions(eos_token_id) + 1
+    else:
+        ends = _document_ends(flat, eos_token_id, np.empty(1 << 16, np.int64))
     if len(flat) and (not len(ends) or ends[-1] < len(flat)):
         ends = np.append(ends, len(flat))
     begins = np.concatenate([[0], ends])[: len(ends)].astype(np.int64)

@@ -1,93 +1,27 @@
 """Documents whose tokens are in flat arrays: lengths are known at once, reading is a copy.
 
-    flat    [ a a a a b b c c c ]      in memory, or memory-mapped from a file of any size
-    begins  [ 0       4   6     ]
-    lengths [ 4       2   3     ]
-
 One compiled loop gathers the tokens of several packs, so no Python runs per document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ..numba_jit import jit
 from ..planning.plan import Plan
-from ..sample import IGNORE_INDEX, Sample, check_labels
+from ..sample import IGNORE_INDEX, check_labels
 from ..state.fingerprint import Fingerprint
-from .mapped_file import MappedFile
-
-NO_LIMIT = np.iinfo(np.int64).max
-"""The limit of ids if the vocabulary is not known."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenArray:
-    """Documents in one flat array; a store has one per file, or per source of a mixture."""
-
-    name: str
-    flat: np.ndarray
-    """Token ids of any integer type."""
-    begins: np.ndarray
-    """int64 [n]: start of each document in `flat`."""
-    lengths: np.ndarray
-    """[n]: tokens of each document."""
-    labels: np.ndarray | None = None
-    """As long as `flat`; None: every token of a document but its first is a label."""
-    source: int = 0
-    file: MappedFile | None = None
-    """The file that `flat` maps, if it is one."""
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], name: str = "samples", source: int = 0) -> TokenArray:
-        """Concatenate samples in memory."""
-        lengths = np.array([len(sample) for sample in samples], np.int64)
-        empty = np.empty(0, np.int64)
-        flat = np.concatenate([empty, *(sample.tokens for sample in samples)])
-        labels = np.concatenate([empty, *(sample.labels for sample in samples)])
-        begins = np.cumsum(lengths) - lengths
-        default_labels = flat.copy()
-        default_labels[begins] = IGNORE_INDEX
-        explicit = None if np.array_equal(default_labels, labels) else labels
-        return cls(name, flat, begins, lengths, explicit, source)
-
-    def check_file(self) -> None:
-        """Raise if the mapped file was truncated: reading beyond its end would kill the process."""
-        if self.file is not None:
-            self.file.check(self.flat.nbytes)
-
-    def valid_mask(self, vocab_size: int | None = None) -> np.ndarray:
-        """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
-        self.check_file()
-        limit = NO_LIMIT if vocab_size is None else vocab_size
-        ends = self.begins + self.lengths
-        valid = self.lengths > 0
-        if len(self.flat):
-            valid &= _documents_in_range(self.flat, self.begins, ends, limit, False)
-        if self.labels is not None and len(self.labels):
-            valid &= _documents_in_range(self.labels, self.begins, ends, limit, True)
-        return valid
-
-    def unshifted_mask(self) -> np.ndarray:
-        """bool [n]: which documents have labels that are their own tokens."""
-        if self.labels is None:
-            return np.ones(len(self.lengths), bool)
-        return _documents_unshifted(self.flat, self.labels, self.begins, self.begins + self.lengths)
-
-    def fingerprint(self) -> str:
-        """Identify the documents by their lengths and content."""
-        self.check_file()
-        fingerprint = Fingerprint(len(self.lengths), self.labels is not None)
-        return fingerprint.array(self.lengths).array(self.flat).array(self.labels).text()
+from .remote import RemoteTokens
+from .token_array import NO_LIMIT, TokenArray, documents_unshifted
 
 
 class TokenStore:
     """Documents of one or several token arrays, numbered consecutively.
 
+    >>> from nopad.packing import Sample
     >>> store = TokenStore([TokenArray.of([Sample(np.array([5, 6, 7])), Sample(np.array([8, 9]))])])
     >>> plan = Plan(*map(np.array, ([1, 0], [0, 1], [2, 2], [0, 2])))
     >>> rows = store.gather(plan, np.array([0]))
@@ -111,6 +45,10 @@ class TokenStore:
     def __len__(self) -> int:
         return int(self.first_documents[-1])
 
+    @property
+    def is_remote(self) -> bool:
+        return any(array.is_remote for array in self.arrays)
+
     def check(self) -> None:
         """Raise on empty documents, and on documents that end after their array."""
         for first, array in zip(self.first_documents.tolist(), self.arrays, strict=False):
@@ -121,7 +59,7 @@ class TokenStore:
                 raise ValueError(
                     f'{location} is empty or has nulls: pass on_error="skip" to skip it'
                 )
-            begin, end = int(array.begins.min()), int((array.begins + array.lengths).max())
+            begin, end = array.extent()
             size = min(len(ids) for ids in (array.flat, array.labels) if ids is not None)
             if begin < 0 or end > size:
                 raise ValueError(
@@ -284,15 +222,17 @@ def _copy_documents(
     array.check_file()
     froms = array.begins[documents] + rows.starts[segments]
     begins, ends = rows.segment_starts[:-1][segments], rows.segment_starts[1:][segments]
-    lengths, valid = rows.lengths[segments], True
-    smallest, largest = _copy(array.flat, froms, lengths, begins, ends, pad_token_id, rows.tokens)
+    lengths, valid, flat = rows.lengths[segments], True, array.flat
+    if isinstance(flat, RemoteTokens):
+        flat, froms = flat.segments(froms, lengths)
+    smallest, largest = _copy(flat, froms, lengths, begins, ends, pad_token_id, rows.tokens)
     if len(rows.labels):
-        labels = array.flat if array.labels is None else array.labels
+        labels = flat if array.labels is None else array.labels
         _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
         rows.labels[begins] = IGNORE_INDEX
         # A label that is its own token is in range if the token is.
         valid = array.labels is None or bool(
-            _documents_unshifted(array.flat, labels, froms, froms + lengths).all()
+            documents_unshifted(flat, labels, froms, froms + lengths).all()
         )
     return valid and smallest >= 0 and largest < limit
 
@@ -330,31 +270,6 @@ def _allocate_rows(items, starts, lengths, offsets, packs, multiple, labeled):
         sizes,
         segment_starts,
     )
-
-
-@jit
-def _documents_in_range(flat, begins, ends, limit, are_labels):
-    """Return for each document whether its ids are in 0 .. limit - 1; labels may be ignored."""
-    in_range = np.empty(len(begins), np.bool_)
-    for d in range(len(begins)):
-        smallest = largest = np.int64(0)
-        for token in flat[begins[d] : ends[d]]:
-            value = np.int64(0) if are_labels and token == IGNORE_INDEX else np.int64(token)
-            smallest, largest = min(smallest, value), max(largest, value)
-        in_range[d] = smallest >= 0 and largest < limit
-    return in_range
-
-
-@jit
-def _documents_unshifted(flat, labels, begins, ends):
-    """Return for each document whether every label is its own token, or ignored."""
-    unshifted = np.empty(len(begins), np.bool_)
-    for d in range(len(begins)):
-        odd = 0
-        for i in range(begins[d], ends[d]):
-            odd += (labels[i] != flat[i]) & (labels[i] != IGNORE_INDEX)
-        unshifted[d] = odd == 0
-    return unshifted
 
 
 @jit

@@ -1,16 +1,16 @@
 """Identify data and settings by a short text, so that a state resumes only what it was made with.
 
-Up to 64 MB are hashed completely; larger data by its size and 256 evenly spaced pieces. A change
-outside of these pieces that keeps all lengths is not detected. A function's rows are identified
-by the first one, a streaming dataset's by the first four: later rows may not exist yet, or raise.
+Up to 64 MB are hashed completely; larger data by its size and 256 evenly spaced pieces, which the
+files of a set share. A change outside of these pieces that keeps all lengths is not detected. A
+function's rows are identified by the first one, a streaming dataset's by the first four: later
+rows may not exist yet, or raise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from ..sample import Sample
 FULL_HASH_LIMIT = 64 << 20
 """Bytes up to which data is hashed completely."""
 NUM_PIECES, PIECE_BYTES = 256, 64 << 10
+READ_BYTES = 4 << 20
+"""Bytes read at a time if all are hashed."""
 SCALAR_TYPES = {int, float, bool, str, bytes, type(None)}
 """Types whose `repr` identifies the value."""
 
@@ -34,15 +36,24 @@ class Fingerprint:
     def __init__(self, *parts: Any):
         self._hash = hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12)
 
-    def array(self, values: np.ndarray | None) -> Fingerprint:
-        """Add an array."""
+    def array(self, values: Any, dtype: np.dtype | None = None) -> Fingerprint:
+        """Add an array, in memory or of a class that reads `pieces` from elsewhere.
+
+        dtype: that of the values, whatever type holds them.
+        """
         if values is None:
             return self
-        self._hash.update(f"{values.dtype.str}{values.shape}".encode())
-        flat = values.reshape(-1)
-        step = max(1, PIECE_BYTES // values.itemsize)
-        for begin in _piece_starts(values.nbytes, len(flat), step):
-            self._hash.update(np.ascontiguousarray(flat[begin : begin + step]).data)
+        dtype = np.dtype(values.dtype if dtype is None else dtype)
+        self._hash.update(f"{dtype.str}{values.shape}".encode())
+        num_entries = values.nbytes // values.itemsize
+        ranges = content_ranges(num_entries * dtype.itemsize, num_entries)
+        if isinstance(values, np.ndarray):
+            flat = values.reshape(-1)
+            pieces = (flat[begin:end] for begin, end in ranges)
+        else:
+            pieces = values.pieces(ranges)
+        for piece in pieces:
+            self._hash.update(np.ascontiguousarray(piece, dtype).data)
         return self
 
     def data(self, text: str) -> Fingerprint:
@@ -69,17 +80,11 @@ class Fingerprint:
             return self.row(getattr(value, "tolist", value.__repr__)())
         return self.row(array.tolist()) if array.dtype == object else self.array(array)
 
-    def file(self, path: Path, size: int | None = None) -> Fingerprint:
-        """Add a file's size and content, not its name or date: a copy is the same data.
-
-        size: the bytes to include; appended bytes beyond it do not count.
-        """
-        size = path.stat().st_size if size is None else size
+    def file(self, size: int, pieces: Iterable[bytes]) -> Fingerprint:
+        """Add a file's size and pieces of its content."""
         self._hash.update(str(size).encode())
-        with path.open("rb") as file:
-            for begin in _piece_starts(size, size, PIECE_BYTES):
-                file.seek(begin)
-                self._hash.update(file.read(min(PIECE_BYTES, size - begin)))
+        for piece in pieces:
+            self._hash.update(piece)
         return self
 
     def text(self) -> str:
@@ -87,11 +92,21 @@ class Fingerprint:
         return self._hash.hexdigest()
 
 
-def _piece_starts(size: int, num_entries: int, step: int) -> range | list[int]:
-    """Return the starts of the pieces to hash: all, or evenly spaced ones with both ends."""
-    if size <= FULL_HASH_LIMIT:
-        return range(0, num_entries, step)
-    return [int(start) for start in np.linspace(0, max(0, num_entries - step), NUM_PIECES)]
+def content_ranges(
+    num_bytes: int, num_entries: int, total: int | None = None, pieces: int = NUM_PIECES
+) -> list[tuple[int, int]]:
+    """Return the ranges of entries to hash: all, or evenly spaced pieces with both ends.
+
+    total: bytes of all data that this is a part of.
+    """
+    entry_bytes = max(1, num_bytes // max(1, num_entries))
+    if (num_bytes if total is None else total) <= FULL_HASH_LIMIT:
+        step = max(1, READ_BYTES // entry_bytes)
+        starts = range(0, num_entries, step)
+    else:
+        step = max(1, PIECE_BYTES // entry_bytes)
+        starts = np.linspace(0, max(0, num_entries - step), pieces).astype(int).tolist()
+    return [(start, min(start + step, num_entries)) for start in starts]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:

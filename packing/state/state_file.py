@@ -23,7 +23,7 @@ FORMAT = "nopad-state-1"
 def write_state(path: str | Path, state: dict) -> None:
     """Write a state so that a crash at any moment leaves this one or the previous one."""
     path = Path(path)
-    data = _encode(state)
+    data = encode_state(state)
     if len(data) > SIZE_LIMIT:
         raise ValueError(f"a state of {len(data)} bytes, the limit is {SIZE_LIMIT}")
     temporary = path.with_name(path.name + ".tmp")
@@ -42,7 +42,7 @@ def read_state(path: str | Path, fall_back: bool = True) -> dict:
     path, reasons = Path(path), []
     for candidate in (path, _previous(path)) if fall_back else (path,):
         try:
-            return _decode(candidate)
+            return _read(candidate)
         except FileNotFoundError:
             reasons.append(f"{candidate.name} does not exist")
         except (ValueError, OSError) as error:
@@ -59,15 +59,15 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def _encode(state: dict) -> bytes:
+def encode_state(state: dict) -> bytes:
+    """Return a state as text with its checksum."""
     text = json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False)
     header = {"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return f'{json.dumps(header)[:-1]}, "state": {text}}}\n'.encode()
 
 
-def _decode(path: Path) -> dict:
-    with path.open("rb") as file:
-        data = file.read(SIZE_LIMIT + 1)
+def decode_state(data: bytes) -> dict:
+    """Return the state in a text; raise if it is not intact."""
     if len(data) > SIZE_LIMIT:
         raise ValueError(f"larger than the limit of {SIZE_LIMIT} bytes")
     try:
@@ -78,15 +78,20 @@ def _decode(path: Path) -> dict:
         raise ValueError(f"truncated or corrupted, not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise ValueError("truncated or corrupted: it contains no state")
-    # Encoding again and comparing every byte leaves no part of the file outside the checksum.
-    if _encode(content["state"]) != data:
+    # Encoding again and comparing every byte leaves no part of the text outside the checksum.
+    if encode_state(content["state"]) != data:
         raise ValueError("truncated or corrupted: the checksum does not match")
     return content["state"]
 
 
+def _read(path: Path) -> dict:
+    with path.open("rb") as file:
+        return decode_state(file.read(SIZE_LIMIT + 1))
+
+
 def _is_intact(path: Path) -> bool:
     try:
-        _decode(path)
+        _read(path)
         return True
     except (ValueError, OSError):
         return False

@@ -3,12 +3,14 @@
 python recipes/sft.py --config sft.yaml --learning-rate 1e-5
 
 An argument on the command line overrides the one in the YAML file. With `--resume`, both override
-the settings that the run was started with; without any of them, the default applies.
+the settings that the run was started with; without any of them, the default applies. Workers that
+torchrun has restarted resume the run in their `--output`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,26 @@ def parse_with_config(
     if "config" in explicit:
         explicit = yaml_args(explicit["config"], parser) | explicit
     settings = vars(parser.parse_args([]))
+    resume_if_restarted(explicit)
     if explicit.get("resume") is not None:
         path = find_run(recipe, explicit["resume"], explicit.get("output"))
         settings |= {k: v for k, v in read_settings(path).items() if k in settings}
         check_unchanged(path, settings, explicit)
         explicit["output"] = path
     return argparse.Namespace(**settings | explicit)
+
+
+def resume_if_restarted(explicit: dict[str, Any]) -> None:
+    """Set `resume` in a worker that torchrun has started again, if its run has a folder already."""
+    if "resume" in explicit or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) < 1:
+        return
+    if "output" not in explicit:
+        raise ValueError(
+            "--max-restarts needs --output: workers that are restarted find their run by its folder"
+        )
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if restarted and (explicit["output"] / "run.json").is_file():
+        explicit["resume"] = str(explicit["output"])
 
 
 def explicit_args(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:

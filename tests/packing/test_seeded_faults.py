@@ -273,7 +273,7 @@ FAULTS = {
     "positions are not checked": (run_state, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
     "the version is not compared": (run_state, "VERSION", 7),
-    "the checksum is not compared": (state_file, "_encode", lambda state: json.dumps(
+    "the checksum is not compared": (state_file, "encode_state", lambda state: json.dumps(
         {"state": state}).encode()),
     "the state before is not kept": (state_file, "_keep_previous", no_check),
     "a torn state pushes out the good one": (

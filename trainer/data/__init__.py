@@ -1,9 +1,10 @@
 """Loaders of packs for training and validation, and the data position of a checkpoint."""
 
-from .data_state import gather_data_state, load_data_state, save_data_state
+from .data_state import DataState, gather_data_state, load_data_state, save_data_state
 from .loader import EvaluationLoader, PackedLoader, PackInfo
 
 __all__ = [
+    "DataState",
     "EvaluationLoader",
     "PackInfo",
     "PackedLoader",

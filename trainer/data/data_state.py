@@ -3,13 +3,22 @@
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
 The file holds its own checksum and is written atomically. It also holds how many calls of
 generation have drawn random numbers, so that a resumed run draws what it would have drawn.
+
+Checkpoints of `torch.distributed.checkpoint`, synchronous or not, take it as a `DataState`:
+
+    state = {"model": model, "optimizer": optimizer, "data": DataState(loader)}
+    dcp.save(state, checkpoint_id=folder)           # or dcp.async_save(..., process_group=saving)
+    dcp.load(state, checkpoint_id=folder)           # on any number of ranks
+
+An asynchronous save exchanges data while the training does: give it a group of its own,
+`saving = dist.new_group(backend="gloo")`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ...packing.state import merge_states, read_state, write_state
+from ...packing.state import decode_state, encode_state, merge_states, read_state, write_state
 from ...runtime import (
     barrier,
     draw_counts,
@@ -21,6 +30,8 @@ from ...runtime import (
 from .loader import PackedLoader
 
 STATE_FILE = "nopad_data.json"
+STATE_KEY = "nopad_data"
+"""Key of the state in checkpoints of `torch.distributed.checkpoint`."""
 DRAWS = "draws"
 """Key of the counters of generation in a merged state."""
 
@@ -61,3 +72,22 @@ def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) 
             "interrupted; choose another checkpoint"
         )
     loader.load_state(restore_draws(read_state(path, fall_back=False)))
+
+
+class DataState:
+    """The data position of a loader as a `Stateful` of `torch.distributed.checkpoint`.
+
+    `dcp` stores one value of each name, whichever rank it came from, so every rank gives the state
+    of the whole run. It is taken when a save begins; an asynchronous save writes it later.
+    """
+
+    def __init__(self, loader: PackedLoader):
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the state after the last step; call it on every rank, as `dcp` does."""
+        return {STATE_KEY: encode_state(gather_data_state(self.loader)).decode()}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Continue at the position of a checkpoint, from the next iteration on."""
+        self.loader.load_state(restore_draws(decode_state(state[STATE_KEY].encode())))

@@ -50,6 +50,10 @@ def two_files(folder: Path) -> Path:
     return folder
 
 
+def megatron(prefix: Path):
+    return open_megatron(Path(f"{prefix}.idx"), Path(f"{prefix}.bin"))
+
+
 MAKERS = {
     "jsonl": lambda folder: write_jsonl(folder / "rows.jsonl"),
     "jsonl.gz": lambda folder: write_jsonl(folder / "rows.jsonl.gz"),
@@ -109,7 +113,7 @@ def test_lines_end_as_they_like(tmp_path):
 @pytest.mark.parametrize("kind", ["u16", "i32"])
 def test_megatrons_own_files_are_read_as_megatron_reads_them(kind):
     expected = json.loads((FIXTURES / "megatron.json").read_text())[kind]
-    array = open_megatron(FIXTURES / f"megatron_{kind}")
+    array = megatron(FIXTURES / f"megatron_{kind}")
     parts = zip(array.begins.tolist(), array.lengths.tolist(), strict=True)
     assert [array.flat[a : a + n].tolist() for a, n in parts] == expected
 
@@ -127,7 +131,7 @@ def test_a_torn_megatron_index_is_refused(tmp_path, cut):
         data = (FIXTURES / f"megatron_u16{suffix}").read_bytes()
         (tmp_path / f"x{suffix}").write_bytes(data[:cut] if suffix == ".idx" else data)
     with pytest.raises(ValueError, match=r"x\.idx"):
-        open_megatron(tmp_path / "x")
+        megatron(tmp_path / "x")
 
 
 def test_a_torn_megatron_binary_is_refused(tmp_path):
@@ -135,7 +139,7 @@ def test_a_torn_megatron_binary_is_refused(tmp_path):
         data = (FIXTURES / f"megatron_u16{suffix}").read_bytes()
         (tmp_path / f"x{suffix}").write_bytes(data[:-2] if suffix == ".bin" else data)
     with pytest.raises(ValueError, match=r"x\.bin has .* truncated"):
-        open_megatron(tmp_path / "x")
+        megatron(tmp_path / "x")
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -218,9 +222,9 @@ def test_lines_left_out_are_not_looked_up_in_their_file(tmp_path, monkeypatch):
 def test_a_megatron_index_whose_documents_begin_late_is_refused(tmp_path):
     write_megatron(tmp_path / "x", documents=[1, 2])
     with pytest.raises(ValueError, match="do not cover"):
-        open_megatron(tmp_path / "x")
+        megatron(tmp_path / "x")
     write_megatron(tmp_path / "x", documents=[0, 1, 2])
-    assert open_megatron(tmp_path / "x").lengths.tolist() == [3, 3]
+    assert megatron(tmp_path / "x").lengths.tolist() == [3, 3]
 
 
 def write_megatron(prefix: Path, documents: list[int]) -> None:

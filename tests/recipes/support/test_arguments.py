@@ -213,3 +213,20 @@ def test_yaml_that_grows_or_contradicts_itself_is_refused_at_once(tmp_path, text
     path.write_text(text)
     with pytest.raises(ValueError, match=told):
         read_yaml(path)
+
+
+def test_workers_that_were_restarted_resume_the_run_in_their_folder(tmp_path, monkeypatch):
+    output = ["--output", str(tmp_path / "run")]
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ValueError, match="--max-restarts needs --output"):
+        pretrain.parse_args([])
+    assert pretrain.parse_args(["--steps", "5", *output]).resume is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    args = pretrain.parse_args(["--steps", "5", *output])
+    assert args.resume is None, "killed before the first step: it starts as a new run"
+    RunDir.from_args("pretrain", args).create()
+    args = pretrain.parse_args(["--steps", "5", *output])
+    assert args.resume == str(tmp_path / "run") == str(args.output)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(ValueError, match="contains a run already"):
+        RunDir.from_args("pretrain", pretrain.parse_args(["--steps", "5", *output]))

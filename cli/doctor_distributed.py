@@ -1,0 +1,301 @@
+"""`nopad doctor --distributed`: do packs, losses and generation agree across the ranks of a run?
+
+Started by any launcher, on the machines that will train. A tiny Llama in float32 is trained for a
+few steps in each layout, and compared with the same steps computed by every rank alone. Rank 0
+prints a table; the exit status is 1 on every rank if something disagrees on one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ..collators import PackedCollator
+from ..inference import DataParallelEngine, Engine, SamplingParams
+from ..packing import IGNORE_INDEX, Pack, PackedDataset
+from ..runtime import all_ranks_or_none, destroy_group, gather_objects, rank, world_size
+from ..trainer import DataState, PackedLoader, attach_loss
+
+STEPS, BUDGET, VOCAB_SIZE = 3, 256, 256
+LEARNING_RATE = 0.5
+TOLERANCE = 1e-4
+"""Relative difference of losses and gradients that float32 may have."""
+TIMEOUT = timedelta(seconds=60)
+"""A rank that cannot reach the others gives up after this time."""
+
+
+class Disagreement(ValueError):
+    """What a check found to be wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The outcome of one check on all ranks."""
+
+    name: str
+    faults: dict[int, str]
+    note: str
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.faults:
+            return f"{self.name:<12} ok     {self.note} ({self.seconds:.1f} s)"
+        first = min(self.faults)
+        others = f" and {len(self.faults) - 1} more" * (len(self.faults) > 1)
+        return f"{self.name:<12} WRONG  rank {first}{others}: {self.faults[first]}"
+
+
+def main() -> int:
+    """Run all checks on every rank; return the exit status."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError(
+            "--distributed compares the ranks of a launcher: "
+            "torchrun --nproc-per-node 2 -m nopad doctor --distributed"
+        )
+    with _process_group() as device:
+        rows = [_run(name, check, device) for name, check in CHECKS.items()]
+        if rank() == 0:
+            print("\n".join([_title(device), *map(str, rows), _verdict(rows)]), flush=True)
+        status = int(any(row.faults for row in rows))
+    return status
+
+
+@contextmanager
+def _process_group() -> Iterator[torch.device]:
+    """Join the launcher's ranks; yield the device of this one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        yield device
+    finally:
+        destroy_group()
+
+
+def _run(name: str, check: Callable[[torch.device], str], device: torch.device) -> Row:
+    """Run one check on all ranks and gather what each found."""
+    start = time.perf_counter()
+
+    def outcome() -> tuple[str, str | None]:
+        try:
+            return check(device), None
+        except ValueError as fault:  # also of nopad's own checks
+            return "", str(fault)
+
+    results = all_ranks_or_none(outcome)
+    faults = {number: fault for number, (_, fault) in enumerate(results) if fault is not None}
+    return Row(name, faults, results[0][0], time.perf_counter() - start)
+
+
+def _title(device: torch.device) -> str:
+    return f"{world_size()} ranks, {dist.get_backend()}, {device.type}, torch {torch.__version__}"
+
+
+def _verdict(rows: list[Row]) -> str:
+    bad = [row.name for row in rows if row.faults]
+    if bad:
+        return f"Do not train on these ranks before this is fixed: {', '.join(bad)}."
+    return "All ranks agree."
+
+
+def _require(condition: bool, fault: str) -> None:
+    if not condition:
+        raise Disagreement(fault)
+
+
+# Checks: each runs on every rank, returns a note, or raises a Disagreement.
+
+
+def check_ranks(device: torch.device) -> str:
+    """Compare versions, and count the machines and the processes of each device."""
+    from .. import __version__
+
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    own = {"nopad": __version__, "torch": torch.__version__, "device": device_name}
+    hosts = gather_objects((platform.node(), str(device), own))
+    for number, (_, _, other) in enumerate(hosts):
+        _require(other == own, f"it has {own}, rank {number} has {other}")
+    used = [(host, place) for host, place, _ in hosts]
+    shared = device.type == "cuda" and used.count(used[rank()]) > 1
+    _require(not shared, f"several ranks use {device} of {used[rank()][0]}: one GPU for each rank")
+    total = torch.full((), float(rank() + 1), device=device)
+    dist.all_reduce(total)
+    expected = world_size() * (world_size() + 1) / 2
+    _require(total.item() == expected, f"the sum of all ranks is {total.item()}, not {expected}")
+    machines = len({host for host, *_ in hosts})
+    return f"{machines} machine{'s' * (machines > 1)}, {own['device']}"
+
+
+def check_packs(device: torch.device) -> str:
+    """Compare the packs that all ranks read with those that one rank would read alone."""
+    loader = PackedLoader(_dataset(), count_items=False)
+    own = [(loader.last_pack.index, _digest(batch)) for batch in loader if loader.last_pack]
+    everyone = sorted(pack for packs in gather_objects(own) for pack in packs)
+    alone = PackedCollator()
+    expected = [(pack.index, _digest(alone(pack))) for pack in _dataset(0, 1)]
+    found = [pack for pack in everyone if pack[0] < len(expected)]  # then come empty packs
+    _require(
+        found == expected,
+        f"{len(found)} packs were read by all ranks, {len(set(found) & set(expected))} of them "
+        f"right: one rank alone reads {len(expected)}; is the data the same on every rank?",
+    )
+    return f"{len(expected)} packs, each read by one rank"
+
+
+def check_resume(device: torch.device) -> str:
+    """Stop after a step, load the merged state in a new loader, and compare what is left."""
+    whole = [batch["input_ids"] for batch in PackedLoader(_dataset(), count_items=False)]
+    stopped = PackedLoader(_dataset(), count_items=False)
+    first = [batch["input_ids"] for batch in islice(stopped, STEPS)]
+    state = DataState(stopped).state_dict()
+    resumed = PackedLoader(_dataset(), count_items=False)
+    DataState(resumed).load_state_dict(state)
+    rest = [batch["input_ids"] for batch in resumed]
+    same = len(first) + len(rest) == len(whole) and all(map(torch.equal, [*first, *rest], whole))
+    _require(same, f"{len(first)} batches before and {len(rest)} after are not the {len(whole)}")
+    return f"{len(rest)} of {len(whole)} batches came after the stop, in their order"
+
+
+def check_ddp(device: torch.device) -> str:
+    """Train with DistributedDataParallel."""
+    devices = [device.index] if device.type == "cuda" else None
+    return _compare_training(device, lambda model: DistributedDataParallel(model, devices))
+
+
+def check_fsdp(device: torch.device) -> str:
+    """Train with parameters sharded by FSDP2."""
+
+    def shard(model: Any) -> nn.Module:
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+        return model
+
+    return _compare_training(device, shard)
+
+
+def check_generation(device: torch.device) -> str:
+    """Compare completions that the ranks share out with those of each rank alone."""
+    engine = Engine(_model(device).eval())
+    prompts = [[1 + i, 2 + i, 3 + i][: 1 + i % 3] for i in range(2 * world_size() + 1)]
+    params = [
+        SamplingParams(temperature=float(i % 2), max_tokens=8, seed=i) for i in range(len(prompts))
+    ]
+    shared = DataParallelEngine(engine).generate(prompts, params)
+    alone = engine.generate(prompts, params)
+    wrong = sum(a.token_ids != b.token_ids for a, b in zip(shared, alone, strict=True))
+    _require(not wrong, f"{wrong} of {len(prompts)} completions differ from those of one rank")
+    everyone = gather_objects([completion.token_ids for completion in shared])
+    _require(everyone.count(everyone[0]) == len(everyone), "ranks have different completions")
+    return f"{len(prompts)} completions, greedy and sampled"
+
+
+CHECKS: dict[str, Callable[[torch.device], str]] = {
+    "ranks": check_ranks,
+    "packs": check_packs,
+    "resume": check_resume,
+    "DDP": check_ddp,
+    "FSDP2": check_fsdp,
+    "generation": check_generation,
+}
+
+
+def _dataset(rank: int | None = None, world: int | None = None) -> PackedDataset:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, BUDGET, 4 * STEPS * world_size())
+    documents = [rng.integers(1, VOCAB_SIZE, length) for length in lengths]
+    return PackedDataset(documents, budget=BUDGET, rank=rank, world_size=world)
+
+
+def _digest(batch: dict) -> str:
+    return hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()
+
+
+def _model(device: torch.device) -> Any:
+    """Build the same tiny model on every rank, and leave the random state as it was."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: Any = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=BUDGET,
+    )  # fmt: skip
+    config._attn_implementation = "nopad"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    return model.to(device)
+
+
+def _compare_training(device: torch.device, wrap: Callable[[Any], nn.Module]) -> str:
+    """Train in a layout, and compare losses and gradients with those of one rank alone."""
+    model = _model(device)
+    attach_loss(model)
+    trained = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses, gradients = [], []
+    for batch in islice(PackedLoader(_dataset()), STEPS):
+        optimizer.zero_grad()
+        loss = trained(**_to_device(batch, device)).loss
+        loss.backward()
+        losses.append(sum(gather_objects(loss.item())) / world_size())
+        gradients.append([_whole(p.grad).clone() for p in model.parameters()])
+        optimizer.step()
+    loss_errors, gradient_errors = [], []
+    for loss, own, (gold_loss, gold) in zip(losses, gradients, _train_alone(device), strict=True):
+        loss_errors.append(abs(loss - gold_loss) / gold_loss)
+        gradient_errors += [
+            float((a - b).norm() / b.norm()) for a, b in zip(own, gold, strict=True)
+        ]
+    loss_error, gradient_error = np.max(loss_errors), np.max(gradient_errors)  # NaN if one is
+    note = f"losses within {loss_error:.0e}, gradients within {gradient_error:.0e} of one rank's"
+    _require(bool(loss_error <= TOLERANCE and gradient_error <= TOLERANCE), note)
+    return note
+
+
+def _train_alone(device: torch.device) -> Iterator[tuple[float, list[torch.Tensor]]]:
+    """Yield loss and gradients of each step, computed by this rank from the packs of all."""
+    model, packs = _model(device), iter(_dataset(0, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        step = list(islice(packs, world_size()))
+        count = sum(pack.num_label_tokens for pack in step)
+        loss = sum(_token_losses(model, pack, device) for pack in step) / count
+        loss.backward()
+        yield loss.item(), [p.grad for p in model.parameters()]
+        optimizer.step()
+
+
+def _token_losses(model: Any, pack: Pack, device: torch.device) -> Any:
+    """Return the sum of the losses of a pack's tokens."""
+    batch = _to_device(PackedCollator()(pack), device)
+    labels = batch.pop("labels")
+    logits = model(**batch).logits[0, :-1].float()
+    return nn.functional.cross_entropy(
+        logits, labels[0, 1:], reduction="sum", ignore_index=IGNORE_INDEX
+    )
+
+
+def _to_device(batch: dict, device: torch.device) -> dict:
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
