@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..runtime import describe_layout, model_parallel_sizes
+from ..runtime import Layout, find_layout, is_current
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .ordering.mixture import StoppingStrategy, parse_mixture
@@ -57,8 +57,9 @@ class PackedDataset(IterableDataset):
     source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a function
         that returns an iterator, a datasets.Dataset, or a list of (source, weight).
     epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
-    rank, world_size: of this process among those that train on packs of their own; default:
-        detected when iteration starts, and refused with tensor or other model parallelism.
+    rank, world_size: of this process among those that train on packs of their own; ranks of one
+        tensor- or sequence-parallel group have the same. Default: those of device_mesh, whose
+        dimensions have names such as "dp", "sp", "tp"; or detected when iteration starts.
     shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
     shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
     pretokenize: encode everything at once, so that lengths are known; default: small sources only.
@@ -74,6 +75,9 @@ class PackedDataset(IterableDataset):
 
     _sender: tuple[int, int, int] | None = None
     """Process id, rank and world size of the process that sent this copy to a spawned worker."""
+    _layout: Layout | None = None
+    """The layout of the run: a loader's (`_is_placed`), or detected when iteration starts."""
+    _is_placed = False
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class PackedDataset(IterableDataset):
         max_packs: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device_mesh: Any = None,
         shuffle: bool | int = True,
         shards: int | None = None,
         pool: int = 1024,
@@ -112,6 +117,9 @@ class PackedDataset(IterableDataset):
         epochs, max_packs, shards, vocab_size = check_counts(
             epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size
         )
+        if device_mesh is not None and rank is None:
+            layout = find_layout(mesh=device_mesh)
+            rank, world_size = layout.data_rank, layout.data_size
         check_rank(rank, world_size)
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
@@ -155,7 +163,7 @@ class PackedDataset(IterableDataset):
         return None if isinstance(self.reader, PlannedPacks) else self.reader.settings
 
     def __iter__(self) -> Iterator[Pack]:
-        self._check_layout()
+        self._detect_layout()
         self.start_next_pass()
         share, start = self._share(), self._start
         progress = Progress(start.position, dict(start.cursors))
@@ -285,7 +293,7 @@ class PackedDataset(IterableDataset):
             progress = self._trained or self._read
             # Reading may be ahead of training.
             finished = self._finished and progress.last == self._read.last
-            shards = progress.shard_cursors(*self._ranks())
+            shards = progress.shard_cursors(*self.ranks())
             return self._state(progress.next_position(self._share()), shards, finished)
         start = self._start.position
         _, epoch, epoch_start = self._read.last or (0, start.epoch, start.epoch_start)
@@ -349,9 +357,9 @@ class PackedDataset(IterableDataset):
         # A spawned worker is not a member of its parent's process group, so it is sent the rank.
         # Any other copy may end up in a process of another rank.
         if get_spawning_popen() is None:
-            return self.__dict__.copy()
-        self._check_layout()
-        return {**self.__dict__, "_sender": (os.getpid(), *self._ranks())}
+            return {**self.__dict__, "_layout": None, "_is_placed": False}
+        self._detect_layout()
+        return {**self.__dict__, "_sender": (os.getpid(), *self.ranks())}
 
     def _next_pass_epoch(self) -> int:
         """Return the first epoch of the next pass."""
@@ -366,22 +374,23 @@ class PackedDataset(IterableDataset):
     def _share(self) -> RankShard:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return RankShard(*self._ranks(), worker, num_workers)
+        return RankShard(*self.ranks(), worker, num_workers)
 
-    def _check_layout(self) -> None:
-        """Refuse to detect the rank where several ranks need the same packs."""
-        if self.rank is None and (sizes := model_parallel_sizes()):
-            raise ValueError(
-                f"{describe_layout(sizes)}: these ranks need the same packs, and a rank of the "
-                "whole run would get its own; pass PackedDataset(rank=, world_size=) of the "
-                "data-parallel group"
-            )
+    def place(self, layout: Layout) -> None:
+        """Read the packs of this process's replica, unless rank= was passed; loaders call it."""
+        self._layout, self._is_placed = layout, True
 
-    def _ranks(self) -> tuple[int, int]:
-        """Return rank and world size of this process, or of this worker's parent."""
+    def _detect_layout(self) -> None:
+        if self.rank is None and not (self._is_placed and is_current(self._layout)):
+            self._layout, self._is_placed = find_layout(), False
+
+    def ranks(self) -> tuple[int, int]:
+        """Return the data-parallel rank and size of this process, or of this worker's parent."""
         if self.rank is not None and self.world_size is not None:
             return self.rank, self.world_size
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if self._layout is not None and is_current(self._layout):
+                return self._layout.data_rank, self._layout.data_size
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         parent = parent_process()
         if get_worker_info() is not None and parent is not None and self._sender is not None:

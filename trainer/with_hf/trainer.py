@@ -16,7 +16,6 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +25,9 @@ from transformers import Trainer, TrainingArguments
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...runtime import (
     barrier,
+    find_layout,
+    join_sequence_group,
     rank,
-    refuse_model_parallel,
     sum_over_ranks,
     to_device,
     unwrap_peft,
@@ -47,7 +47,7 @@ from ..monitoring.preflight import (
     print_banner,
 )
 from ..monitoring.throughput import ThroughputMeter
-from .arguments import adapt_arguments
+from .arguments import adapt_arguments, take_sequence_parallel
 from .epochs import EpochCallback
 from .eval_set import TrainerEvaluationLoader, pack_like
 from .step_count import count_again, last_step, set_epochs
@@ -75,6 +75,7 @@ class PackedTrainerMixin(_Base):
         fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
+        sequence_parallel: int = 1,
         **kwargs: Any,
     ):
         """Take the trainer's arguments; `self.args` is a copy, yours are not changed.
@@ -93,19 +94,25 @@ class PackedTrainerMixin(_Base):
         check: before the first step, refuse runs that would train wrongly.
         continue_on_nan: train on after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
+        sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
+            `args.parallelism_config`.
         """
         args = copy(args) if args is not None else TrainingArguments()
         train_dataset = _packed(train_dataset)
-        name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
+        sequence_parallel = take_sequence_parallel(args, sequence_parallel)
         known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
-        refuse_model_parallel(name, known, parallelism)
+        config = getattr(args, "parallelism_config", None)
+        train_dataset.place(find_layout(known, config, sequence_parallel=sequence_parallel))
         smoothing = adapt_arguments(args, train_dataset, kwargs)
         if args.max_steps <= 0:
             args.max_steps = self._counted_steps = set_epochs(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
         made: Any = self.model  # by now, from a path or model_init as well
-        refuse_model_parallel(name, made, SimpleNamespace(tp_size=self.get_tp_size()))
+        self.layout = find_layout(made, sequence_parallel=sequence_parallel)
+        """What this process is for among those of the run."""
+        self._sequence_group = join_sequence_group(self.layout)
+        train_dataset.place(self.layout)
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
         self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
@@ -126,7 +133,9 @@ class PackedTrainerMixin(_Base):
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
-        self.attached_loss = attach_loss(model, **self._loss_options)
+        self.attached_loss = attach_loss(
+            model, **self._loss_options, sequence_group=self._sequence_group
+        )
         if self.compute_metrics is not None:
             self.attached_loss.keep_logits()
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
@@ -159,6 +168,7 @@ class PackedTrainerMixin(_Base):
             prefetch_factor=self.args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(self.args, "dataloader_multiprocessing_context", None),
             count_items=False,
+            layout=self.layout,
         )
         self._set_position()
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
@@ -199,7 +209,7 @@ class PackedTrainerMixin(_Base):
             return super().get_eval_dataloader()  # raises
         if id(data) not in self._eval_loaders:  # kept: each reads its data once to count labels
             packed = pack_like(self.train_dataset, data, self.processing_class)
-            loader = TrainerEvaluationLoader(packed, self.packed_collator)
+            loader = TrainerEvaluationLoader(packed, self.packed_collator, layout=self.layout)
             loader.gradient_state = self.accelerator.gradient_state
             if self.packed_check:
                 loader.limits = ModelLimits.of(self.accelerator.unwrap_model(self.model))
@@ -290,11 +300,17 @@ class PackedTrainerMixin(_Base):
             return None  # an evaluation batch carries its own
         if not batch_samples:
             return None
-        # The stock method waits for the device when it copies the count there.
+        # The stock method waits for the device when it copies the count there. Every pack counts
+        # once; `compute_loss` multiplies by the ranks that are not tensor-parallel.
         total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
+        total = total / (self.get_tp_size() * self.layout.sequence.size)
         if "loss_weights" in batch_samples[0]:
             return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
         return to_device(total.long(), device)
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        # Torch's context parallelism would attend across documents; the attached loss splits rows.
+        return nullcontext, inputs
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # The stock method waits for the device at every copy.

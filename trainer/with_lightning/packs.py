@@ -22,7 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import gather_rng_states, load_rng_states, refuse_model_parallel, rng_states
+from ...runtime import (
+    Layout,
+    find_layout,
+    gather_rng_states,
+    join_sequence_group,
+    load_rng_states,
+    rng_states,
+)
 from ..data.data_state import gather_data_state, restore_draws
 from ..data.loader import Batch, EvaluationLoader, PackedLoader, PackInfo
 from ..data.model_limits import ModelLimits
@@ -37,7 +44,7 @@ from ..monitoring.preflight import (
 )
 from ..monitoring.throughput import ThroughputMeter
 from .finite_saves import guard_saves
-from .hooks import causal_lm, pl
+from .hooks import causal_lm, has_causal_lm, pl
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
 """nopad's keys in Lightning checkpoints."""
@@ -84,10 +91,13 @@ class PackedDataModule(pl.LightningDataModule):
         val_dataset: PackedDataset | None = None,
         collator: Callable[[Pack], Batch] | None = None,
         num_workers: int = 0,
+        sequence_parallel: int = 1,
     ):
+        """sequence_parallel: ranks that share the tokens of each pack."""
         super().__init__()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.collator, self.num_workers = collator, num_workers
+        self.sequence_parallel = sequence_parallel
         self.loader: LightningPackedLoader | None = None
         self.checked_model: nn.Module | None = None
         """The model whose vocabulary and positions the batches are checked against."""
@@ -103,7 +113,6 @@ class PackedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         trainer: Any = self.trainer
-        _refuse_shared_model(trainer)
         _check_accumulation(trainer)
         if self.loader is not None and self.loader.dataset is self.train_dataset:
             self.loader.rewind_to_trained()
@@ -113,6 +122,7 @@ class PackedDataModule(pl.LightningDataModule):
             accumulation_steps=trainer.accumulate_grad_batches,
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
+            layout=self.layout(trainer),
         )
         self.loader.overfits = trainer.overfit_batches > 0
         self.loader.tracked = any(isinstance(c, PackedCallback) for c in trainer.callbacks)
@@ -120,14 +130,21 @@ class PackedDataModule(pl.LightningDataModule):
             check_first_batches(self.loader, self.checked_model)
         return self.loader
 
+    def layout(self, trainer: Any) -> Layout:
+        """Return what this process is for, by the strategy's mesh, the model and the settings."""
+        module = trainer.lightning_module or nn.Module()
+        mesh = getattr(trainer.strategy, "device_mesh", None)
+        return find_layout(module, mesh=mesh, sequence_parallel=self.sequence_parallel)
+
     def val_dataloader(self) -> Any:
         assert self.val_dataset is not None
-        if self.trainer is not None:
-            _refuse_shared_model(self.trainer)
         # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
         loader = EvaluationLoader(
-            self.val_dataset, self.collator, limit if isinstance(limit, int) else None
+            self.val_dataset,
+            self.collator,
+            limit if isinstance(limit, int) else None,
+            None if self.trainer is None else self.layout(self.trainer),
         )
         if self.checked_model is not None:
             loader.limits = ModelLimits.of(self.checked_model)
@@ -171,21 +188,30 @@ class PackedCallback(pl.Callback):
         self._micro_losses: list[Tensor] = []
         """Losses of the micro-batches since the last step; Lightning has divided them already."""
         self._validation = ExitStack()
+        self._sequence_group: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _refuse_shared_model(trainer)
         if stage == "fit":
             self._rng_states = self._step_rng = None
             # First, so that a callback that raises finds the data state in step with the weights.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda other: other is not self)
             guard_saves(trainer, self.finite_check)
-        if stage != "predict":
-            self._loss = attach_loss(causal_lm(pl_module), **self.options)
+        self._loss = self._fused_layers = None
+        if stage != "predict" and (stage != "fit" or has_causal_lm(pl_module)):
+            self._prepare_model(trainer, pl_module, stage)
+
+    def _prepare_model(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Attach the loss and fuse the layers, before the model is wrapped."""
+        model, layout = causal_lm(pl_module), self.data.layout(trainer)
+        if self._sequence_group is None:
+            self._sequence_group = join_sequence_group(layout)
+        self._loss = attach_loss(model, **self.options, sequence_group=self._sequence_group)
         if stage == "fit" and self.fused:
-            device = trainer.strategy.root_device
-            self._fused_layers = fuse_layers(causal_lm(pl_module), device)
+            self._fused_layers = fuse_layers(model, trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._loss is None:  # the module has created its model in `configure_model`
+            self._prepare_model(trainer, pl_module, "fit")
         model = causal_lm(pl_module)
         if self.check:
             with trainer.precision_plugin.forward_context():
@@ -308,12 +334,6 @@ def _count_complete_steps(progress: dict, before: int, now: int) -> None:
     for counts in (batches, progress["total"]):
         complete = counts["processed"] // before * now
         counts.update(dict.fromkeys(counts, complete), completed=complete - is_saved_by_step)
-
-
-def _refuse_shared_model(trainer: Any) -> None:
-    """Refuse tensor parallelism, by the strategy's mesh or by the model."""
-    mesh = getattr(trainer.strategy, "device_mesh", None)
-    refuse_model_parallel("PackedDataModule", trainer.lightning_module or nn.Module(), mesh=mesh)
 
 
 def _check_accumulation(trainer: Any) -> None:
