@@ -188,7 +188,7 @@ class AttachedLoss:
     def _from_logits(self, logits: Tensor) -> Tensor:
         assert self._targets is not None
         targets, items, weights = self._targets
-        logits = logits.flatten(0, -2).float()
+        logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         losses = nn.functional.cross_entropy(
             logits,
             targets.flatten(),
