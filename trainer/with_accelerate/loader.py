@@ -167,7 +167,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     def _check(self, speedups: list[str]) -> None:
         for model, line in zip(self._causal_lms(), speedups, strict=True):
             with self.accelerator.autocast():
-                print_banner([*check_run(model, self.dataset, self.collator), line])
+                banner = check_run(model, self.dataset, self.collator, self.layout)
+            print_banner([*banner, line])
             check_first_batches(self, model)
 
     def to_device(self, batch: Batch) -> Batch:

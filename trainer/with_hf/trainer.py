@@ -176,7 +176,7 @@ class PackedTrainerMixin(_Base):
             self._prepare_model()
         if self.packed_check:
             with self.accelerator.autocast():
-                banner = check_run(model, self.train_dataset, self._loader.collator)
+                banner = check_run(model, self.train_dataset, self._loader.collator, self.layout)
             print_banner([*banner, describe_speedups(self.attached_loss, self.fused_layers)])
             check_first_batches(self._loader, model)
         self.meter = ThroughputMeter.of(self._loader, model)

@@ -215,7 +215,8 @@ class PackedCallback(pl.Callback):
         model = causal_lm(pl_module)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                banner = check_run(model, self.data.train_dataset, self.data.collator)
+                layout = self.data.layout(trainer)
+                banner = check_run(model, self.data.train_dataset, self.data.collator, layout)
             print_banner([*banner, describe_speedups(self._loss, self._fused_layers)])
             self.data.checked_model = model
 
