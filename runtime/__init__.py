@@ -15,6 +15,7 @@ from .draw_streams import (
     merge_draw_counts,
     number_call,
 )
+from .fsdp_hooks import fsdp_hook_ids
 from .host_copy import HostCopy, to_device
 from .layout import Axis, Layout
 from .layout_detection import find_layout, is_current, replica_mesh
@@ -37,6 +38,7 @@ __all__ = [
     "draw_counts",
     "draw_stream",
     "find_layout",
+    "fsdp_hook_ids",
     "gather_objects",
     "gather_rng_states",
     "global_of",

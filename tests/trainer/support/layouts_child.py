@@ -96,7 +96,7 @@ class Run:
         gathered = gather_objects((self.layout.data_rank, packs, loss))
         by_replica = {replica: own for replica, own, _ in gathered}
         assert all(by_replica[replica] == own for replica, own, _ in gathered)
-        self.seen["packs"].append(sorted(sum(by_replica.values(), [])))
+        self.seen["packs"].append(sorted(i for own in by_replica.values() for i in own))
         self.seen["losses"].append(sum(loss for *_, loss in gathered) / len(gathered))
         named = self.model.named_parameters()
         self.gradients.append({name: whole(p.grad).clone() for name, p in named})
