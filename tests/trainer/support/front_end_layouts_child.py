@@ -165,6 +165,8 @@ def hf(kind: str, folder: Path) -> tuple[Any, list, float | None]:
         optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", save_strategy="no",
         parallelism_config=settings.get("parallelism_config") if kind != "tp" else None, **fsdp,
     )  # fmt: skip
+    assert args.device.type == "cpu"  # from now on, Accelerate's state is there
+    pretend_gpus(kind)
     shared = {"sequence_parallel": 2} if kind == "sp" else {}
     model = load(kind, folder)
     trainer = PackedTrainer(
@@ -235,16 +237,21 @@ FRONT_ENDS = {"accelerate": accelerate, "hf": hf, "lightning": lightning}
 def main(folder: str, *cases: str) -> None:
     dist.init_process_group("gloo")
     gold, wanted, wanted_loss = one_rank(Path(folder))
-    found = {}
+    found, environment = {}, dict(os.environ)
     for case in cases:
+        os.environ.clear()
+        os.environ.update(environment)  # libraries leave their settings there
         front_end, kind = case.split()
+        pretend_gpus("ddp")
         model, answers, loss = FRONT_ENDS[front_end](kind, Path(folder))
+        sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
+        assert sharded == (kind in ("tp", "fsdp", "hsdp", "cp")), case
         weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
         distance = max(float((weights[n] - gold[n]).norm() / gold[n].norm()) for n in gold)
         found[case] = {
             "distance": distance,
             "answers": answers == wanted,
-            "loss": 0.0 if loss is None else abs(loss - wanted_loss),
+            "loss": None if loss is None else abs(loss / wanted_loss - 1),
         }
     print(json.dumps(found))
     dist.destroy_process_group()
