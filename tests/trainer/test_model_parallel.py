@@ -1,7 +1,8 @@
-"""Every front end refuses layouts in which ranks share a model."""
+"""Front ends refuse layouts that they do not serve, and read the packs of their replica."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +10,7 @@ import simulated
 import tiny_run
 from torch.distributed.device_mesh import init_device_mesh
 
-SHARED = r"tensor parallelism over 2 ranks: {} gives every rank packs of its own.*use DDP or FSDP"
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_run.model().save_pretrained(folder)
-    return folder
+PIPELINE = "pipeline parallelism over 2 ranks is not supported"
 
 
 @pytest.fixture(autouse=True)
@@ -27,57 +21,50 @@ def accelerate_states(monkeypatch):
         monkeypatch.setattr(state, "_shared_state", {})
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_with_a_tp_plan_is_refused_by_the_hf_trainer_and_by_a_data_set(
-    saved_model, tmp_path
-):
-    from hf_child import trainer
-    from nopad.trainer.with_hf import PackedTrainer
-    from transformers import AutoModelForCausalLM, TrainingArguments
-
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
-    with simulated.ranks(2):
-        model = AutoModelForCausalLM.from_pretrained(saved_model, tp_plan="auto")
-        with pytest.raises(ValueError, match=SHARED.format("PackedTrainer")):
-            PackedTrainer(model, args, None, tiny_run.dataset(rank=0, world_size=1))
-        with pytest.raises(ValueError, match="tensor parallelism over 2 ranks"):
-            next(iter(tiny_run.dataset()))
-        del model
-    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1)
-    run.train()
-
-
-def test_a_parallelism_config_is_refused_by_the_hf_trainer(tmp_path):
+def test_a_parallelism_config_that_the_ranks_cannot_have_is_refused_by_the_hf_trainer(tmp_path):
     from accelerate import ParallelismConfig
     from hf_child import trainer
 
     config = ParallelismConfig(tp_size=2)
-    with pytest.raises(ValueError, match=SHARED.format("PackedTrainer")):
+    with pytest.raises(ValueError, match="over 2 ranks does not divide the run's 1 ranks"):
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, parallelism_config=config)
 
 
-def test_accelerate_s_loader_refuses_a_parallelism_config_and_a_sharded_model():
-    from accelerate import Accelerator, ParallelismConfig
+def test_sp_size_becomes_data_parallelism_for_the_hf_trainer():
+    from accelerate import ParallelismConfig
+    from nopad.trainer.with_hf.arguments import take_sequence_parallel
+
+    def taken(size: int = 1, **sizes: int) -> tuple[int, int, int, int]:
+        args: Any = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes))
+        kept = args.parallelism_config
+        found = take_sequence_parallel(args, size)
+        assert kept.sp_size == sizes["sp_size"]  # the user's object is not changed
+        config = args.parallelism_config
+        return found, config.sp_size, config.dp_replicate_size, config.dp_shard_size
+
+    assert taken(sp_size=2) == (2, 1, 1, 1)  # Accelerate sets the number of replicas
+    assert taken(sp_size=2, dp_shard_size=4) == (2, 1, 1, 8)
+    assert taken(sp_size=2, dp_replicate_size=4) == (2, 1, 4 * 2, 1)
+    assert taken(3, sp_size=1) == (3, 1, 1, 1)
+    with pytest.raises(
+        ValueError, match="sequence_parallel=3, but parallelism_config has sp_size=2"
+    ):
+        taken(3, sp_size=2)
+
+
+def test_pipeline_parallelism_is_refused_by_accelerate_s_loader():
+    from accelerate import Accelerator
     from nopad.trainer.with_accelerate import PackedAccelerateLoader
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    accelerator, model = Accelerator(cpu=True), tiny_run.model()
-    accelerator._models.append(model)
+    accelerator: Any = Accelerator(cpu=True)
+    accelerator._models.append(tiny_run.model())
     loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(), check=False)
-    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
-    with pytest.raises(ValueError, match=SHARED.format("PackedAccelerateLoader")):
+    accelerator.state.parallelism_config = SimpleNamespace(pp_size=2)
+    with pytest.raises(ValueError, match=PIPELINE):
         next(iter(loader))
-    accelerator.state.parallelism_config = None
-    with simulated.ranks(2):
-        mesh = init_device_mesh("cpu", (2,))
-        parallelize_module(model, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
-        with pytest.raises(ValueError, match=SHARED.format("PackedAccelerateLoader")):
-            next(iter(loader))
-        accelerator._models.clear()
-        del model, mesh
 
 
-def test_lightning_s_model_parallel_strategy_is_refused(tmp_path):
+def test_lightning_s_data_module_reads_the_packs_of_its_replica():
     import lightning.pytorch as pl
     from front_ends import Module
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -87,20 +74,20 @@ def test_lightning_s_model_parallel_strategy_is_refused(tmp_path):
         accelerator="cpu", devices=2, strategy=ModelParallelStrategy(), max_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    data, module = (
-        PackedDataModule(tiny_run.dataset(), tiny_run.dataset()),
-        Module(tiny_run.model()),
-    )
+    data = PackedDataModule(tiny_run.dataset(), tiny_run.dataset())
     data.trainer = trainer
-    with simulated.ranks(2):
+    with simulated.ranks(4, rank=2):
         names = ("data_parallel", "tensor_parallel")
-        trainer.strategy._device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        trainer.strategy._device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        assert data.train_dataloader().packs_at_a_time == 2
+        assert data.val_dataloader().dataset.ranks() == (1, 2)
+        names = ("data_parallel", "pp")
+        trainer.strategy._device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         for refused in (
-            lambda: PackedCallback(data).setup(trainer, module, "fit"),
+            lambda: PackedCallback(data).setup(trainer, Module(tiny_run.model()), "fit"),
             data.train_dataloader,
             data.val_dataloader,
         ):
-            with pytest.raises(ValueError, match=SHARED.format("PackedDataModule")):
+            with pytest.raises(ValueError, match=PIPELINE):
                 refused()
-        trainer.strategy._device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
-        assert data.train_dataloader().accumulation_steps == 1
+        trainer.strategy._device_mesh = None

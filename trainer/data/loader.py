@@ -262,8 +262,8 @@ class PackedLoader:
 
     def _issue(self, step: StepBatches, is_last: bool) -> Iterator[Batch]:
         if self._checks_layout:
-            self._checks_layout = False
             self._check_layout(step)
+            self._checks_layout = False
         if self.first_step_check is not None:
             self.first_step_check([batch for batch, _ in step.batches])
             self.first_step_check = None
