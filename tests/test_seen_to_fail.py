@@ -290,13 +290,14 @@ FAULTS = {
     ),
     "labels are counted on every rank of a group": (
         "trainer/test_layouts.py::test_two_ranks_train_as_one", "nopad.trainer.data.loader",
-        "PackedLoader._per_rank = lambda self, total: max(total, 1.0) / world_size()",
+        "PackedLoader._per_replica = "
+        "lambda self, total: max(total, 1.0) / self.layout.data_size",
     ),
-    "the trainer counts labels on every rank of a group": (
+    "the trainer takes a group for one rank": (
         "trainer/test_front_end_layouts.py", "nopad.trainer.with_hf.trainer",
         "once = PackedTrainerMixin._get_num_items_in_batch\n"
         "PackedTrainerMixin._get_num_items_in_batch = "
-        "lambda self, *a: once(self, *a) * self.layout.replica_size",
+        "lambda self, *a: once(self, *a) // self.layout.sequence.size",
     ),
     "labels are shifted in each part of a row": (
         "trainer/loss/test_row_shards.py", "nopad.trainer.loss.row_shards",

@@ -282,23 +282,20 @@ class PackedLoader:
             yield self.to_device({**batch, **extra})
 
     def _items(self, step: StepBatches) -> float:
-        """Return the loss weight of a step over all ranks, per micro-batch and rank.
+        """Return the loss weight of a step over all ranks, per micro-batch and replica.
 
         A number, not a tensor: FSDP casts tensors of floats to bf16, 16358 to 16384.
         """
         assert step.weight is not None
-        return self._per_rank(float(step.weight.read())) / self.accumulation_steps
+        return self._per_replica(float(step.weight.read())) / self.accumulation_steps
 
-    def _per_rank(self, total: float) -> float:
-        """Return the share of each rank over which gradients are averaged in a sum over all ranks.
+    def _per_replica(self, total: float) -> float:
+        """Return the mean over the replicas of the model, from a sum over all ranks.
 
-        Every pack counts once, however many ranks have read it. Gradients are not averaged over
-        tensor-parallel ranks, and over sequence-parallel ones they are the parts of one row.
+        Every pack counts once, however many ranks have read it.
         """
-        assert self.layout is not None
         readers = max(1, world_size() // self.dataset.ranks()[1])
-        averaged = world_size() // readers * self.layout.sequence.size
-        return max(total / readers, 1.0) / averaged
+        return max(total / readers, 1.0) / (world_size() // readers)
 
     def to_device(self, batch: Batch) -> Batch:
         """Move a batch to the model's device."""
@@ -336,7 +333,7 @@ class EvaluationLoader(PackedLoader):
             self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))
             total = float(sum_over_ranks(sum(info.loss_weight for info in infos)))
-            self._items_per_pack = self._per_rank(total) / self.packs
+            self._items_per_pack = self._per_replica(total) / self.packs
         self.dataset.rewind()
         self._state = None
         return islice(super().__iter__(), self.packs)

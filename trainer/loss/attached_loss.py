@@ -116,7 +116,7 @@ class AttachedLoss:
             self._bypass_head()
         shards, shape = self.row_shards, targets.shape
         if shards is not None:
-            items = _divisor(items, targets, weights) / (1 if items is not None else shards.ranks)
+            items = _divisor(items, targets, weights) / shards.ranks  # gradients are averaged
             targets = shards.split(targets, IGNORE_INDEX)
             weights = None if weights is None else shards.split(weights)
             kwargs = shards.split_inputs(kwargs)

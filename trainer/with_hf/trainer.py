@@ -300,10 +300,10 @@ class PackedTrainerMixin(_Base):
             return None  # an evaluation batch carries its own
         if not batch_samples:
             return None
-        # The stock method waits for the device when it copies the count there. Every pack counts
-        # once; `compute_loss` multiplies by the ranks that are not tensor-parallel.
+        # The stock method waits for the device when it copies the count there. Ranks of a sequence-
+        # parallel group all count: `compute_loss` multiplies by them as well.
         total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
-        total = total / (self.get_tp_size() * self.layout.sequence.size)
+        total = total / self.get_tp_size()
         if "loss_weights" in batch_samples[0]:
             return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
         return to_device(total.long(), device)

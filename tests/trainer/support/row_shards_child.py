@@ -99,10 +99,7 @@ def run(model: Any, batch: dict, group: Any) -> tuple[float, torch.Tensor, dict]
 def compare(model: Any, batch: dict) -> float:
     """How far a row on two ranks is from the whole one: its loss, token losses, gradients."""
     total, losses, gold = run(model, batch, None)
-    items = {"num_items_in_batch": batch["num_items_in_batch"] / 2} if (
-        "num_items_in_batch" in batch
-    ) else {}  # the share of each rank, as the loader gives it  # fmt: skip
-    ours, spread, gradients = run(model, {**batch, **items}, dist.group.WORLD)
+    ours, spread, gradients = run(model, batch, dist.group.WORLD)
     for gradient in gradients.values():
         dist.all_reduce(gradient)
     differences = [abs(ours - total) / total, float((losses - spread).abs().max())]
