@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..runtime import Layout, find_layout, is_current
+from ..runtime import Layout, find_layout, is_current, mesh_ranks
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .ordering.mixture import StoppingStrategy, parse_mixture
@@ -117,10 +117,8 @@ class PackedDataset(IterableDataset):
         epochs, max_packs, shards, vocab_size = check_counts(
             epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size
         )
-        if device_mesh is not None and rank is None:
-            layout = find_layout(mesh=device_mesh)
-            rank, world_size = layout.data_rank, layout.data_size
-        check_rank(rank, world_size)
+        told = (rank, world_size) if device_mesh is None else mesh_ranks(device_mesh)
+        self.rank, self.world_size = check_rank(*told)
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}
@@ -139,7 +137,6 @@ class PackedDataset(IterableDataset):
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
-        self.rank, self.world_size = rank, world_size
         self.epochs, self.max_packs = epochs, max_packs
         self._identify()
         self._start_pass(0)

@@ -201,13 +201,13 @@ def check_counts(**settings: int | None) -> list[int | None]:
     return [None if value is None else int(value) for value in settings.values()]
 
 
-def check_rank(rank: int | None, world_size: int | None) -> None:
-    """Raise if only one of the two is given, or the rank is none of the ranks."""
-    if rank is None and world_size is None:
-        return
-    if rank is None or world_size is None:
+def check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    """Return both; raise if only one of the two is given, or the rank is none of the ranks."""
+    if (rank is None) != (world_size is None):
         raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
-    RankShard(*check_ints(rank=rank, world_size=world_size))
+    if rank is not None:
+        RankShard(*check_ints(rank=rank, world_size=world_size))
+    return rank, world_size
 
 
 def check_values(

@@ -82,6 +82,12 @@ def find_layout(
     return Layout(rank(), world_size(), tensor, sequence or Axis())
 
 
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the data-parallel rank and size of this process in a mesh with named dimensions."""
+    layout = find_layout(mesh=mesh)
+    return layout.data_rank, layout.data_size
+
+
 def is_current(layout: Layout | None) -> bool:
     """Return whether a layout is of this process as it is now: it may have joined another group."""
     return layout is not None and (layout.rank, layout.world_size) == (rank(), world_size())

@@ -275,7 +275,7 @@ FAULTS = {
         "nopad.packing.dataset", "find_layout = lambda *_, **__: None",
     ),
     "ranks of a group are dealt different packs": (
-        "trainer/test_layouts.py::test_two_ranks_train_as_one",
+        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one",
         "nopad.packing.dataset", "PackedDataset.place = lambda *_: None",
     ),
     "first batches are not compared": (
@@ -283,18 +283,19 @@ FAULTS = {
         "nopad.trainer.data.loader", "check_first_step = lambda *_: None",
     ),
     "a shared row has no boundaries": (
-        "trainer/test_layouts.py::test_two_ranks_train_as_one", "nopad.trainer.loss.row_shards",
+        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one",
+        "nopad.trainer.loss.row_shards",
         "right = Varlen\n"
         "def Varlen(bounds, longest, **how):\n"
         "    return right(bounds[[0, -1]], int(bounds[-1]), **how)",
     ),
     "labels are counted on every rank of a group": (
-        "trainer/test_layouts.py::test_two_ranks_train_as_one", "nopad.trainer.data.loader",
+        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one", "nopad.trainer.data.loader",
         "PackedLoader._per_replica = "
         "lambda self, total: max(total, 1.0) / self.layout.data_size",
     ),
     "the trainer takes a group for one rank": (
-        "trainer/test_front_end_layouts.py", "nopad.trainer.with_hf.trainer",
+        "trainer/layouts/test_front_end_layouts.py", "nopad.trainer.with_hf.trainer",
         "once = PackedTrainerMixin._get_num_items_in_batch\n"
         "PackedTrainerMixin._get_num_items_in_batch = "
         "lambda self, *a: once(self, *a) // self.layout.sequence.size",
@@ -310,7 +311,7 @@ FAULTS = {
         "RowShards.split = late",
     ),
     "a group of FSDP has one hook": (
-        "trainer/test_front_end_layouts.py", "nopad.runtime.fsdp_hooks",
+        "trainer/layouts/test_front_end_layouts.py", "nopad.runtime.fsdp_hooks",
         "fsdp_hook_ids = lambda module: {module._get_fsdp_state()._pre_forward_hook_handle.id}",
     ),
     "ids are checked in the first step only": (

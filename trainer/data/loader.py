@@ -92,6 +92,7 @@ class PackedLoader:
     """
 
     batch_size = 1  # DeepSpeed reads it from every loader
+    _checks_layout = True
     _is_accelerate_prepared = True  # otherwise Accelerate would dispatch and slice our batches
 
     def __init__(
@@ -136,8 +137,6 @@ class PackedLoader:
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self.layout = layout
-        """Which ranks share this rank's packs; None until it is needed."""
-        self._checks_layout = True
         self._state: dict | None = None
         self._same_data = False
         """Whether all ranks were found to have the same data."""

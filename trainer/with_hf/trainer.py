@@ -99,20 +99,15 @@ class PackedTrainerMixin(_Base):
         """
         args = copy(args) if args is not None else TrainingArguments()
         train_dataset = _packed(train_dataset)
-        sequence_parallel = take_sequence_parallel(args, sequence_parallel)
-        known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
-        config = getattr(args, "parallelism_config", None)
-        train_dataset.place(find_layout(known, config, sequence_parallel=sequence_parallel))
+        self._sequence_parallel = take_sequence_parallel(args, sequence_parallel)
+        self._find_layout(model, train_dataset, getattr(args, "parallelism_config", None))
         smoothing = adapt_arguments(args, train_dataset, kwargs)
         if args.max_steps <= 0:
             args.max_steps = self._counted_steps = set_epochs(args, train_dataset)
         accepted = self._accepted_dataset(train_dataset, args)
         super().__init__(model, args, data_collator, accepted, **kwargs)
-        made: Any = self.model  # by now, from a path or model_init as well
-        self.layout = find_layout(made, sequence_parallel=sequence_parallel)
-        """What this process is for among those of the run."""
+        self._find_layout(self.model, train_dataset)  # by now, of a path or model_init as well
         self._sequence_group = join_sequence_group(self.layout)
-        train_dataset.place(self.layout)
         self.train_dataset = train_dataset
         self.packed_collator = data_collator
         self._loss_options = {"label_smoothing": smoothing, "z_loss": z_loss}
@@ -129,6 +124,12 @@ class PackedTrainerMixin(_Base):
         self._eval_loaders: dict[int, tuple[Any, TrainerEvaluationLoader]] = {}
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
+
+    def _find_layout(self, model: Any, data: PackedDataset, settings: Any = None) -> None:
+        """Find what this process is for among those of the run, and the packs it reads."""
+        known = model if isinstance(model, nn.Module) else nn.Module()
+        self.layout = find_layout(known, settings, sequence_parallel=self._sequence_parallel)
+        data.place(self.layout)
 
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from nopad.trainer.loss.row_shards import RowShards
 
-CHILD = Path(__file__).parents[1] / "support" / "row_shards_child.py"
+CHILD = Path(__file__).parents[1] / "layouts" / "support" / "row_shards_child.py"
 
 
 @pytest.fixture(scope="module")
