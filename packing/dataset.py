@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..runtime import Layout, find_layout, is_current, mesh_ranks
+from ..runtime import Layout, find_layout, is_current, told_ranks
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .ordering.mixture import StoppingStrategy, parse_mixture
@@ -117,8 +117,7 @@ class PackedDataset(IterableDataset):
         epochs, max_packs, shards, vocab_size = check_counts(
             epochs=epochs, max_packs=max_packs, shards=shards, vocab_size=vocab_size
         )
-        told = (rank, world_size) if device_mesh is None else mesh_ranks(device_mesh)
-        self.rank, self.world_size = check_rank(*told)
+        self.rank, self.world_size = check_rank(*told_ranks(rank, world_size, device_mesh))
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         packer = {"budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow}

@@ -18,7 +18,7 @@ from .draw_streams import (
 from .fsdp_hooks import fsdp_hook_ids
 from .host_copy import HostCopy, to_device
 from .layout import Axis, Layout
-from .layout_detection import find_layout, is_current, mesh_ranks, replica_mesh
+from .layout_detection import find_layout, is_current, replica_mesh, told_ranks
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
@@ -48,7 +48,6 @@ __all__ = [
     "load_draw_counts",
     "load_rng_states",
     "merge_draw_counts",
-    "mesh_ranks",
     "number_call",
     "preserve_rng",
     "rank",
@@ -59,6 +58,7 @@ __all__ = [
     "stock_class",
     "sum_over_ranks",
     "to_device",
+    "told_ranks",
     "unwrap_model",
     "unwrap_peft",
     "world_size",

@@ -82,8 +82,14 @@ def find_layout(
     return Layout(rank(), world_size(), tensor, sequence or Axis())
 
 
-def mesh_ranks(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the data-parallel rank and size of this process in a mesh with named dimensions."""
+def told_ranks(
+    data_rank: int | None, data_size: int | None, mesh: DeviceMesh | None
+) -> tuple[int | None, int | None]:
+    """Return the data-parallel rank and size that a user told, by number or by a named mesh."""
+    if mesh is None:
+        return data_rank, data_size
+    if data_rank is not None:
+        raise ValueError("rank= and device_mesh= both say which packs to read: pass one of them")
     layout = find_layout(mesh=mesh)
     return layout.data_rank, layout.data_size
 
