@@ -275,7 +275,7 @@ FAULTS = {
         "nopad.packing.dataset", "find_layout = lambda *_, **__: None",
     ),
     "ranks of a group are dealt different packs": (
-        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one",
+        "trainer/layouts/test_layouts.py::test_four_ranks_train_as_one",
         "nopad.packing.dataset", "PackedDataset.place = lambda *_: None",
     ),
     "first batches are not compared": (
