@@ -205,7 +205,7 @@ def check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, in
     """Return both; raise if only one of the two is given, or the rank is none of the ranks."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
-    if rank is not None:
+    if rank is not None and world_size is not None:
         RankShard(*check_ints(rank=rank, world_size=world_size))
     return rank, world_size
 

@@ -110,7 +110,9 @@ def _find_fault(model: Any, collator: Any, rows: dict[int, list[list[int]]], mas
 def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
     """Raise if a row spread over sequence-parallel ranks has other losses than the whole row."""
     shards = getattr(getattr(model, "nopad_loss", None), "row_shards", None)
-    difference = 0 if shards is None else measure_shard_difference(model, collator, lengths)
+    if shards is None:
+        return
+    difference = measure_shard_difference(model, collator, lengths)
     if difference:
         raise ValueError(
             f"{model.config.model_type} has other losses when a row is spread over {shards.ranks} "
