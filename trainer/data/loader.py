@@ -171,12 +171,11 @@ class PackedLoader:
         self.dataset.end_pass()
         self._state = None
 
-    def _place(self) -> Layout:
+    def _place(self) -> None:
         """Let the data set read the packs of this process's replica."""
         if self.layout is None or not is_current(self.layout):
             self.layout = find_layout()
         self.dataset.place(self.layout)
-        return self.layout
 
     @property
     def packs_at_a_time(self) -> int:
