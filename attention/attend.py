@@ -6,6 +6,8 @@ attend ─▶ select a backend ─┬─ no pages ─▶ packed: keys are the st
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from . import custom_ops
 from .backends.call_spec import CallSpec
 from .backends.kv_write import write
 from .backends.selection import BACKEND_MODULES, select_backend
+from .head_exchange import attend_whole_row
 from .score_params import ScoreParams
 from .varlen import Varlen
 
@@ -38,11 +41,20 @@ def attend(
 ) -> Tensor:
     """Attend q [T, H, Dk] to k [T, Hkv, Dk], v [T, Hkv, Dv]: causal inside each sequence.
 
+    With `varlen.group`, q, k and v are this rank's part of the T tokens (sequence parallelism).
+
     layer: the layer of the cache to use, with pages.
     window: number of keys a query sees, itself included.
     sinks: [H], one more logit per head, which takes weight and has no value.
     backend: the name of the backend to use; by default the best that supports the call.
     """
+    if varlen.group is not None:
+        options = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
+        whole = replace(varlen, group=None)
+        return attend_whole_row(
+            lambda q, k, v, sinks: attend(q, k, v, whole, sinks=sinks, backend=backend, **options),
+            *(q, k, v, sinks, varlen.group),
+        )
     softmax_scale: float = q.shape[-1] ** -0.5 if scale is None else scale
     score_params = ScoreParams(softmax_scale, window, softcap, sinks)
     pages = varlen.pages

@@ -44,6 +44,9 @@ class Varlen:
     max_length: int
     """An upper bound of the N query lengths, on the host."""
     pages: Pages | None = None
+    group: Any = None
+    """The process group whose ranks have equal parts of the T tokens, in order of their ranks;
+    without one, all are here."""
 
 
 _batches: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..runtime import describe_layout, model_parallel_sizes
+from ..runtime import Layout, find_layout, is_current, told_ranks
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
@@ -59,8 +59,9 @@ class PackedDataset(ResumablePasses, IterableDataset):
     source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a function
         that returns an iterator, a datasets.Dataset, or a list of (source, weight).
     epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
-    rank, world_size: of this process among those that train on packs of their own; default:
-        detected when iteration starts, and refused with tensor or other model parallelism.
+    rank, world_size: of this process among those that train on packs of their own; ranks of one
+        tensor- or sequence-parallel group have the same. Default: those of device_mesh, whose
+        dimensions have names such as "dp", "sp", "tp"; or detected when iteration starts.
     max_length: longest sequence in tokens, if shorter than a pack, such as a model's 1024 positions
         with a budget of 8192; `overflow` says what becomes of longer samples, and is counted.
     shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
@@ -82,6 +83,9 @@ class PackedDataset(ResumablePasses, IterableDataset):
 
     _sender: tuple[int, int, int] | None = None
     """Process id, rank and world size of the process that sent this copy to a spawned worker."""
+    _layout: Layout | None = None
+    """The layout of the run: a loader's (`_is_placed`), or detected when iteration starts."""
+    _is_placed = False
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         max_packs: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device_mesh: Any = None,
         shuffle: bool | int = True,
         shards: int | None = None,
         pool: int = 1024,
@@ -117,7 +122,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
     ):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
-        self.rank, self.world_size = check_rank(rank, world_size)
+        self.rank, self.world_size = check_rank(*told_ranks(rank, world_size, device_mesh))
         packer = packer_settings(
             budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
             pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
@@ -162,7 +167,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         return None if isinstance(self.reader, PlannedPacks) else self.reader.settings
 
     def __iter__(self) -> Iterator[Pack]:
-        self._check_layout()
+        self._detect_layout()
         self.start_next_pass()
         share, start = self._share(), self._start
         progress = Progress(start.position, dict(start.cursors))
@@ -198,7 +203,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
             )
         if self.epochs is None and self.max_packs is None:
             raise TypeError("epochs=None: the packs have no end to count; pass epochs or max_packs")
-        return -(-self._packs_of_pass() // self._ranks()[1])
+        return -(-self._packs_of_pass() // self.ranks()[1])
 
     def __bool__(self) -> bool:
         return True  # without counting
@@ -253,9 +258,9 @@ class PackedDataset(ResumablePasses, IterableDataset):
         # A spawned worker is not a member of its parent's process group, so it is sent the rank.
         # Any other copy may end up in a process of another rank.
         if get_spawning_popen() is None:
-            return self.__dict__.copy()
-        self._check_layout()
-        sender = os.getpid(), *self._ranks()
+            return {**self.__dict__, "_layout": None, "_is_placed": False}
+        self._detect_layout()
+        sender = os.getpid(), *self.ranks()
         return {**self.__dict__, "_sender": sender, "encoder": None}  # a stream's reader has it
 
     def _worker_number(self) -> tuple[int, int] | None:
@@ -263,22 +268,23 @@ class PackedDataset(ResumablePasses, IterableDataset):
         return None if info is None else (info.id, info.num_workers)
 
     def _share(self) -> RankShard:
-        return RankShard(*self._ranks(), *(self._worker_number() or (0, 1)))
+        return RankShard(*self.ranks(), *(self._worker_number() or (0, 1)))
 
-    def _check_layout(self) -> None:
-        """Refuse to detect the rank where several ranks need the same packs."""
-        if self.rank is None and (sizes := model_parallel_sizes()):
-            raise ValueError(
-                f"{describe_layout(sizes)}: these ranks need the same packs, and a rank of the "
-                "whole run would get its own; pass PackedDataset(rank=, world_size=) of the "
-                "data-parallel group"
-            )
+    def place(self, layout: Layout) -> None:
+        """Read the packs of this process's replica, unless rank= was passed; loaders call it."""
+        self._layout, self._is_placed = layout, True
 
-    def _ranks(self) -> tuple[int, int]:
-        """Return rank and world size of this process, or of this worker's parent."""
+    def _detect_layout(self) -> None:
+        if self.rank is None and not (self._is_placed and is_current(self._layout)):
+            self._layout, self._is_placed = find_layout(), False
+
+    def ranks(self) -> tuple[int, int]:
+        """Return the data-parallel rank and size of this process, or of this worker's parent."""
         if self.rank is not None and self.world_size is not None:
             return self.rank, self.world_size
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if self._layout is not None and is_current(self._layout):
+                return self._layout.data_rank, self._layout.data_size
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         parent = parent_process()
         if get_worker_info() is not None and parent is not None and self._sender is not None:

@@ -231,12 +231,11 @@ def check_counts(**settings: int | None) -> list[int | None]:
 
 
 def check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    """Return both, or raise if only one is given, or the rank is none of the ranks."""
-    if rank is None and world_size is None:
-        return rank, world_size
-    if rank is None or world_size is None:
+    """Return both; raise if only one of the two is given, or the rank is none of the ranks."""
+    if (rank is None) != (world_size is None):
         raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
-    RankShard(*check_ints(rank=rank, world_size=world_size))
+    if rank is not None and world_size is not None:
+        RankShard(*check_ints(rank=rank, world_size=world_size))
     return rank, world_size
 
 

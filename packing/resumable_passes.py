@@ -117,7 +117,7 @@ class ResumablePasses(ABC):
             progress = self._trained or self._read
             # Reading may be ahead of training.
             finished = self._finished and progress.last == self._read.last
-            shards = progress.shard_cursors(*self._ranks())
+            shards = progress.shard_cursors(*self.ranks())
             return self._state(progress.next_position(self._share()), shards, finished)
         start = self._start.position
         _, epoch, epoch_start = self._read.last or (0, start.epoch, start.epoch_start)

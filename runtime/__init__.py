@@ -1,6 +1,13 @@
 """What training and generation share about the process and the model; nothing but torch."""
 
-from .collectives import RankError, all_ranks_or_none, barrier, gather_objects, sum_over_ranks
+from .collectives import (
+    RankError,
+    all_ranks_or_none,
+    barrier,
+    gather_objects,
+    join_sequence_group,
+    sum_over_ranks,
+)
 from .draw_streams import (
     draw_counts,
     draw_stream,
@@ -8,8 +15,10 @@ from .draw_streams import (
     merge_draw_counts,
     number_call,
 )
+from .fsdp_hooks import fsdp_hook_ids
 from .host_copy import HostCopy, to_device
-from .layout import describe_layout, model_parallel_sizes, refuse_model_parallel, replica_mesh
+from .layout import Axis, Layout
+from .layout_detection import find_layout, is_current, replica_mesh, told_ranks
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
@@ -18,34 +27,38 @@ from .weight_cast import cast_weight
 
 __all__ = [
     "STOCK_CLASS",
+    "Axis",
     "HostCopy",
+    "Layout",
     "RankError",
     "all_ranks_or_none",
     "barrier",
     "cast_weight",
-    "describe_layout",
     "destroy_group",
     "draw_counts",
     "draw_stream",
+    "find_layout",
+    "fsdp_hook_ids",
     "gather_objects",
     "gather_rng_states",
     "global_of",
     "init_group",
+    "is_current",
+    "join_sequence_group",
     "load_draw_counts",
     "load_rng_states",
     "merge_draw_counts",
-    "model_parallel_sizes",
     "number_call",
     "preserve_rng",
     "rank",
     "rebind_global",
-    "refuse_model_parallel",
     "replica_mesh",
     "rms_norm_eps",
     "rng_states",
     "stock_class",
     "sum_over_ranks",
     "to_device",
+    "told_ranks",
     "unwrap_model",
     "unwrap_peft",
     "world_size",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .host_copy import to_device
+from .layout import Layout
 from .ranks import world_size
 
 T = TypeVar("T")
@@ -40,6 +41,18 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def join_sequence_group(layout: Layout) -> Any:
+    """Return the process group of the ranks that share this rank's rows; None if none do.
+
+    Call it on every rank, once per run: it creates the groups of all ranks.
+    """
+    if layout.sequence.size == 1:
+        return None
+    groups = {tuple(layout.sequence.group(rank)) for rank in range(layout.world_size)}
+    created = {ranks: dist.new_group(list(ranks)) for ranks in sorted(groups)}
+    return created[tuple(layout.sequence.group(layout.rank))]
 
 
 def barrier() -> None:

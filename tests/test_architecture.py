@@ -67,7 +67,7 @@ LAYERS = {
         {"sample", "document_starts", "token_ids", "numba_jit"},
     ],
     "attention": [
-        {"hf"}, {"attend", "custom_ops"}, {"backends"}, {"paging"},
+        {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},
         {"varlen", "score_params", "reference"},
     ],
     "trainer": [

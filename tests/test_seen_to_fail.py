@@ -178,7 +178,7 @@ FAULTS = {
         "nopad.attention.hf.forward_context", "_Context.is_for = lambda self, module: True",
     ),
     "a rank that shares a model is on its own": (
-        "runtime/test_layout.py", "nopad.runtime.layout", "_KIND_OF.pop('tp')",
+        "runtime/test_layout.py", "nopad.runtime.layout_detection", "_KIND_OF.pop('tp')",
     ),
     "a checkpoint forgets the draws": (
         "trainer/data/test_draw_counts.py", "nopad.trainer.data.data_state", "draw_counts = dict",
@@ -276,9 +276,48 @@ FAULTS = {
         "shuffle_key = lambda name, seed, epoch, block: key_of(name, 0, 0, block)",
     ),
     "ranks that share a model go unnoticed": (
-        "runtime/test_layout.py::"
-        "test_a_data_set_detects_its_rank_among_data_parallel_ranks_only",
-        "nopad.packing.dataset", "model_parallel_sizes = lambda *_: {}",
+        "runtime/test_layout.py::test_a_data_set_reads_the_packs_of_its_replica",
+        "nopad.packing.dataset", "find_layout = lambda *_, **__: None",
+    ),
+    "ranks of a group are dealt different packs": (
+        "trainer/layouts/test_layouts.py::test_four_ranks_train_as_one",
+        "nopad.packing.dataset", "PackedDataset.place = lambda *_: None",
+    ),
+    "first batches are not compared": (
+        "trainer/data/test_layout_check.py::test_the_first_step_is_compared_once",
+        "nopad.trainer.data.loader", "check_first_step = lambda *_: None",
+    ),
+    "a shared row has no boundaries": (
+        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one",
+        "nopad.trainer.loss.row_shards",
+        "right = Varlen\n"
+        "def Varlen(bounds, longest, **how):\n"
+        "    return right(bounds[[0, -1]], int(bounds[-1]), **how)",
+    ),
+    "labels are counted on every rank of a group": (
+        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one", "nopad.trainer.data.loader",
+        "PackedLoader._per_replica = "
+        "lambda self, total: max(total, 1.0) / self.layout.data_size",
+    ),
+    "the trainer takes a group for one rank": (
+        "trainer/layouts/test_front_end_layouts.py", "nopad.trainer.with_hf.trainer",
+        "once = PackedTrainerMixin._get_num_items_in_batch\n"
+        "PackedTrainerMixin._get_num_items_in_batch = "
+        "lambda self, *a: once(self, *a) // self.layout.sequence.size",
+    ),
+    "labels are shifted in each part of a row": (
+        "trainer/loss/test_row_shards.py", "nopad.trainer.loss.row_shards",
+        "split = RowShards.split\n"
+        "def late(self, values, fill=0):\n"
+        "    part = split(self, values, fill)\n"
+        "    part = part.clone()\n"
+        "    if fill: part[..., -1] = fill\n"
+        "    return part\n"
+        "RowShards.split = late",
+    ),
+    "a group of FSDP has one hook": (
+        "trainer/layouts/test_front_end_layouts.py", "nopad.runtime.fsdp_hooks",
+        "fsdp_hook_ids = lambda module: {module._get_fsdp_state()._pre_forward_hook_handle.id}",
     ),
     "ids are checked in the first step only": (
         "trainer/test_bad_input.py::"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..runtime import gather_objects
+from ..runtime import fsdp_hook_ids, gather_objects
 
 
 @contextmanager
@@ -54,8 +54,7 @@ def free_bytes(device: torch.device) -> float:
 @contextmanager
 def _without_fsdp_hooks(unit: Any) -> Iterator[None]:
     """Remove FSDP's forward hooks, which would free the parameters after each forward."""
-    state = unit._get_fsdp_state()
-    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    ids = fsdp_hook_ids(unit)
     pre_hooks, hooks = unit._forward_pre_hooks, unit._forward_hooks
     unit._forward_pre_hooks = _without(pre_hooks, ids)
     unit._forward_hooks = _without(hooks, ids)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from ...runtime import fsdp_hook_ids
 from .borrow import borrow_model
 from .forward_state import OWN_HOOK
 
@@ -28,7 +29,7 @@ from .forward_state import OWN_HOOK
 def gathers_parameters(model: Any) -> bool:
     """Return whether forwards of a model gather its parameters from other ranks."""
     sharded: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return any(_pre_forward_hook(m) in m._forward_pre_hooks for m in sharded)
+    return any(fsdp_hook_ids(m) & set(m._forward_pre_hooks) for m in sharded)
 
 
 @contextmanager
@@ -58,7 +59,3 @@ def _any_rank_busy(busy: bool, device: torch.device) -> bool:
     votes = torch.tensor([int(busy)], device=device)
     dist.all_reduce(votes)
     return bool(votes.item())
-
-
-def _pre_forward_hook(module: Any) -> int:
-    return module._get_fsdp_state()._pre_forward_hook_handle.id

@@ -84,7 +84,7 @@ def check_states(make, tmp_path):
     next(packs)
     state = json.loads(json.dumps(data.state_dict()))
     for change in (
-        {"version": 6},
+        {"version": 7},
         {"fingerprint": "other"},
         {"settings": {**state["settings"], "seed": 9}},
         {"position": {**state["position"], "index": -1}},

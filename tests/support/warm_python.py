@@ -255,7 +255,11 @@ def _execute(command: list[str], main: ModuleType) -> None:
 
 
 def preload(names: list[str]) -> None:
-    """Import what the processes need, and freeze it: forks share what no collection looks at."""
+    """Import what the processes need, and freeze it: forks share what no collection looks at.
+
+    Helper modules are found as in the tests.
+    """
+    sys.path += map(str, sorted(Path(__file__).parents[1].rglob("support")))
     for name in names:
         with suppress(ImportError):  # of an extra
             import_module(name)

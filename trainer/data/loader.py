@@ -26,7 +26,16 @@ from torch.utils.data import DataLoader
 
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
-from ...runtime import HostCopy, gather_objects, sum_over_ranks, world_size
+from ...runtime import (
+    HostCopy,
+    Layout,
+    find_layout,
+    gather_objects,
+    is_current,
+    sum_over_ranks,
+    world_size,
+)
+from .layout_check import check_first_step
 from .model_limits import ModelLimits
 from .worker_watch import WorkerWatch
 
@@ -83,6 +92,7 @@ class PackedLoader:
     """
 
     batch_size = 1  # DeepSpeed reads it from every loader
+    _checks_layout = True
     _is_accelerate_prepared = True  # otherwise Accelerate would dispatch and slice our batches
 
     def __init__(
@@ -97,6 +107,7 @@ class PackedLoader:
         multiprocessing_context: Any = None,
         drop_last: bool = False,
         count_items: bool = True,
+        layout: Layout | None = None,
     ):
         """Configure how packs are grouped into optimizer steps.
 
@@ -104,6 +115,7 @@ class PackedLoader:
         prefetch_factor, multiprocessing_context: of the workers, as in torch's DataLoader.
         drop_last: drop an incomplete last step instead of filling it up with empty packs.
         count_items: add `num_items_in_batch`; off for trainers that count label tokens themselves.
+        layout: which ranks train on packs of their own; default: found when iteration starts.
         """
         if accumulation_steps < 1:
             raise ValueError(
@@ -124,6 +136,7 @@ class PackedLoader:
         """What the model can take; batches beyond it are refused."""
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
+        self.layout = layout
         self._state: dict | None = None
         self._same_data = False
         """Whether all ranks were found to have the same data."""
@@ -144,6 +157,7 @@ class PackedLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
+        self._place()
         self._check_same_data()
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
@@ -167,6 +181,18 @@ class PackedLoader:
 
     def __bool__(self) -> bool:
         return True  # without counting
+
+    def _place(self) -> None:
+        """Let the data set read the packs of this process's replica."""
+        if self.layout is None or not is_current(self.layout):
+            self.layout = find_layout()
+        self.dataset.place(self.layout)
+
+    @property
+    def packs_at_a_time(self) -> int:
+        """The number of packs that all ranks together train at a time."""
+        self._place()
+        return self.dataset.ranks()[1]
 
     def _check_same_data(self) -> None:
         """Raise on all ranks if one has other data or settings; compared at the first iteration."""
@@ -237,7 +263,16 @@ class PackedLoader:
     def _empty(self, template: PackInfo) -> tuple[Batch, PackInfo]:
         return _collate(self.collator, Pack.of([], template.budget))
 
+    def _check_layout(self, step: StepBatches) -> None:
+        """Raise on all ranks if ranks of one replica were dealt different packs."""
+        assert self.layout is not None
+        batches, first = [batch for batch, _ in step.batches], step.batches[0][1]
+        check_first_step(self.layout, self.dataset.ranks(), first.index, batches)
+
     def _issue(self, step: StepBatches, is_last: bool) -> Iterator[Batch]:
+        if self._checks_layout:
+            self._check_layout(step)
+            self._checks_layout = False
         if self.first_step_check is not None:
             self.first_step_check([batch for batch, _ in step.batches])
             self.first_step_check = None
@@ -256,13 +291,20 @@ class PackedLoader:
             yield self.to_device({**batch, **extra})
 
     def _items(self, step: StepBatches) -> float:
-        """Return the loss weight of a step over all ranks, per micro-batch and rank.
+        """Return the loss weight of a step over all ranks, per micro-batch and replica.
 
         A number, not a tensor: FSDP casts tensors of floats to bf16, 16358 to 16384.
         """
         assert step.weight is not None
-        total = float(step.weight.read())
-        return max(total, 1.0) / (self.accumulation_steps * world_size())
+        return self._per_replica(float(step.weight.read())) / self.accumulation_steps
+
+    def _per_replica(self, total: float) -> float:
+        """Return the mean over the replicas of the model, from a sum over all ranks.
+
+        Every pack counts once, however many ranks have read it.
+        """
+        readers = max(1, world_size() // self.dataset.ranks()[1])
+        return max(total / readers, 1.0) / (world_size() // readers)
 
     def to_device(self, batch: Batch) -> Batch:
         """Move a batch to the model's device."""
@@ -294,10 +336,11 @@ class EvaluationLoader(PackedLoader):
         dataset: PackedDataset,
         collator: Callable[[Pack], Batch] | None = None,
         limit: int | None = None,
+        layout: Layout | None = None,
     ):
         """limit: evaluate at most this many packs per rank."""
-        super().__init__(dataset, collator)
-        packs_per_rank = math.ceil(dataset.count() / world_size())
+        super().__init__(dataset, collator, layout=layout)
+        packs_per_rank = math.ceil(dataset.count() / self.packs_at_a_time)
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
         """Packs of this rank; the same number on every rank."""
         self._items_per_pack: float | None = None
@@ -306,12 +349,13 @@ class EvaluationLoader(PackedLoader):
         return self.packs
 
     def __iter__(self) -> Iterator[Batch]:
+        self._place()
         self._check_same_data()
         if self._items_per_pack is None:
             self.dataset.rewind()
             infos = (info for _, info in islice(self._loader, self.packs))
             total = float(sum_over_ranks(sum(info.loss_weight for info in infos)))
-            self._items_per_pack = max(total, 1.0) / (self.packs * world_size())
+            self._items_per_pack = self._per_replica(total) / self.packs
         self.dataset.rewind()
         self._state = None
         return islice(super().__iter__(), self.packs)

@@ -25,6 +25,7 @@ from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from .cross_entropy import linear_cross_entropy
 from .label_count import count_labels
+from .row_shards import RowShards, check_shardable
 from .token_statistics import token_statistics
 
 SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
@@ -36,6 +37,8 @@ class AttachedLoss:
 
     def __init__(self, model: Any, label_smoothing: float, z_loss: float):
         self.model = model
+        self.row_shards: RowShards | None = None
+        """How rows are spread over sequence-parallel ranks; None if each rank has whole rows."""
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.fused = False
         """Whether the loss is computed from the hidden states, without logits."""
@@ -65,6 +68,12 @@ class AttachedLoss:
         if self.fused:
             self._bypass = _HeadBypass(self.head)
 
+    def share_rows(self, group: Any) -> None:
+        """Spread rows over the ranks of a process group from now on; None: keep them whole."""
+        if group is not None:
+            check_shardable(self.model)
+        self.row_shards = None if group is None else RowShards(group)
+
     def keep_logits(self) -> None:
         """Compute logits from now on, for metrics that need them."""
         if self.fused:
@@ -93,6 +102,7 @@ class AttachedLoss:
         del self.model.nopad_loss
 
     def __deepcopy__(self, memo: dict) -> AttachedLoss:
+        memo[id(self.row_shards)] = self.row_shards  # process groups cannot be copied
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(deepcopy(vars(self), memo))
         return copied
@@ -109,12 +119,20 @@ class AttachedLoss:
         if self.fused and self.model.get_output_embeddings() is not self.head:
             self.keep_logits()  # the head was resized or wrapped by PEFT since
             self._bypass_head()
+        shards, shape = self.row_shards, targets.shape
+        if shards is not None:
+            items = _divisor(items, targets, weights) / shards.ranks  # gradients are averaged
+            targets = shards.split(targets, IGNORE_INDEX)
+            weights = None if weights is None else shards.split(weights)
+            kwargs = shards.split_inputs(kwargs)
         self._targets = targets, items, weights
         self._label_count = count_labels(targets) if self.fused else None
         as_tuple = _wants_tuple(self.model, kwargs)
         try:
             with self._document_mask(kwargs, targets):
                 outputs = self._outputs(targets, args, kwargs)
+                if shards is not None:
+                    outputs = self._join(shards, outputs, shape)
         finally:
             self._targets = self._label_count = None
             if self.fused:
@@ -134,6 +152,17 @@ class AttachedLoss:
             fields = {name: value for name, value in outputs.items() if name != "logits"}
             outputs = type(outputs)(**fields)  # its `logits` were hidden states
         return outputs
+
+    def _join(self, shards: RowShards, outputs: Any, shape: torch.Size) -> Any:
+        """Return the loss of the whole row and, outside of training, its logits."""
+        assert self.token_losses is not None
+        losses = shards.join(self.token_losses.roll(-1, -1), shape)
+        self.token_losses = losses.roll(1, -1)
+        fields = {**outputs, "loss": shards.mean(outputs.loss)}
+        logits = fields.pop("logits", None)
+        if logits is not None and not torch.is_grad_enabled():
+            fields["logits"] = shards.join(logits, shape)
+        return type(outputs)(**fields)
 
     def _document_mask(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
         if self.mask_documents and "cu_seq_lens_q" in kwargs:
@@ -167,7 +196,7 @@ class AttachedLoss:
     def _from_logits(self, logits: Tensor) -> Tensor:
         assert self._targets is not None
         targets, items, weights = self._targets
-        logits = logits.flatten(0, -2).float()
+        logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         if self.measures_tokens:
             self.token_statistics = token_statistics(logits, targets.flatten())
         losses = nn.functional.cross_entropy(
@@ -200,11 +229,21 @@ class _HeadBypass:
         del self.head.forward
 
 
-def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> AttachedLoss:
+def attach_loss(
+    model: Any,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    sequence_group: Any = None,
+) -> AttachedLoss:
     """Make `model(**batch).loss` the exact mean of the step, without logits [T, vocabulary].
 
     Call it before DDP, FSDP or torch.compile wrap the causal LM, and before or after PEFT does. If
     PEFT trains or adapts the LM head, logits are computed. PEFT's virtual tokens are refused.
+
+    sequence_group: process group whose ranks share the tokens of a row (sequence parallelism): pass
+        the same batch on each of them. The loss is that of the whole row; gradients are averaged
+        over these ranks too, as DDP and FSDP over all ranks do.
     """
     model = unwrap_peft(model)
     if hasattr(model, "nopad_loss"):
@@ -214,6 +253,7 @@ def attach_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     loss = AttachedLoss(model, label_smoothing, z_loss)
     # As a plain attribute: neither a submodule nor part of the state dict.
     object.__setattr__(model, "nopad_loss", loss)
+    loss.share_rows(sequence_group)
     return loss
 
 

@@ -41,7 +41,9 @@ def linear_cross_entropy(
     divisor: Tensor | float = 1.0,
     num_labels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of token losses over `divisor`, and each loss (detached, fp32).
+    """Return the weighted sum of token losses over `divisor`, and each loss (detached).
+
+    Losses are fp32, or fp64 if hidden is.
 
     hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX for tokens without a label. A target
     outside the vocabulary gives NaN: reading it back to raise would stall the device.
@@ -60,7 +62,7 @@ def linear_cross_entropy(
         product_weight = cast_weight(weight, dtype)
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
-        token_weights = torch.ones_like(targets, dtype=torch.float32)
+        token_weights = torch.ones_like(targets, dtype=_wide(dtype))
     # Dividing first gives the gradients their final scale, which underflows in fp16.
     divide_after = dtype == torch.float16
     if not divide_after:
@@ -132,10 +134,10 @@ def _chunked_losses(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return token losses and the gradients; the buffer holds the logits of one chunk."""
-    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    losses = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
     d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
-    d_weight = _fp32_like(weight if wants_weight else weight[:0])
-    d_bias = _fp32_like(weight[: len(weight) * wants_bias, 0]).zero_()
+    d_weight = _wide_like(weight if wants_weight else weight[:0])
+    d_bias = _wide_like(weight[: len(weight) * wants_bias, 0]).zero_()
     kernel = _kernel(hidden.device.type)
     for rows in _chunks(len(hidden), len(logits_buffer)):
         logits = logits_buffer[: rows.stop - rows.start]
@@ -157,11 +159,11 @@ def _chunked_losses(
 def _(hidden, master, weight, bias, targets, token_weights, smoothing, z_loss, *options):
     wants_hidden, wants_weight, wants_bias, _ = options
     return (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape[:1], dtype=torch.float32),
+        hidden.new_empty((), dtype=_wide(hidden.dtype)),
+        hidden.new_empty(hidden.shape[:1], dtype=_wide(hidden.dtype)),
         torch.empty_like(hidden if wants_hidden else hidden[:0]),
-        _fp32_like(weight if wants_weight else weight[:0]),
-        _fp32_like(weight[:, 0] if wants_bias else weight[:0, 0]),
+        _wide_like(weight if wants_weight else weight[:0]),
+        _wide_like(weight[:, 0] if wants_bias else weight[:0, 0]),
     )
 
 
@@ -198,9 +200,14 @@ def _(gradient, by, dtype):
     return torch.empty_like(gradient, dtype=dtype)
 
 
-def _fp32_like(tensor: Tensor) -> Tensor:
-    """Allocate a sum over the gradients of chunks: at least fp32, rounded at the end."""
-    return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+def _wide_like(tensor: Tensor) -> Tensor:
+    """Allocate a sum over the gradients of chunks, rounded at the end."""
+    return torch.empty_like(tensor, dtype=_wide(tensor.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and losses: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -258,7 +265,7 @@ def _losses_and_gradient(
     has_label = targets != IGNORE_INDEX
     in_vocab = (targets >= 0) & (targets < logits.shape[1])
     weights = torch.where(in_vocab | ~has_label, weights, torch.nan)
-    x = logits.float()
+    x = logits.to(_wide(logits.dtype))
     lse = torch.logsumexp(x, dim=-1)
     target_logits = x.gather(1, torch.where(in_vocab, targets, 0)[:, None])[:, 0]
     target_logits = torch.where(in_vocab, target_logits, torch.nan)

@@ -78,6 +78,29 @@ def measure_difference(
     return 0.0 if largest < (1e-3 if _is_fp32(model) else 0.05) else largest
 
 
+def measure_shard_difference(model: Any, collator: Any, lengths: list[int]) -> float:
+    """Return how far the losses of a row spread over ranks are from the whole row's.
+
+    Rounding counts as 0.0. Call it on every rank of the group.
+    """
+    samples, loss = _samples(model, lengths), model.nopad_loss
+    pack = Pack.of([Sample(ids) for ids in samples], budget=sum(map(len, samples)))
+    batch = _to_device((collator or PackedCollator())(pack), model)
+    shards, found = loss.row_shards, []
+    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for loss.row_shards in (None, shards):
+            model(**batch)
+            found.append(loss.token_losses.float())
+    by_token = (found[0] - found[1]).abs() / found[0].abs().max()
+    largest = float(by_token.max() if _is_fp32(model) else by_token.median())
+    return 0.0 if largest < (1e-4 if _is_fp32(model) else 0.05) else largest
+
+
+def _to_device(batch: dict[str, Any], model: Any) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+
 def _is_fp32(model: Any) -> bool:
     weight = next(model.parameters())
     return weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
@@ -100,7 +123,7 @@ def _logits(
     # A full pack, as in training: collators that pad rows then have nothing to pad.
     batch = collator(Pack.of([Sample(ids) for ids in samples], budget=sum(map(len, samples))))
     batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}
-    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+    batch = _to_device(batch, model)
     kept, counts = _edges([len(ids) for ids in samples])
     keeps = "logits_to_keep" in signature(model.forward).parameters
     if keeps:  # the logits of a long row would take more memory than training does

@@ -20,19 +20,22 @@ from ...attention.hf import (
     unsupported_reason,
 )
 from ...packing import IGNORE_INDEX, PackedDataset, Planner
-from ...runtime import rank, sum_over_ranks
+from ...runtime import Layout, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit
-from .packing_check import measure_difference, measure_leak
+from .packing_check import measure_difference, measure_leak, measure_shard_difference
 
 MAX_PLANNED = 1 << 20
 """Samples that are planned for the banner; the figures of larger data are extrapolated."""
 
 
-def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str]:
+def check_run(
+    model: Any, data: PackedDataset, collator: Any = None, layout: Layout | None = None
+) -> list[str]:
     """Return the lines of the banner; raise if this model, data and collator would train wrongly.
 
-    Call it under the training's autocast: some attention backends take low precision only.
+    Call it on every rank, under the training's autocast: some attention backends take low precision
+    only.
     """
     config: Any = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", "eager")
@@ -46,8 +49,10 @@ def check_run(model: Any, data: PackedDataset, collator: Any = None) -> list[str
         f"{config.model_type}, attention {attention}, document boundaries from {boundaries}, "
         "leak check 0.0"
     )
+    _check_shards(model, collator, rows[0][0])
+    ranks = [] if layout is None or layout.world_size == 1 else [layout.describe()]
     cached = [] if data.token_cache is None else data.token_cache.messages
-    return [model_line, *_describe_plan(data), *cached]
+    return [model_line, *ranks, *_describe_plan(data), *cached]
 
 
 def print_banner(lines: list[str]) -> None:
@@ -101,6 +106,20 @@ def _find_fault(model: Any, collator: Any, rows: dict[int, list[list[int]]], mas
                 f"{difference:.2g})"
             )
     return ""
+
+
+def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
+    """Raise if a row spread over sequence-parallel ranks has other losses than the whole row."""
+    shards = getattr(getattr(model, "nopad_loss", None), "row_shards", None)
+    if shards is None:
+        return
+    difference = measure_shard_difference(model, collator, lengths)
+    if difference:
+        raise ValueError(
+            f"{model.config.model_type} has other losses when a row is spread over {shards.ranks} "
+            f"ranks (by {difference:.2g}): train without sequence parallelism; check=False skips "
+            "this check"
+        )
 
 
 def _try_mask_repair(

@@ -51,7 +51,9 @@ class ThroughputMeter:
     ):
         """Configure what is measured.
 
-        flops, peak: the model's FLOPs and the peak FLOP/s of one device, for the MFU.
+        ranks: the number of ranks that train on packs of their own.
+        flops, peak: the model's FLOPs and the peak FLOP/s of the devices that train one pack, for
+            the MFU.
         wait_seconds: returns the seconds spent waiting for data, see `PackedLoader.wait_seconds`.
         overflow_counts: returns the samples split, truncated and dropped, see
             `PackedLoader.overflow_counts`.
@@ -70,10 +72,11 @@ class ThroughputMeter:
     @classmethod
     def of(cls, loader: PackedLoader, model: Any) -> ThroughputMeter:
         """Measure the training of a causal LM on a loader's batches."""
+        packs, peak = loader.packs_at_a_time, peak_flops(next(model.parameters()).device)
         return cls(
-            world_size(),
+            packs,
             flops=ModelFlops.from_model(model),
-            peak=peak_flops(next(model.parameters()).device),
+            peak=None if peak is None else peak * max(1, world_size() // packs),
             wait_seconds=lambda: loader.wait_seconds,
             overflow_counts=loader.overflow_counts,
             by_source=loader.dataset.settings["weights"] is not None,

@@ -23,9 +23,10 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
+from torch import nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import refuse_model_parallel, unwrap_peft
+from ...runtime import find_layout, is_current, join_sequence_group, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
 from ..data.plain_data import check_plain, pack_plain, refuse_plain_settings
@@ -58,6 +59,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
+        sequence_parallel: int = 1,
         **options: Any,
     ):
         """Take device and accumulation steps from the accelerator.
@@ -77,6 +79,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         continue_on_nan: continue after a loss that is not finite, instead of raising
             `NonFiniteError`; `save_state` then saves nothing while weights are not finite, says
             so and returns None.
+        sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
+            the accelerator's `ParallelismConfig`. Do not enter `maybe_context_parallel`.
         options: num_workers, drop_last; see `PackedLoader`.
         """
         _check_accelerator(accelerator)
@@ -90,6 +94,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         )
         self.gradient_state = GradientState()
         self.fuses_layers, self._needs_check = fused, check
+        self._sequence_parallel, self._sequence_group = sequence_parallel, None
         self.fused_layers: list[FusedLayers] = []
         """What was fused in each prepared model."""
         self._sped_up: dict[int, str] = {}
@@ -110,8 +115,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return pack_plain(data, config, budget=budget, tokenizer=tokenizer, seed=seed or 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        for prepared in self.accelerator._models:
-            refuse_model_parallel(type(self).__name__, prepared)
+        self._find_layout()
         speedups = [self._speed_up(model) for model in self._causal_lms()]
         if self._needs_check:
             self._needs_check = False
@@ -129,6 +133,13 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             self.finite_check.flush()
         finally:
             self.end()
+
+    def _find_layout(self) -> None:
+        if self.layout is not None and is_current(self.layout):
+            return
+        models = nn.ModuleList(self.accelerator._models)
+        self.layout = find_layout(models, sequence_parallel=self._sequence_parallel)
+        self._sequence_group = join_sequence_group(self.layout)
 
     def _add_losses(self, models: list[Any]) -> None:
         """Add the losses of the batch that was trained last to the check."""
@@ -161,6 +172,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
         if id(model) not in self._sped_up:
             loss = getattr(model, "nopad_loss", None) or attach_loss(model)
+            if loss.row_shards is None:
+                loss.share_rows(self._sequence_group)
             fused = None
             if self.fuses_layers:
                 fused = fuse_layers(model, self.accelerator.device)
@@ -171,7 +184,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     def _check(self, speedups: list[str]) -> None:
         for model, line in zip(self._causal_lms(), speedups, strict=True):
             with self.accelerator.autocast():
-                print_banner([*check_run(model, self.dataset, self.collator), line])
+                banner = check_run(model, self.dataset, self.collator, self.layout)
+            print_banner([*banner, line])
             check_first_batches(self, model)
 
     def to_device(self, batch: Batch) -> Batch:

@@ -138,6 +138,28 @@ def adapt_arguments(args: TrainingArguments) -> float:
     return smoothing
 
 
+def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
+    """Return the ranks that share a row; `sp_size` of the arguments becomes data parallelism.
+
+    The trainer would hand `sp_size` to DeepSpeed. To the trainer, the ranks of a group are
+    data-parallel: gradients are averaged over them.
+    """
+    config: Any = getattr(args, "parallelism_config", None)
+    if config is None or config.sp_size == 1:
+        return size
+    if size not in (1, config.sp_size):
+        raise ValueError(
+            f"sequence_parallel={size}, but parallelism_config has sp_size={config.sp_size}: pass "
+            "one of them"
+        )
+    grown = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
+    sizes = {"sp_size": 1, "sp_handler": None}
+    if config.dp_shard_size * config.dp_replicate_size > 1:
+        sizes[grown] = getattr(config, grown) * config.sp_size
+    args.parallelism_config = dataclasses.replace(config, **sizes)
+    return config.sp_size
+
+
 def check_arguments(
     args: TrainingArguments,
     data: PackedDataset,

@@ -34,7 +34,7 @@ def set_epochs(args: TrainingArguments, data: PackedDataset) -> int:
         )
     data.epochs = math.ceil(args.num_train_epochs)
     data.rewind()
-    steps = _steps(_packs_left(args, data, data.state_dict()), args)
+    steps = _steps(_packs_left(args, data, data.state_dict()), args, data)
     if not steps:
         raise ValueError("the data has no packs: it is empty, or all of it was skipped or dropped")
     return steps
@@ -48,7 +48,7 @@ def count_again(args: TrainingArguments, data: PackedDataset) -> int:
     data.start_next_pass()
     state, data.epochs = data.state_dict(), math.ceil(args.num_train_epochs)
     data.load_state_dict(state)
-    return _steps(_packs_left(args, data, data.state_dict()), args)
+    return _steps(_packs_left(args, data, data.state_dict()), args, data)
 
 
 def last_step(args: TrainingArguments, data: PackedDataset, checkpoint: Path) -> int:
@@ -58,7 +58,7 @@ def last_step(args: TrainingArguments, data: PackedDataset, checkpoint: Path) ->
     """
     saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     left = _packs_left(args, data, data.state_dict())
-    step = saved.global_step + _steps(left, args)
+    step = saved.global_step + _steps(left, args, data)
     if step != saved.max_steps:
         print_banner([
             f"{left:,} packs are left: training and its schedule end at step {step:,}, "
@@ -83,6 +83,7 @@ def _packs_left(args: TrainingArguments, data: PackedDataset, state: dict[str, A
     return max(0, end - position["index"])
 
 
-def _steps(packs: int, args: TrainingArguments) -> int:
-    """Count steps: each takes `gradient_accumulation_steps` packs on every rank."""
-    return math.ceil(math.ceil(packs / args.world_size) / args.gradient_accumulation_steps)
+def _steps(packs: int, args: TrainingArguments, data: PackedDataset) -> int:
+    """Count steps: each takes `gradient_accumulation_steps` packs on every data-parallel rank."""
+    data_size = data.ranks()[1]
+    return math.ceil(math.ceil(packs / data_size) / args.gradient_accumulation_steps)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,9 @@ from transformers import Trainer, TrainingArguments
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...runtime import (
     barrier,
+    find_layout,
+    join_sequence_group,
     rank,
-    refuse_model_parallel,
     sum_over_ranks,
     to_device,
     unwrap_peft,
@@ -47,7 +47,7 @@ from ..monitoring.preflight import (
     print_banner,
 )
 from ..monitoring.throughput import ThroughputMeter
-from .arguments import adapt_arguments, check_arguments
+from .arguments import adapt_arguments, check_arguments, take_sequence_parallel
 from .console import PackTag, shorten_lines
 from .epochs import EpochCallback
 from .eval_set import TrainerEvaluationLoader
@@ -79,6 +79,7 @@ class PackedTrainerMixin(_Base):
         fused: bool = True,
         check: bool = True,
         continue_on_nan: bool = False,
+        sequence_parallel: int = 1,
         **kwargs: Any,
     ):
         """Take the trainer's arguments; `self.args` is a copy, yours are not changed.
@@ -101,9 +102,12 @@ class PackedTrainerMixin(_Base):
         check: before the first step, refuse runs that would train wrongly.
         continue_on_nan: train on after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
+        sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
+            `args.parallelism_config`.
         """
         args = copy(args) if args is not None else TrainingArguments()
         self.packed_collator, self.packed_check = data_collator, check
+        self._sequence_parallel = take_sequence_parallel(args, sequence_parallel)
         self.fuses_layers = fused and not args.torch_compile
         self.finite_check = FiniteCheck(continue_on_nan)
         self._loss_options = {"z_loss": z_loss}
@@ -124,9 +128,7 @@ class PackedTrainerMixin(_Base):
         self, model: Any, args: Any, data: Any, budget: int | None, kwargs: dict[str, Any]
     ) -> PackedDataset:
         """Check the arguments, initialize the stock trainer, and return the packed data."""
-        name, parallelism = type(self).__name__, getattr(args, "parallelism_config", None)
-        known = model if isinstance(model, nn.Module) else nn.Module()  # a path, or model_init
-        refuse_model_parallel(name, known, parallelism)
+        self._find_layout(model, data, getattr(args, "parallelism_config", None))
         given, settings = copy(args), None
         if check_plain(data, budget, "train_dataset"):
             settings = plain_settings(args, kwargs, budget)
@@ -137,12 +139,21 @@ class PackedTrainerMixin(_Base):
         accepted = accepted_dataset(type(self), data, args)
         super().__init__(model, args, self.packed_collator, accepted, **kwargs)
         made: Any = self.model  # by now, from a path or model_init as well
-        refuse_model_parallel(name, made, SimpleNamespace(tp_size=self.get_tp_size()))
         if settings is not None:
             data = pack_training_set(data, made, self.processing_class, settings)
+        self._find_layout(made, data)
+        self._sequence_group = join_sequence_group(self.layout)
+        if settings is not None:
             check_arguments(given, data, kwargs, HONOURED)
             self._count_steps(self.args, data)
         return data
+
+    def _find_layout(self, model: Any, data: Any, settings: Any = None) -> None:
+        """Find what this process is for among those of the run, and the packs it reads."""
+        known = model if isinstance(model, nn.Module) else nn.Module()
+        self.layout = find_layout(known, settings, sequence_parallel=self._sequence_parallel)
+        if isinstance(data, PackedDataset):
+            data.place(self.layout)
 
     def _count_steps(self, args: TrainingArguments, data: PackedDataset) -> None:
         if args.max_steps <= 0:
@@ -151,7 +162,9 @@ class PackedTrainerMixin(_Base):
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
-        self.attached_loss = attach_loss(model, **self._loss_options)
+        self.attached_loss = attach_loss(
+            model, **self._loss_options, sequence_group=self._sequence_group
+        )
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 
     def _reject_skip_prepare_without_labels(self, *_: Any) -> None:
@@ -168,6 +181,7 @@ class PackedTrainerMixin(_Base):
             prefetch_factor=self.args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(self.args, "dataloader_multiprocessing_context", None),
             count_items=False,
+            layout=self.layout,
         )
         self._set_position()
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
@@ -175,7 +189,7 @@ class PackedTrainerMixin(_Base):
             self._prepare_model()
         if self.packed_check:
             with self.accelerator.autocast():
-                banner = check_run(model, self.train_dataset, self._loader.collator)
+                banner = check_run(model, self.train_dataset, self._loader.collator, self.layout)
             print_banner([*banner, describe_speedups(self.attached_loss, self.fused_layers)])
             check_first_batches(self._loader, model)
         self.meter = ThroughputMeter.of(self._loader, model)
@@ -208,7 +222,7 @@ class PackedTrainerMixin(_Base):
             return super().get_eval_dataloader()  # raises
         if id(data) not in self._eval_loaders:  # kept: each reads its data once to count labels
             packed = pack_like(self.train_dataset, data, self.processing_class)
-            loader = TrainerEvaluationLoader(packed, self.packed_collator)
+            loader = TrainerEvaluationLoader(packed, self.packed_collator, layout=self.layout)
             loader.gradient_state = self.accelerator.gradient_state
             if self.packed_check:
                 loader.limits = ModelLimits.of(self.accelerator.unwrap_model(self.model))
@@ -300,11 +314,17 @@ class PackedTrainerMixin(_Base):
             return None  # an evaluation batch carries its own
         if not batch_samples:
             return None
-        # The stock method waits for the device when it copies the count there.
+        # The stock method waits for the device when it copies the count there. Ranks of a sequence-
+        # parallel group all count: `compute_loss` multiplies by them as well.
         total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
+        total = total / self.get_tp_size()
         if "loss_weights" in batch_samples[0]:
             return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
         return to_device(total.long(), device)
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        # Torch's context parallelism would attend across documents; the attached loss splits rows.
+        return nullcontext, inputs
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # The stock method waits for the device at every copy.

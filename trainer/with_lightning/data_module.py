@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...packing import Pack
-from ...runtime import refuse_model_parallel
+from ...runtime import Layout, find_layout
 from ..data.loader import Batch, EvaluationLoader, PackInfo, UnsizedLoader
 from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
@@ -70,6 +70,7 @@ class PackedDataModule(pl.LightningDataModule):
         budget: int | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
+        sequence_parallel: int = 1,
     ):
         """Take packs, or plain data.
 
@@ -80,6 +81,7 @@ class PackedDataModule(pl.LightningDataModule):
         budget: tokens of a pack, for plain data.
         tokenizer: for plain data of text.
         seed: of the order of plain data; default: that of `seed_everything`, or 0.
+        sequence_parallel: ranks that share the tokens of each pack.
         """
         super().__init__()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -91,6 +93,7 @@ class PackedDataModule(pl.LightningDataModule):
         else:
             refuse_plain_settings(tokenizer=tokenizer, seed=seed)
         self.collator, self.num_workers = collator, num_workers
+        self.sequence_parallel = sequence_parallel
         self.loader: LightningPackedLoader | None = None
         self.val_loader: LightningEvaluationLoader | None = None
         self.checked_model: nn.Module | None = None
@@ -119,7 +122,6 @@ class PackedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         trainer: Any = self.trainer
-        refuse_shared_model(trainer)
         _check_accumulation(trainer)
         if self.loader is not None and self.loader.dataset is self.train_dataset:
             self.loader.rewind_to_trained()
@@ -129,6 +131,7 @@ class PackedDataModule(pl.LightningDataModule):
             accumulation_steps=trainer.accumulate_grad_batches,
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
+            layout=self.layout(trainer),
         )
         self.loader.overfits = trainer.overfit_batches > 0
         self.loader.tracked = any(getattr(c, "tracks_packs", False) for c in trainer.callbacks)
@@ -136,24 +139,25 @@ class PackedDataModule(pl.LightningDataModule):
             check_first_batches(self.loader, self.checked_model)
         return self.loader
 
+    def layout(self, trainer: Any) -> Layout:
+        """Return what this process is for, by the strategy's mesh, the model and the settings."""
+        module = trainer.lightning_module or nn.Module()
+        mesh = getattr(trainer.strategy, "device_mesh", None)
+        return find_layout(module, mesh=mesh, sequence_parallel=self.sequence_parallel)
+
     def val_dataloader(self) -> Any:
         assert self.val_dataset is not None
-        if self.trainer is not None:
-            refuse_shared_model(self.trainer)
         # The limit is needed to weigh the losses: each batch counts by its share of what is read.
         limit = getattr(self.trainer, "limit_val_batches", None)
         self.val_loader = LightningEvaluationLoader(
-            self.val_dataset, self.collator, limit if isinstance(limit, int) else None
+            self.val_dataset,
+            self.collator,
+            limit if isinstance(limit, int) else None,
+            None if self.trainer is None else self.layout(self.trainer),
         )
         if self.checked_model is not None:
             self.val_loader.limits = ModelLimits.of(self.checked_model)
         return self.val_loader
-
-
-def refuse_shared_model(trainer: Any) -> None:
-    """Refuse tensor parallelism, by the strategy's mesh or by the model."""
-    mesh = getattr(trainer.strategy, "device_mesh", None)
-    refuse_model_parallel("PackedDataModule", trainer.lightning_module or nn.Module(), mesh=mesh)
 
 
 def _check_accumulation(trainer: Any) -> None:

@@ -21,7 +21,7 @@ else:
                 "lightning is not installed: pip install 'nopad[lightning]'"
             ) from None
 
-__all__ = ["AfterStep", "causal_lm", "pl"]
+__all__ = ["AfterStep", "causal_lm", "has_causal_lm", "pl"]
 
 
 class AfterStep(pl.Callback):
@@ -51,6 +51,15 @@ class AfterStep(pl.Callback):
 def causal_lm(module: nn.Module) -> nn.Module:
     """Find the HF causal LM inside a Lightning module."""
     for submodule in module.modules():
-        if hasattr(submodule, "get_output_embeddings") and hasattr(submodule, "loss_function"):
+        if _is_causal_lm(submodule):
             return unwrap_peft(submodule)
     raise ValueError(f"{type(module).__name__} has no HF causal LM: keep it as an attribute")
+
+
+def has_causal_lm(module: nn.Module) -> bool:
+    """Return whether a Lightning module has its HF causal LM: it may create it later."""
+    return any(map(_is_causal_lm, module.modules()))
+
+
+def _is_causal_lm(module: nn.Module) -> bool:
+    return hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function")

@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime import gather_rng_states, load_rng_states, rng_states
+from ...runtime import (
+    gather_rng_states,
+    join_sequence_group,
+    load_rng_states,
+    rng_states,
+)
 from ..data.data_state import gather_data_state, restore_draws
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
@@ -32,9 +37,9 @@ from ..monitoring.preflight import (
 )
 from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
-from .data_module import LightningPackedLoader, PackedDataModule, refuse_shared_model
+from .data_module import LightningPackedLoader, PackedDataModule
 from .finite_saves import guard_saves
-from .hooks import causal_lm, pl
+from .hooks import causal_lm, has_causal_lm, pl
 from .progress_total import set_train_total, set_validation_total
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
@@ -83,25 +88,35 @@ class PackedCallback(pl.Callback):
         self._validation = ExitStack()
         self._shows_total = False
         """Whether the progress bar shows the total of the current epoch."""
+        self._sequence_group: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        refuse_shared_model(trainer)
         if stage == "fit":
             self._rng_states = self._step_rng = None
             # First, so that a callback that raises finds the data state in step with the weights.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda other: other is not self)
             guard_saves(trainer, self.finite_check)
-        if stage != "predict":
-            self._loss = attach_loss(causal_lm(pl_module), **self.options)
+        self._loss = self._fused_layers = None
+        if stage != "predict" and (stage != "fit" or has_causal_lm(pl_module)):
+            self._prepare_model(trainer, pl_module, stage)
+
+    def _prepare_model(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Attach the loss and fuse the layers, before the model is wrapped."""
+        model, layout = causal_lm(pl_module), self.data.layout(trainer)
+        if self._sequence_group is None:
+            self._sequence_group = join_sequence_group(layout)
+        self._loss = attach_loss(model, **self.options, sequence_group=self._sequence_group)
         if stage == "fit" and self.fused:
-            device = trainer.strategy.root_device
-            self._fused_layers = fuse_layers(causal_lm(pl_module), device)
+            self._fused_layers = fuse_layers(model, trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._loss is None:  # the module has created its model in `configure_model`
+            self._prepare_model(trainer, pl_module, "fit")
         model = causal_lm(pl_module)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                banner = check_run(model, self.data.train_dataset, self.data.collator)
+                layout = self.data.layout(trainer)
+                banner = check_run(model, self.data.train_dataset, self.data.collator, layout)
             print_banner([*banner, describe_speedups(self._loss, self._fused_layers)])
             self.data.checked_model = model
 
