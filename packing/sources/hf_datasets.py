@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..document_starts import BOUNDARY_COLUMNS, Lists, inner_starts
+from ..state.content_key import HashedStream
 from ..state.fingerprint import Fingerprint
 from ..state.run_state import is_non_negative_int
 from ..token_ids import LOSS_MASKS, check_masks
-from .content_key import HashedStream
 from .in_memory import row_or_error
 from .paths import resolve_inside
 from .source import IndexedSource, Row, RowSource, cursor_error, drop_null_fields

@@ -12,7 +12,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from .content_key import files_key
+from ..state.content_key import files_key
 from .decompress import CODECS, decompressed_size, open_compressed
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .content_key import files_key
+from ..state.content_key import files_key
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError
 from .source import SMALL_BYTES, Row, RowSource, drop_null_fields

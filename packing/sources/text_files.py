@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .content_key import files_key
+from ..state.content_key import files_key
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError, read_together
 from .source import IndexedSource
