@@ -73,13 +73,16 @@ class PackedDataModule(pl.LightningDataModule):
     ):
         """Take packs, or plain data.
 
-        train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
-            list, path) of tokens or text: packed at the start of `fit`, with samples of at most the
-            model's longest sequence.
-        val_dataset: likewise; plain data is packed with the settings of the training data.
-        budget: tokens of a pack, for plain data.
-        tokenizer: for plain data of text.
-        seed: of the order of plain data; default: that of `seed_everything`, or 0.
+        Args:
+            train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
+                list, path) of tokens or text: packed at the start of `fit`, with samples of at most
+                the model's longest sequence.
+            val_dataset: likewise; plain data is packed with the settings of the training data.
+            collator: a `PackedCollator` with options of your own; default: without options.
+            num_workers: processes that read packs; 0: the training process reads.
+            budget: tokens of a pack, for plain data.
+            tokenizer: for plain data of text.
+            seed: of the order of plain data; default: that of `seed_everything`, or 0.
         """
         super().__init__()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
