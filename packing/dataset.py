@@ -34,6 +34,7 @@ from .pipeline import (
     check_counts,
     check_rank,
     data_fingerprint,
+    is_sequential,
     open_sources,
     packer_settings,
     state_settings,
@@ -82,7 +83,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         on_error: "raise" at a row that cannot be used, or "skip" and count it.
         text_column: the column of a row that holds its text.
         format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt"
-            (conversations), or a function from a row to one with text, messages, prompt and completion or input_ids.
+            (conversations), or a function from a row to one with the columns of another form.
         add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
         cache_dir: folder for the tokens of data that is encoded at once, by data and tokenizer;
             default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
@@ -165,6 +166,11 @@ class PackedDataset(ResumablePasses, IterableDataset):
         Iterables are identified at the first state: their rows are not read before they are needed.
         """
         return data_fingerprint(self.reader)
+
+    def _identify(self) -> None:
+        """Take the fingerprint at once: files may change before the first state."""
+        if not is_sequential(self.reader):
+            _ = self.fingerprint
 
     @property
     def stream_settings(self) -> StreamSettings | None:
