@@ -43,10 +43,17 @@ def attend(
 
     With `varlen.group`, q, k and v are this rank's part of the T tokens (sequence parallelism).
 
-    layer: the layer of the cache to use, with pages.
-    window: number of keys a query sees, itself included.
-    sinks: [H], one more logit per head, which takes weight and has no value.
-    backend: the name of the backend to use; by default the best that supports the call.
+    Args:
+        q: queries [T, H, Dk].
+        k: keys [T, Hkv, Dk] of the same tokens.
+        v: values [T, Hkv, Dv] of the same tokens.
+        varlen: where the sequences begin and, with pages, where all their keys are.
+        layer: the layer of the cache to use, with pages.
+        scale: factor of the scores; default: 1 / sqrt(Dk).
+        window: number of keys a query sees, itself included.
+        softcap: cap of the scores, c * tanh(score / c).
+        sinks: [H], one more logit per head, which takes weight and has no value.
+        backend: the name of the backend to use; by default the best that supports the call.
     """
     if varlen.group is not None:
         options = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}

@@ -25,6 +25,7 @@ class Pages:
     """Where the keys and values of N sequences are, including those of this step."""
 
     cache: PagedCache
+    """The keys and values of all layers."""
     table: Tensor
     """int32 [N, P]: the pages of each sequence, in order; entries past its length are not read."""
     lengths: Tensor
@@ -44,6 +45,7 @@ class Varlen:
     max_length: int
     """An upper bound of the N query lengths, on the host."""
     pages: Pages | None = None
+    """Where all keys are; None: the keys are those of this step."""
     group: Any = None
     """The process group whose ranks have equal parts of the T tokens, in order of their ranks;
     without one, all are here."""

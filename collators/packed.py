@@ -49,18 +49,21 @@ class PackedCollator:
     ):
         """Choose optional outputs and shapes.
 
-        seq_idx: number the sequences for Mamba-like layers.
-        pad_to_budget: T is always the budget: one more sequence, ignored by the loss, pads a row.
-        fixed_sequences: all shapes are constant, so that torch.compile builds one graph: rows are
-            padded, and `cu_seq_lens` has this many sequences, including the padding sequence.
-        max_length: the value of `max_length_*` with fixed shapes, at least the longest sequence;
-            default: the budget, which is always correct but makes attention launch idle blocks.
-        stack: several packs become rows [B, budget] instead of one longer row.
-        mean: "sample" adds `loss_weights` that give every sample the same weight, long or short;
-            tokens of a split sample weigh as much as unsplit, but the first token of each part is
-            not a label, so its parts together weigh slightly less. The attached loss uses the
-            weights (`nopad.trainer.loss.attach_loss`, or any of our front ends); stock losses
-            ignore them.
+        Args:
+            seq_idx: number the sequences for Mamba-like layers.
+            pad_to_budget: T is always the budget: one more sequence, ignored by the loss, pads a
+                row.
+            fixed_sequences: all shapes are constant, so that torch.compile builds one graph: rows
+                are padded, and `cu_seq_lens` has this many sequences, with the padding sequence.
+            max_length: the value of `max_length_*` with fixed shapes, at least the longest
+                sequence; default: the budget, always correct, but attention launches idle blocks.
+            stack: several packs become rows [B, budget] instead of one longer row.
+            mean: "sample" adds `loss_weights` that give every sample the same weight, long or
+                short; tokens of a split sample weigh as much as unsplit, but the first token of
+                each part is not a label, so its parts together weigh slightly less. The attached
+                loss uses the weights (`nopad.attach_loss`, or any of our front ends); stock
+                losses ignore them.
+            pad_token_id: the id of padding with fixed shapes; the loss ignores it.
         """
         flags = {"seq_idx": seq_idx, "pad_to_budget": pad_to_budget, "stack": stack}
         for name, value in flags.items():

@@ -13,6 +13,10 @@ from .row_layout import as_samples, check_pad_token_id, is_integer
 class PaddedCollator:
     """Pad samples on the right, with an attention mask; padding is ignored by the loss.
 
+    Args:
+        pad_token_id: the id to pad with; the loss ignores it.
+        pad_to_multiple_of: round the width of a batch up to a multiple of this.
+
     >>> batch = PaddedCollator(pad_token_id=0)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7], [8, 9, 0]], [[-100, 6, 7], [-100, 9, -100]])

@@ -45,10 +45,12 @@ class PreferenceCollator:
     """
 
     def __init__(self, *, max_length: int | None = None, **options: Any):
-        """max_length: the longest sequence; an answer loses its end, then the prompt its beginning.
+        """Choose how pairs are cut; a prompt is cut once, so that both answers follow the same.
 
-        A prompt is truncated once per pair, so that both answers follow the same prompt.
-        options: those of `PackedCollator`, except for fixed shapes: the length of a pair varies.
+        Args:
+            max_length: the longest sequence; an answer loses its end, then the prompt its
+                beginning. None: nothing is cut.
+            options: those of `PackedCollator`, except for fixed shapes: pairs vary in length.
         """
         if max_length is not None and check_ints(max_length=max_length)[0] < 2:
             raise ValueError(f"max_length={max_length}: a prompt and an answer need a token each")
@@ -85,7 +87,10 @@ def sequence_log_probs(
 ) -> torch.Tensor:
     """Sum the log-probabilities of each sequence's labels, for DPO-like losses.
 
-    token_losses are at the positions of their labels; both are [1, T].
+    Args:
+        token_losses: [1, T], each at the position of its label, as in `AttachedLoss.token_losses`.
+        labels: [1, T], those of the batch.
+        cu_seq_lens: [N + 1], the boundaries of the sequences.
 
     >>> losses, labels = torch.tensor([[0.0, 1, 2, 9, 4]]), torch.tensor([[-100, 6, 7, -100, 8]])
     >>> sequence_log_probs(losses, labels, torch.tensor([0, 3, 5])).tolist()

@@ -39,7 +39,11 @@ _BLOCK = 64
 
 @contextmanager
 def batch_invariant(max_length: int) -> Iterator[None]:
-    """Compute products in one shape, and attention over `max_length` keys."""
+    """Compute products in one shape, and attention over `max_length` keys.
+
+    Args:
+        max_length: the longest sequence, prompt and completion, that may run inside.
+    """
     check_positive("max_length", max_length)
     # Without trials: the sequences of a trial may be longer than `max_length`.
     with (

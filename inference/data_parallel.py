@@ -31,7 +31,11 @@ Work = Callable[[list[int]], list[Any]]
 
 
 class DataParallelEngine:
-    """An engine's `generate` and `score`, distributed over the ranks that train together."""
+    """An engine's `generate` and `score`, distributed over the ranks that train together.
+
+    Args:
+        engine: this rank's engine; every rank makes one on its own copy or shard of the model.
+    """
 
     def __init__(self, engine: Engine):
         if not isinstance(engine, Engine):
@@ -46,7 +50,13 @@ class DataParallelEngine:
         *,
         deadline: float | Sequence[float | None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt, on all ranks; every rank gets all completions."""
+        """Complete every prompt, on all ranks; every rank gets all completions.
+
+        Args:
+            prompts: the same on every rank, as in `Engine.generate`.
+            params: one for all prompts, or one for each.
+            deadline: seconds after which requests return what they have; one for all or for each.
+        """
         specs = broadcast_params(prompts, params, deadline=deadline)
         prompts = [spec.prompt for spec in specs]
         self.engine._tokenizer.check_batch(prompts)  # of a part, fewer rows may show the padding
@@ -71,7 +81,13 @@ class DataParallelEngine:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Score as `Engine.score`, on all ranks; a context's continuations stay on one rank."""
+        """Score as `Engine.score`, on all ranks; a context's continuations stay on one rank.
+
+        Args:
+            contexts: the same on every rank.
+            continuations: one for each context, or a list of them.
+            deadline: seconds after which scores that are not done have an error.
+        """
         contexts, continuations = check_pairs(contexts, continuations)
         pairs = zip(contexts, continuations, strict=True)
         costs = [_num_tokens(context) + _num_tokens(after) for context, after in pairs]

@@ -64,23 +64,29 @@ class Engine:
     of few elements: write under `torch.no_grad()`, which is always noticed, or call
     `reset_prefix_cache()`; inference/README.md lists what else is out of sight.
 
-    model: a causal LM of Transformers, in training or not, or the name of a checkpoint: a folder, a
-        LoRA adapter's folder, a name on the hub. It is loaded in its own dtype, or in `dtype`, onto
-        the GPU if there is one; code that comes with it is never run.
-    tokenizer: default: that of the named checkpoint; a name only beside one.
-    memory: bytes, a fraction of the free memory, or "spare": what training leaves.
-    page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
-    max_num_seqs: requests per step; more raise throughput and inter-token latency.
-    max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running requests.
-    max_model_len: longest sequence; default: what the model allows.
-    max_waiting: requests that may be queued; None: any number.
-    target_itl: seconds between two tokens of a request that prompts of others may not exceed: they
-        run in chunks, as large as steps of that time were measured to hold. None: throughput.
-    keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
-    dtype: compute in this dtype, although the weights are wider; default: as autocast says.
-    seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
-    cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture.
-    debug: check the bookkeeping of every step.
+    Args:
+        model: a causal LM of Transformers, in training or not, also wrapped by DDP, FSDP2, PEFT or
+            torch.compile; or the name of a checkpoint: a folder, a LoRA adapter's folder, a name on
+            the hub. That is loaded in its own dtype, or in `dtype`, onto the GPU if there is one;
+            code that comes with it is never run.
+        tokenizer: for prompts and completions as text; default: that of the named checkpoint. A
+            name only beside one.
+        memory: bytes, a fraction of the free memory, or "spare": what training leaves.
+        page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
+        max_num_seqs: requests per step, by default 512 on a GPU, else 64; more raise throughput
+            and inter-token latency.
+        max_num_batched_tokens: tokens per step, by default 16384 on a GPU, else 2048; more finish
+            prompts sooner and delay running requests.
+        max_model_len: longest sequence; default: what the model allows.
+        max_waiting: requests that may be queued; None: any number.
+        target_itl: seconds between two tokens of a request that prompts of others may not exceed:
+            they run in chunks, as large as steps of that time were measured to hold. None:
+            throughput.
+        keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
+        dtype: compute in this dtype, although the weights are wider; default: as autocast says.
+        seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
+        cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture.
+        debug: check the bookkeeping of every step.
     """
 
     def __init__(
@@ -149,10 +155,12 @@ class Engine:
 
         Full garbage collection is deferred until this returns.
 
-        prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
-        params: one for all prompts, or one for each.
-        priority: lower runs first; one for all, or one for each.
-        deadline: seconds after which requests return what they have; one for all, or one for each.
+        Args:
+            prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
+            params: one for all prompts, or one for each.
+            priority: lower runs first; one for all, or one for each.
+            deadline: seconds after which requests return what they have; one for all or for each.
+            progress: show a progress bar.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=not progress, unit="req")
@@ -177,7 +185,8 @@ class Engine:
         """Yield tokens and text as they are generated; `request_id` is the prompt's index.
 
         The model is borrowed only while a step runs; between two events it is in the trainer's
-        state. Other calls and streams may run in between; each gets its own events.
+        state. Other calls and streams may run in between; each gets its own events. The arguments
+        `prompts`, `params`, `priority` and `deadline` are those of `generate`.
         """
         encoded = self._encode(broadcast_params(prompts, params, priority, deadline))
         return self._stream(encoded, own_draws(self._model))
@@ -214,7 +223,10 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queue a request for `step`; the returned id names it in events and for `abort`."""
+        """Queue a request for `step`; the returned id names it in events and for `abort`.
+
+        The arguments are those of `generate`, for one `prompt`: `params`, `priority`, `deadline`.
+        """
         encoded = self._encode(broadcast_params([prompt], params, priority, deadline))
         is_busy = self._executor is not None and self._loop.busy
         # A busy engine looks at the weights' version counters, here and at every step.
@@ -244,7 +256,7 @@ class Engine:
 
     @exclusive
     def abort(self, request_id: int) -> None:
-        """End a request from `add_request`; its completion has the tokens generated so far."""
+        """End the request of this `request_id`; its completion has the tokens so far."""
         group = self._outputs.get(request_id)
         if group is not None:
             self._outputs.publish(self._runner.abort(group))
@@ -260,7 +272,8 @@ class Engine:
         """Log-likelihood of each continuation given its context.
 
         `continuations[i]` is one continuation of `contexts[i]`, which gives a Score, or a list of
-        them, which gives a list; the context is computed once for all of them.
+        them, which gives a list; the context is computed once for all of them. After `deadline`
+        seconds, scores that are not done have an error.
         """
         jobs, regroup = flatten_pairs(self._tokenizer, contexts, continuations)
         return regroup(self._score(jobs, deadline))
@@ -268,7 +281,7 @@ class Engine:
     def score_rolling(
         self, texts: Sequence[Prompt], *, max_length: int | None = None
     ) -> list[Score]:
-        """Log-likelihood of whole texts, in windows of at most `max_length` tokens.
+        """Log-likelihood of whole `texts`, in windows of at most `max_length` tokens.
 
         Each token is predicted once, from the tokens before it in its window; the first one from
         the beginning-of-text token. By default windows are as long as the model allows.

@@ -31,11 +31,15 @@ class LogprobParity:
     """Absolute differences between the engine's and training's log-probabilities."""
 
     num_tokens: int
+    """Tokens that were compared."""
     mean: float
+    """Mean difference."""
     max: float
+    """Largest difference."""
     dtype: str
     """The dtype both computed in."""
     device: str
+    """The type of the device, such as "cuda"."""
 
     def __str__(self) -> str:
         return (
@@ -47,7 +51,13 @@ class LogprobParity:
 class LogprobParityEval:
     """`compare_logprobs` as an evaluation during training.
 
-    GenerationEval(LogprobParityEval(model, engine, prompts), every=1000, name="parity")
+    `GenerationEval(LogprobParityEval(model, engine, prompts), every=1000, name="parity")`
+
+    Args:
+        model: the model in training.
+        engine: an engine on this model.
+        prompts: token ids of each prompt.
+        max_tokens: new tokens per prompt.
     """
 
     def __init__(
@@ -74,7 +84,13 @@ def compare_logprobs(
 
     Both compute under the autocast that is active around the call.
 
-    backend: the attention backend of the generation; by default the preferred one.
+    Args:
+        model: the model in training.
+        engine: an engine on this model.
+        prompts: token ids of each prompt.
+        max_tokens: new tokens per prompt.
+        temperature: of the sampled tokens; 0 takes the most likely ones.
+        backend: the attention backend of the generation; by default the preferred one.
     """
     if not len(prompts):
         raise ValueError("prompts is empty; pass at least one")

@@ -50,31 +50,47 @@ from .state.progress import Progress
 class PackedDataset(ResumablePasses, IterableDataset):
     """Packs of a source, for `DataLoader(dataset, batch_size=None)`.
 
-    Iterating again gives the next epochs in another order. Through DataLoader workers it repeats
-    the first order, because workers are new copies of a dataset that did not advance: call
-    `set_epoch` before each pass, as trainers do, or use `nopad.trainer.PackedLoader`. Accelerate's
+    Iterating again gives the next epochs in another order. DataLoader workers are new copies and
+    repeat the first order: call `set_epoch` before each pass, as trainers do. Accelerate's
     `prepare`, which a stock HF Trainer calls too, would truncate the `cu_seq_lens` of a batch:
-    use `PackedAccelerateLoader`, `PackedTrainer` or `PackedDataModule` of `nopad.trainer`.
+    use `PackedTrainer`, `PackedAccelerateLoader`, `PackedDataModule` or `trainer.PackedLoader`.
 
-    source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a function
-        that returns an iterator, a datasets.Dataset, or a list of (source, weight).
-    epochs: epochs of one pass, or None for no end; max_packs: its length over all ranks.
-    rank, world_size: of this process among those that train on packs of their own; ranks of one
-        tensor- or sequence-parallel group have the same. Default: those of device_mesh, whose
-        dimensions have names such as "dp", "sp", "tp"; or detected when iteration starts.
-    max_length: longest sequence in tokens, if shorter than a pack, such as a model's 1024 positions
-        with a budget of 8192; `overflow` says what becomes of longer samples, and is counted.
-    shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many rows.
-    shards: number of parts of a stream with unknown lengths; ranks x workers must divide it.
-    pretokenize: encode everything at once, so that lengths are known; default: small sources only.
-    balance: give ranks that step together packs of similar cost; see `planning.balancing`.
-    stopping_strategy: when the epoch of a mixture ends; see `ordering.mixture`.
-    format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt" (conversations),
-        or a function from a row to one with text, messages, prompt and completion, or input_ids.
-    add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
-    cache_dir: folder for the tokens of data that is encoded at once, keyed by data and tokenizer;
-        default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
-    on_error: "raise" at a row that cannot be used, or "skip" and count it.
+    Args:
+        source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a
+            function that returns an iterator, a datasets.Dataset, or a list of (source, weight).
+        tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
+        budget: tokens that a pack may hold.
+        seed: of the order of documents and packs; the seed of a trainer does not change it.
+        epochs: epochs of one pass, or None for no end.
+        max_packs: packs of one pass over all ranks; default: as many as its epochs have.
+        rank: this process among those that train on packs of their own; ranks of one tensor- or
+            sequence-parallel group have the same. Default: detected when iteration starts.
+        world_size: number of those processes; pass it together with `rank`.
+        device_mesh: where to read both, with dimensions named such as "dp", "sp", "tp".
+        max_length: longest sequence, if shorter than a pack, such as a model's 1024 positions with
+            a budget of 8192; `overflow` applies to longer samples.
+        shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many.
+        shards: parts of a stream with unknown lengths, 8 by default; ranks x workers divide it.
+        pool: samples that the packer chooses from; more fill packs better and need more memory.
+        strategy: "best_fit" for the fullest packs; "sequential" keeps the order of the data;
+            "concat" keeps it too, and cuts a sample wherever a pack is full.
+        overflow: of a sample that is too long: "split", "truncate", "drop" or "error".
+        pad_to_multiple_of: tokens in a pack that a sample takes are a multiple of this.
+        pad_token_id: the id that fills up to `pad_to_multiple_of`; the loss ignores it.
+        continue_positions: parts of a split sample continue its positions; only for "nopad".
+        balance: give ranks that step together packs of similar cost; needs known lengths.
+        stopping_strategy: when a mixture's epoch ends, as in `datasets.interleave_datasets`.
+        pretokenize: encode everything at once, so that lengths are known; default: small sources.
+        on_error: "raise" at a row that cannot be used, or "skip" and count it.
+        text_column: the column of a row that holds its text.
+        format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt"
+            (conversations), or a function from a row to one with the columns of another form.
+        add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
+        cache_dir: folder for the tokens of data that is encoded at once, by data and tokenizer;
+            default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
+        vocab_size: ids from this number on are refused; default: as the tokenizer says.
+        glob: the files of a folder to read, such as "*.jsonl"; files of any suffix are text then.
+        dtype: integers of a flat token file, "uint16" or "uint32".
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
@@ -220,7 +236,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         return packs if self.max_packs is None else min(packs, self.max_packs)
 
     def count(self, epoch: int = 0) -> int:
-        """Count the packs of one epoch over all ranks; lengths must be known."""
+        """Count the packs of this epoch over all ranks; lengths must be known."""
         if not isinstance(self.reader, PlannedPacks):
             raise ValueError(
                 "a stream's packs cannot be counted before it was read: encode it at once with "
@@ -271,7 +287,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         return RankShard(*self.ranks(), *(self._worker_number() or (0, 1)))
 
     def place(self, layout: Layout) -> None:
-        """Read the packs of this process's replica, unless rank= was passed; loaders call it."""
+        """Read the packs of this process in a `layout`, unless rank= was passed; loaders call it."""
         self._layout, self._is_placed = layout, True
 
     def _detect_layout(self) -> None:

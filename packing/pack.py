@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class Pack:
     cu_seqlens: np.ndarray
     """int32 [N+1], from 0 to T. N = 0 is the empty pack that gives all ranks equally many packs."""
     budget: int
+    """Tokens that the pack may hold."""
     samples: np.ndarray
     """int64 [N]: the number of each sequence's sample in its source, in the order it was read."""
     sources: np.ndarray
@@ -61,8 +63,14 @@ class Pack:
         assert self.explicit_labels is None or len(self.explicit_labels) == len(self.tokens)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], budget: int, **fields) -> Pack:
-        """Concatenate full samples."""
+    def of(cls, samples: Sequence[Sample], budget: int, **fields: Any) -> Pack:
+        """Concatenate full samples.
+
+        Args:
+            samples: the documents, in the order of the row.
+            budget: tokens that the pack may hold; more are refused.
+            fields: other fields of the pack, such as `index`.
+        """
         lengths = [len(sample) for sample in samples]
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         if cu_seqlens[-1] > budget:

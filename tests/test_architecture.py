@@ -349,8 +349,7 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_the_readme_is_short_and_names_both_commands():
+def test_the_readme_names_both_commands():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200
     assert "pip install -c constraints.txt -e . && accelerate launch recipes/pretrain.py" in text
     assert 'pip install -c constraints.txt -e ".[dev]" && pytest' in text

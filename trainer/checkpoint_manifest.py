@@ -26,7 +26,7 @@ HASHED_UP_TO = 1 << 26
 
 
 def write_manifest(folder: Path) -> None:
-    """Mark a checkpoint as complete; call it on one rank, after all ranks have written."""
+    """Mark the checkpoint in `folder` as complete, on one rank, after all ranks have written."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_manifest(path))
     for path in files:
         fsync_path(path)
@@ -41,7 +41,7 @@ def remove_manifest(folder: Path) -> None:
 
 
 def find_manifest(folder: Path) -> Path | None:
-    """Return the path of a checkpoint's manifest; None if it has none."""
+    """Return the path of the manifest of the checkpoint in `folder`; None if it has none."""
     paths = (folder / MANIFEST_NAME, folder / OLD_MANIFEST_NAME)
     return next((path for path in paths if path.is_file()), None)
 
@@ -63,7 +63,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def latest_intact_checkpoint(folder: Path) -> Path:
-    """Return the newest `checkpoint-N` whose files are those of its manifest."""
+    """Return the newest `checkpoint-N` in `folder` whose files are those of its manifest."""
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
     damages = []
     for path in sorted(checkpoints, key=lambda path: int(path.name[11:]), reverse=True):
@@ -77,7 +77,7 @@ def latest_intact_checkpoint(folder: Path) -> Path:
 
 
 def latest_intact_archive(folder: Path) -> Path:
-    """Return the single-file checkpoint (`*.ckpt`, as Lightning writes it) of the highest step.
+    """Return the single-file checkpoint (Lightning's `*.ckpt`) of the highest step in `folder`.
 
     Damaged ones are skipped: a kill may have interrupted the save of any of them.
     """
@@ -112,7 +112,7 @@ def _archive_step(path: Path) -> int:
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a single-file checkpoint, as torch.save writes it, if any byte of it is damaged."""
+    """Refuse the single-file checkpoint of torch.save at `path` if any byte of it is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -32,7 +32,11 @@ class StopRequest:
     """Handle signals from now on; call `should_stop` after every step, on every rank."""
 
     def __init__(self, message: bytes = STOP_MESSAGE):
-        """message: printed on the first signal."""
+        """Install the handlers.
+
+        Args:
+            message: printed on the first signal.
+        """
         self._message = message
         self.received: signal.Signals | None = None
         self._received_at = 0.0

@@ -11,6 +11,13 @@ from torch import Tensor
 class PagedCache:
     """Keys and values in pages; layers may differ in heads and head dims.
 
+    Args:
+        num_pages: pages to allocate.
+        page_size: tokens per page, at least 16.
+        layer_shapes: (Hkv, Dk, Dv) of every layer.
+        dtype: of keys and values.
+        device: where they are.
+
     >>> cache = PagedCache(8, 16, [(2, 64, 64), (2, 96, 64)], torch.float32, "cpu")
     >>> [tuple(t.shape) for t in cache.layer(1)], cache.page_bytes
     ([(8, 16, 2, 96), (8, 16, 2, 64)], 36864)
@@ -43,15 +50,18 @@ class PagedCache:
     def bytes_per_page(
         layer_shapes: Sequence[tuple[int, int, int]], page_size: int, dtype: torch.dtype
     ) -> int:
-        """Return the bytes of one page over all layers, to size a cache before it is built."""
+        """Return the bytes of one page over all layers, to size a cache before it is built.
+
+        `layer_shapes`, `page_size` and `dtype` are those of the cache.
+        """
         return page_size * dtype.itemsize * sum(h * (k + v) for h, k, v in layer_shapes)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys [pages, page_size, Hkv, Dk] and values [..., Dv] of a layer."""
+        """Return keys [pages, page_size, Hkv, Dk] and values [..., Dv] of the layer `index`."""
         return self._layers[index]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages in every layer; all reads happen before any write."""
+        """Copy the pages `sources` to `targets` in every layer; reads come before writes."""
         if not sources:
             return
         device = self._layers[0][0].device

@@ -41,7 +41,14 @@ class EngineLM(TemplateLM):
     def __init__(
         self, model: Any, tokenizer: Any, *, max_length: int | None = None, **settings: Any
     ):
-        """Build an engine on the model; settings: those of `Engine`."""
+        """Build an engine on the model.
+
+        Args:
+            model: the model in training, or any causal LM of Transformers.
+            tokenizer: the model's tokenizer.
+            max_length: longest sequence; default: what the model's config or tokenizer says.
+            settings: arguments of `Engine`.
+        """
         super().__init__()
         self.model: Any = unwrap_model(model)
         self.tokenizer = tokenizer
@@ -60,7 +67,7 @@ class EngineLM(TemplateLM):
         self._warned_of_system = False
 
     def set_deadline(self, deadline: float) -> None:
-        """Raise TimeoutError for requests that are unfinished at this `time.monotonic()`."""
+        """Raise TimeoutError for requests unfinished at this `deadline`, by `time.monotonic()`."""
         self._deadline = deadline
 
     @property
@@ -169,7 +176,12 @@ class EngineLM(TemplateLM):
     def generation_request(
         self, context: str, gen_kwargs: dict
     ) -> tuple[list[int], SamplingParams, list[str]]:
-        """Return the prompt's ids, its sampling parameters and the strings that end its text."""
+        """Return the prompt's ids, its sampling parameters and the strings that end its text.
+
+        Args:
+            context: the prompt.
+            gen_kwargs: lm_eval's settings of the request, such as `until` and `max_gen_toks`.
+        """
         kwargs: dict[str, Any] = {**normalize_gen_kwargs(gen_kwargs, _DEFAULT_MAX_GEN_TOKS)}
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)

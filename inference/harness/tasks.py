@@ -37,8 +37,7 @@ FEWSHOT_SEED = 1234
 class Harness:
     """lm_eval tasks, evaluated on a live model at each call.
 
-    harness = Harness(model, tokenizer, ["arc_easy"], limit=200)
-    harness()  # {'arc_easy/acc': 0.41, 'arc_easy/acc_norm': 0.38, ...}
+    `Harness(model, tokenizer, ["arc_easy"], limit=200)()` returns `{"arc_easy/acc": 0.41, ...}`.
     """
 
     def __init__(
@@ -58,14 +57,19 @@ class Harness:
     ):
         """Load the tasks.
 
-        limit: documents per task, or a fraction of them.
-        chat: apply the tokenizer's chat template to prompts.
-        system_instruction: text before every prompt, or the system message of a chat.
-        gen_kwargs: generation settings that override those of the tasks; most tasks use a
-            temperature only with do_sample=True.
-        include_path: folder with your own task files.
-        task_manager: one that knows the tasks already, as `find_tasks` returns it.
-        settings: arguments of `EngineLM` and `Engine`.
+        Args:
+            model: the model in training, or any causal LM of Transformers.
+            tokenizer: the model's tokenizer.
+            tasks: names of tasks and groups, or task configurations as dicts.
+            limit: documents per task, or a fraction of them; default: all.
+            num_fewshot: examples before each question; default: as the task says.
+            chat: apply the tokenizer's chat template to prompts.
+            system_instruction: text before every prompt, or the system message of a chat.
+            gen_kwargs: generation settings that override those of the tasks; most tasks use a
+                temperature only with do_sample=True.
+            include_path: folder with your own task files.
+            task_manager: one that knows the tasks already, as `find_tasks` returns it.
+            settings: arguments of `EngineLM` and `Engine`.
         """
         _check_arguments(tasks, limit, num_fewshot, gen_kwargs)
         if chat and getattr(tokenizer, "chat_template", None) is None:
@@ -103,7 +107,8 @@ class Harness:
     def __call__(self, deadline: float | None = None) -> dict[str, float]:
         """Evaluate; return every metric of every task and group.
 
-        deadline: seconds after which TimeoutError is raised.
+        Args:
+            deadline: seconds after which TimeoutError is raised.
         """
         results = self.results(deadline)["results"]
         return {
@@ -114,7 +119,12 @@ class Harness:
         }
 
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
-        """Evaluate; return the results as `lm_eval` does; samples: include every sample."""
+        """Evaluate; return the results as `lm_eval` does.
+
+        Args:
+            deadline: seconds after which TimeoutError is raised.
+            samples: include every sample.
+        """
         until = float("inf") if deadline is None else time.monotonic() + deadline
         with (
             _one_evaluation,
@@ -143,6 +153,10 @@ def find_tasks(tasks: Sequence[Any], include_path: str | None = None) -> TaskMan
     """Return a task manager that knows these tasks; raise ValueError for an unknown one.
 
     lm_eval's own tasks are indexed only if one of them is needed: that takes seconds.
+
+    Args:
+        tasks: names of tasks and groups; other entries are not looked up.
+        include_path: folder with your own task files.
     """
     names = [task for task in tasks if isinstance(task, str)]
     if include_path is not None and not Path(include_path).is_dir():

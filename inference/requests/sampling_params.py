@@ -14,6 +14,28 @@ from typing import Any
 class SamplingParams:
     """Sampling parameters of one request.
 
+    Args:
+        temperature: 0, or anything below 1e-5, takes the most likely token and needs no random
+            numbers; below 1 favours likely tokens, above 1 unlikely ones.
+        top_p: sample from the most likely tokens that together have this probability; 1: from all.
+        top_k: sample from this many most likely tokens; 0 or -1: from all.
+        min_p: drop tokens less likely than this fraction of the most likely token's probability.
+        max_tokens: stop after this many new tokens.
+        min_tokens: suppress end-of-text and stop tokens before this many new tokens.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the text, besides the model's end-of-text tokens.
+        ignore_eos: continue after end-of-text tokens.
+        seed: random numbers depend on (seed, prompt, position) alone; None: fresh ones in
+            every call.
+        n: number of completions of this prompt.
+        logprobs: report the log-probability of each new token, and of this many most likely ones.
+        prompt_logprobs: the same for the prompt's tokens.
+        presence_penalty: subtracted from the logit of every token generated so far.
+        frequency_penalty: the same, once for every time it was generated.
+        repetition_penalty: divides (multiplies, if negative) the logit of every token of prompt
+            and output.
+        logit_bias: added to the logits of these tokens, by id.
+
     >>> SamplingParams(temperature=0, max_tokens=8).is_greedy
     True
     >>> SamplingParams(top_p=1.5)
@@ -23,39 +45,22 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0, or anything below 1e-5, takes the most likely token and needs no random numbers."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that together have this probability."""
     top_k: int = 0
-    """Sample from this many most likely tokens; 0 or -1: from all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this fraction of the most likely token's probability."""
     max_tokens: int = 16
-    """Stop after this many new tokens."""
     min_tokens: int = 0
-    """Suppress end-of-text and stop tokens before this many new tokens."""
     stop: str | tuple[str, ...] | list[str] = ()
-    """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
-    """Tokens that end the text, besides the model's end-of-text tokens."""
     ignore_eos: bool = False
-    """Continue after end-of-text tokens."""
     seed: int | None = None
-    """Random numbers depend on (seed, prompt, position) alone; None: fresh ones in every call."""
     n: int = 1
-    """Number of completions of this prompt."""
     logprobs: int | None = None
-    """Report the log-probability of each new token, and of this many most likely ones."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token generated so far."""
     frequency_penalty: float = 0.0
-    """The same, once for every time it was generated."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, if negative) the logit of every token of prompt and output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens."""
 
     def __post_init__(self) -> None:
         for name in _NUMERIC_FIELDS:

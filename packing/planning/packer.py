@@ -23,11 +23,19 @@ from .planner import Planner, Strategy, check_ints
 
 
 class Packer:
-    """Packs samples as they arrive; see `Planner` for the settings.
+    """Packs samples as they arrive.
 
-    continue_positions: the parts of a split sample continue its positions instead of restarting;
-    only for attention that gets the boundaries, since stock implementations take a restart of
-    positions as the boundary.
+    Args:
+        budget: tokens that a pack may hold.
+        pool: samples that best_fit chooses from; fewer than these wait for a pack.
+        strategy: "best_fit", "sequential" or "concat", as in `Planner`.
+        overflow: of a sample longer than a pack: "split", "truncate", "drop" or "error".
+        max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
+        pad_to_multiple_of: every sample occupies a multiple of this many tokens in its pack.
+        continue_positions: the parts of a split sample continue its positions instead of
+            restarting; only for attention that gets the boundaries, since stock implementations
+            take a restart of positions as the boundary.
+        pad_token_id: the id that fills up to `pad_to_multiple_of`; the loss ignores it.
 
     >>> packer = Packer(budget=8, pool=4)
     >>> samples = [Sample(np.arange(1, n + 1)) for n in (5, 6, 3, 2)]
@@ -150,7 +158,7 @@ class Packer:
         return [n for n, sample in self.pending.items() if self._pending_tokens[n] != len(sample)]
 
     def load_state_dict(self, state: dict, samples: Mapping[int, Sample]) -> None:
-        """Continue from a state; `samples` are the pending ones, by number, read again."""
+        """Continue from a `state`; `samples` are the pending ones, by number, read again."""
         self.planner.load_state_dict(state["planner"])
         partial = dict(state["pending_tokens"])
         self.pending = dict(samples)

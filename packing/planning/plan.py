@@ -65,7 +65,7 @@ class Plan:
         return int(self.lengths.sum()) / (budget * len(self)) if len(self) else 0.0
 
     def sum_per_pack(self, values: np.ndarray) -> np.ndarray:
-        """Sum one value per segment over each pack."""
+        """Sum `values`, one per segment, over each pack."""
         totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
         return totals[self.offsets[1:]] - totals[self.offsets[:-1]]
 

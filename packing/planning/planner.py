@@ -42,8 +42,14 @@ def pack_lengths(
 ) -> Plan:
     """Plan the packs of items of these lengths at once, to inspect them or to pack offline.
 
-    pool: as for a stream; None: all items.
-    max_length: the longest sequence, if shorter than a pack; `overflow` applies to longer items.
+    Args:
+        lengths: tokens of each item.
+        budget: tokens that a pack may hold.
+        pool: items that may wait for a pack, as in a stream; None: all of them.
+        strategy: "best_fit", "sequential" or "concat", as in `Planner`.
+        overflow: of an item longer than a pack: "split", "truncate", "drop" or "error".
+        max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
+        pad_to_multiple_of: tokens in a pack that a segment takes are a multiple of this.
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
@@ -69,15 +75,17 @@ class Planner:
 
     An item is packed at the latest when 15 · `pool` more segments have arrived (see `window_fit`).
 
-    strategy            best_fit: fullest packs; sequential: keeps the order, a pack ends where the
-                        next item does not fit; concat: keeps the order, items are cut wherever a
-                        pack is full.
-    overflow            what to do with an item longer than a pack; counted in `counts`.
-    max_length          the longest sequence, if shorter than a pack: `overflow` applies from there.
-    pad_to_multiple_of  every segment occupies a multiple of this many tokens in its pack; the
-                        plan's lengths are the true ones.
-    defer               whether best_fit may defer a segment, for a fuller pack later. Without it
-                        the place of a segment depends on nothing but its window.
+    Args:
+        budget: tokens that a pack may hold.
+        pool: segments that best_fit chooses from; more fill packs better.
+        strategy: best_fit: fullest packs; sequential: keeps the order, a pack ends where the next
+            item does not fit; concat: keeps the order, items are cut wherever a pack is full.
+        overflow: what to do with an item longer than a pack; counted in `counts`.
+        max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
+        pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack; the
+            plan's lengths are the true ones.
+        defer: whether best_fit may defer a segment, for a fuller pack later. Without it the place
+            of a segment depends on nothing but its window.
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]

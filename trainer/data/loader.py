@@ -89,6 +89,18 @@ class PackedLoader:
     accumulation steps and average gradients over ranks: the gradient is then that of the exact
     token mean of the optimizer step, and the mean of the losses over micro-batches and ranks is
     that token mean.
+
+    Args:
+        dataset: the packs to read.
+        collator: a `PackedCollator` with options of your own; default: without options.
+        accumulation_steps: packs per optimizer step and rank.
+        num_workers: processes that read packs; 0: this process reads.
+        pin_memory: as in torch's DataLoader.
+        prefetch_factor: packs that each worker reads ahead, as in torch's DataLoader.
+        multiprocessing_context: of the workers, as in torch's DataLoader.
+        drop_last: drop an incomplete last step instead of filling it up with empty packs.
+        count_items: add `num_items_in_batch`; off for trainers that count labels themselves.
+        layout: which ranks train on packs of their own; default: found when iteration starts.
     """
 
     batch_size = 1  # DeepSpeed reads it from every loader
@@ -109,14 +121,6 @@ class PackedLoader:
         count_items: bool = True,
         layout: Layout | None = None,
     ):
-        """Configure how packs are grouped into optimizer steps.
-
-        accumulation_steps: packs per optimizer step and rank.
-        prefetch_factor, multiprocessing_context: of the workers, as in torch's DataLoader.
-        drop_last: drop an incomplete last step instead of filling it up with empty packs.
-        count_items: add `num_items_in_batch`; off for trainers that count label tokens themselves.
-        layout: which ranks train on packs of their own; default: found when iteration starts.
-        """
         if accumulation_steps < 1:
             raise ValueError(
                 f"accumulation_steps={accumulation_steps}: a step needs at least one pack"
@@ -183,7 +187,6 @@ class PackedLoader:
         return True  # without counting
 
     def _place(self) -> None:
-        """Let the data set read the packs of this process's replica."""
         if self.layout is None or not is_current(self.layout):
             self.layout = find_layout()
         self.dataset.place(self.layout)
@@ -214,7 +217,7 @@ class PackedLoader:
         return self._state or self.dataset.state_dict()
 
     def load_state(self, state: dict) -> None:
-        """Continue from a saved state at the next iteration."""
+        """Continue from a saved `state` at the next iteration."""
         self._state = None
         self.dataset.load_state_dict(state)
 
@@ -307,7 +310,7 @@ class PackedLoader:
         return max(total / readers, 1.0) / (world_size() // readers)
 
     def to_device(self, batch: Batch) -> Batch:
-        """Move a batch to the model's device."""
+        """Move a `batch` to the model's device."""
         return batch
 
     def on_step_end(self, is_last: bool) -> None:
@@ -338,7 +341,14 @@ class EvaluationLoader(PackedLoader):
         limit: int | None = None,
         layout: Layout | None = None,
     ):
-        """limit: evaluate at most this many packs per rank."""
+        """Count the packs to read.
+
+        Args:
+            dataset: the packs to evaluate on; their lengths must be known.
+            collator: a `PackedCollator` with options of your own; default: without options.
+            limit: evaluate at most this many packs per rank.
+            layout: which ranks read packs of their own; default: found when iteration starts.
+        """
         super().__init__(dataset, collator, layout=layout)
         packs_per_rank = math.ceil(dataset.count() / self.packs_at_a_time)
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)

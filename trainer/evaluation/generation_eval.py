@@ -61,19 +61,23 @@ class GenerationEval:
     ):
         """Define an evaluation.
 
-        generate: called as `generate(prompts, params, deadline=)` and returns completions; without
-            examples a harness, called with `deadline=`, that returns metrics by name.
-        params: sampling parameters of all prompts, passed on to `generate`.
-        every: optimizer steps between evaluations; None: only when the trainer evaluates. In both
-            cases it also runs after the last step, unless the run is stopped before.
-        name: inserted between `eval/` and the metric's name; needed for several evaluations.
-        deadline: seconds one evaluation may take; unfinished completions are not scored.
-        max_time_share: largest share of the run's time; evaluations that would exceed it run on
-            fewer examples or are skipped.
-        num_samples: completions shown in the table.
-        monitor: the metric whose best value is tracked; NaN and infinity are never the best.
-        mode: whether the best value is the largest or the smallest.
-        on_error: report an error and continue training, or raise it.
+        Args:
+            generate: called as `generate(prompts, params, deadline=)` and returns completions;
+                without examples a harness, called with `deadline=`, that returns metrics by name.
+            examples: prompts with the references that metrics compare with; None for a harness.
+            metrics: functions of a completion's text and its reference that return a number, by
+                name; their means over the examples are logged.
+            params: sampling parameters of all prompts, passed on to `generate`.
+            every: optimizer steps between evaluations; None: only when the trainer evaluates. In
+                both cases it also runs after the last step, unless the run is stopped before.
+            name: inserted between `eval/` and the metric's name; needed for several evaluations.
+            deadline: seconds one evaluation may take; unfinished completions are not scored.
+            max_time_share: largest share of the run's time; evaluations that would exceed it run
+                on fewer examples or are skipped.
+            num_samples: completions shown in the table.
+            monitor: the metric whose best value is tracked; NaN and infinity are never the best.
+            mode: whether the best value is the largest or the smallest.
+            on_error: report an error and continue training, or raise it.
         """
         metrics = {} if metrics is None else metrics
         if examples is not None and not isinstance(examples, Iterable):
@@ -94,14 +98,16 @@ class GenerationEval:
         self._on_error = on_error
 
     def due(self, step: int, last: bool = False) -> bool:
-        """Return whether to evaluate after this step."""
+        """Return whether to evaluate after this `step`; always after the `last` one."""
         return last or (self.every is not None and step > 0 and step % self.every == 0)
 
     def run(self, step: int, model: Any = None, meter: ThroughputMeter | None = None) -> Report:
         """Evaluate now; call it on all ranks.
 
-        model: the model in training, if it may be sharded by FSDP2.
-        meter: the training's throughput meter, paused during the evaluation.
+        Args:
+            step: the optimizer step that the report names.
+            model: the model in training, if it may be sharded by FSDP2.
+            meter: the training's throughput meter, paused during the evaluation.
         """
         start = time.monotonic()
         size = 1 if self._examples is None else len(self._examples)
@@ -118,7 +124,7 @@ class GenerationEval:
         return self._report(step, values, rows, seconds, plan.note, error)
 
     def reports(self, name: str) -> bool:
-        """Return whether this is the full name of a metric of this evaluation.
+        """Return whether `name` is the full name of a metric of this evaluation.
 
         The metrics of a harness are known after its first report; before, every name that starts
         with this evaluation's prefix may be one.
@@ -133,6 +139,7 @@ class GenerationEval:
         return {"best": self.best}
 
     def load_state_dict(self, state: dict) -> None:
+        """Restore the best value from a `state`."""
         self.best = state["best"]
 
     def _run_on_all_ranks(

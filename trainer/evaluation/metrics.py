@@ -10,7 +10,7 @@ Metric = Callable[[str, Any], float]
 
 
 def exact_match(text: str, reference: Any) -> float:
-    """Return 1 if the text equals the reference, ignoring surrounding whitespace.
+    """Return 1 if the `text` equals the `reference`, ignoring surrounding whitespace.
 
     >>> exact_match(" Paris\\n", "Paris"), exact_match("Paris.", "Paris")
     (1.0, 0.0)
@@ -19,7 +19,7 @@ def exact_match(text: str, reference: Any) -> float:
 
 
 def contains(text: str, reference: Any) -> float:
-    """Return 1 if the reference occurs in the text.
+    """Return 1 if the `reference` occurs in the `text`.
 
     >>> contains("It is Paris.", "Paris")
     1.0
@@ -33,7 +33,9 @@ def regex_match(pattern: str, *, last: bool = True) -> Metric:
     The first group is compared if there is one; commas in numbers are ignored. A reference without
     a match is compared as a whole.
 
-    last: compare the last match in a text; otherwise the first.
+    Args:
+        pattern: the regular expression.
+        last: compare the last match in a text; otherwise the first.
 
     >>> metric = regex_match(r"#### (-?[0-9.,]+)")
     >>> metric("so 6 * 200 = 1200\\n#### 1,200", "#### 1200"), metric("1200", "#### 1200")

@@ -14,6 +14,7 @@ class Example:
     prompt: Any
     """Text, token ids or messages."""
     reference: Any = None
+    """What the metrics compare the completion with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,13 @@ class TableRow:
     """One line of the table of completions."""
 
     prompt: str
+    """The prompt as text."""
     completion: str
+    """What the model wrote."""
     reference: str
+    """The example's reference as text."""
     scores: dict[str, float] = field(default_factory=dict)
+    """The value of each metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,13 @@ class Report:
     """The result of an evaluation; the same on every rank, except for the measured seconds."""
 
     step: int
+    """The optimizer step after which it ran."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Values by full name, `eval/…`; empty if the evaluation failed or was skipped."""
     rows: list[TableRow] = field(default_factory=list)
+    """The completions to show."""
     seconds: float = 0.0
+    """How long the evaluation took."""
     is_best: bool = False
     """Whether the monitored metric has its best value so far."""
     note: str | None = None

@@ -61,7 +61,7 @@ def table_logger(logger: Any, inner: str) -> Any:
 
 
 def report_lines(report: Report) -> list[str]:
-    """Return the lines for the console: the metrics, the first error, and completions.
+    """Return the lines of a `report` for the console: metrics, the first error, completions.
 
     >>> row = TableRow("2+2=", "4", "4")
     >>> report = Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])

@@ -22,7 +22,9 @@ from torch import nn
 def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile every decoder layer of a causal LM in place; return how many there are.
 
-    options: those of torch.compile; `fullgraph=True` by default.
+    Args:
+        model: a causal LM of Transformers.
+        options: those of torch.compile; `fullgraph=True` by default.
     """
     layers = max(
         (module for module in model.modules() if isinstance(module, nn.ModuleList)),

@@ -65,7 +65,9 @@ def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLa
     rank), and before or after PEFT gives it adapters. Compiled
     layers stay as they are: torch.compile generates its own kernels. Weights and their names stay.
 
-    device: where the model will train; by default, where it is.
+    Args:
+        model: a causal LM of Transformers.
+        device: where the model will train; by default, where it is.
     """
     fused, device = FusedLayers(), device or next(model.parameters()).device
     if not can_run(torch.empty(0, device=device)):

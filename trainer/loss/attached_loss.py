@@ -33,7 +33,13 @@ SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft
 
 
 class AttachedLoss:
-    """The loss of one model: created by `attach_loss`, removed by `detach`."""
+    """The loss of one model: created by `attach_loss`, removed by `detach`.
+
+    Args:
+        model: the causal LM, without wrappers.
+        label_smoothing: fraction of each label that is spread over the vocabulary.
+        z_loss: weight of the squared log-normalizer in the loss.
+    """
 
     def __init__(self, model: Any, label_smoothing: float, z_loss: float):
         self.model = model
@@ -115,7 +121,15 @@ class AttachedLoss:
         )
 
     def run(self, targets: Tensor, items: Any, weights: Tensor | None, args: Any, kwargs: Any):
-        """Run the model's own forward with this loss."""
+        """Run the model's own forward with this loss.
+
+        Args:
+            targets: labels shifted by one token.
+            items: what the sum of token losses is divided by; None: the number of labels.
+            weights: a weight for each token's loss, or None.
+            args: positional arguments of the forward.
+            kwargs: keyword arguments of the forward.
+        """
         if self.fused and self.model.get_output_embeddings() is not self.head:
             self.keep_logits()  # the head was resized or wrapped by PEFT since
             self._bypass_head()
@@ -241,9 +255,13 @@ def attach_loss(
     Call it before DDP, FSDP or torch.compile wrap the causal LM, and before or after PEFT does. If
     PEFT trains or adapts the LM head, logits are computed. PEFT's virtual tokens are refused.
 
-    sequence_group: process group whose ranks share the tokens of a row (sequence parallelism): pass
-        the same batch on each of them. The loss is that of the whole row; gradients are averaged
-        over these ranks too, as DDP and FSDP over all ranks do.
+    Args:
+        model: a causal LM of Transformers.
+        label_smoothing: fraction of each label that is spread over the vocabulary.
+        z_loss: weight of the squared log-normalizer in the loss.
+        sequence_group: process group whose ranks share the tokens of a row (sequence parallelism):
+            pass the same batch on each of them. The loss is that of the whole row; gradients are
+            averaged over these ranks too, as DDP and FSDP over all ranks do.
     """
     model = unwrap_peft(model)
     if hasattr(model, "nopad_loss"):

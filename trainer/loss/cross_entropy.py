@@ -45,11 +45,18 @@ def linear_cross_entropy(
 
     Losses are fp32, or fp64 if hidden is.
 
-    hidden [T, H], weight [V, H], targets [T] with IGNORE_INDEX for tokens without a label. A target
-    outside the vocabulary gives NaN: reading it back to raise would stall the device.
+    A target outside the vocabulary gives NaN: reading it back to raise would stall the device.
 
-    z_loss: weight of the squared log-normalizer, added for every label.
-    num_labels: the number of labels in `targets`; without it they are counted, with a host sync.
+    Args:
+        hidden: [T, H], the inputs of the LM head.
+        weight: [V, H], the weight of the LM head.
+        targets: [T], shifted labels, IGNORE_INDEX for tokens without one.
+        bias: [V], the bias of the LM head.
+        token_weights: [T], a weight for each token's loss; default: 1.
+        label_smoothing: fraction of each label that is spread over the vocabulary.
+        z_loss: weight of the squared log-normalizer, added for every label.
+        divisor: what the sum is divided by.
+        num_labels: the labels in `targets`; without it they are counted, with a host sync.
 
     >>> hidden, weight = torch.eye(2), torch.zeros(4, 2)
     >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE_INDEX]))

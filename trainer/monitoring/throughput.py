@@ -51,13 +51,14 @@ class ThroughputMeter:
     ):
         """Configure what is measured.
 
-        ranks: the number of ranks that train on packs of their own.
-        flops, peak: the model's FLOPs and the peak FLOP/s of the devices that train one pack, for
-            the MFU.
-        wait_seconds: returns the seconds spent waiting for data, see `PackedLoader.wait_seconds`.
-        overflow_counts: returns the samples split, truncated and dropped, see
-            `PackedLoader.overflow_counts`.
-        by_source: report the loss by source, if token losses are added.
+        Args:
+            ranks: processes that train on packs of their own; rates are multiplied by it.
+            flops: the FLOPs of the model, for the MFU.
+            peak: the peak FLOP/s of the devices that train one pack, for the MFU.
+            wait_seconds: returns the seconds of waiting for data: `PackedLoader.wait_seconds`.
+            overflow_counts: returns the samples split, truncated and dropped, see
+                `PackedLoader.overflow_counts`.
+            by_source: report the loss by source, if token losses are added.
         """
         self.ranks, self.by_source = ranks, by_source
         self.flops, self.peak = flops, peak
@@ -71,7 +72,7 @@ class ThroughputMeter:
 
     @classmethod
     def of(cls, loader: PackedLoader, model: Any) -> ThroughputMeter:
-        """Measure the training of a causal LM on a loader's batches."""
+        """Measure the training of a causal LM, the `model`, on a `loader`'s batches."""
         packs, peak = loader.packs_at_a_time, peak_flops(next(model.parameters()).device)
         return cls(
             packs,
@@ -109,7 +110,13 @@ class ThroughputMeter:
     def add(
         self, info: PackInfo, labels: Tensor | None = None, token_losses: Tensor | None = None
     ) -> None:
-        """Count one trained pack, and its token losses by source if they are passed."""
+        """Count one trained pack, and its token losses by source if they are passed.
+
+        Args:
+            info: the pack, as in `PackedLoader.last_pack`.
+            labels: the labels of its batch.
+            token_losses: the loss of each label, as in `AttachedLoss.token_losses`.
+        """
         tokens, samples = int(np.sum(info.lengths)), len(info.lengths)
         self._packs += 1
         self._tokens += tokens

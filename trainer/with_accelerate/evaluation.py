@@ -42,8 +42,12 @@ class AccelerateEval:
     ):
         """Evaluate a prepared model.
 
-        meter: the loop's throughput meter, paused during evaluations.
-        console: also print metrics and completions.
+        Args:
+            accelerator: the one that prepared the model; metrics go to its trackers.
+            model: the prepared model.
+            evaluations: one or several; each needs a name of its own if there are several.
+            meter: the loop's throughput meter, paused during evaluations.
+            console: also print metrics and completions.
         """
         self.accelerator, self.model, self.meter = accelerator, model, meter
         self.evaluations = check_unique_names(evaluations)
@@ -52,7 +56,9 @@ class AccelerateEval:
     def after_step(self, step: int, last: bool = False) -> list[Report]:
         """Run the evaluations due after this optimizer step; return the same reports on every rank.
 
-        last: this was the last step, so every evaluation is due.
+        Args:
+            step: number of optimizer steps so far, from 1.
+            last: this was the last step, so every evaluation is due.
         """
         due = [evaluation for evaluation in self.evaluations if evaluation.due(step, last)]
         return [self._run(evaluation, step) for evaluation in due]
@@ -62,6 +68,7 @@ class AccelerateEval:
         return eval_states(self.evaluations)
 
     def load_state_dict(self, state: dict) -> None:
+        """Restore the best values from a `state`."""
         load_eval_states(self.evaluations, state)
 
     def _run(self, evaluation: GenerationEval, step: int) -> Report:

@@ -67,21 +67,24 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`; one
         that is attached already stays).
 
-        dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`, list,
-            path) of tokens or text: packed with samples of at most the longest sequence of the
-            models that are prepared already.
-        budget: tokens of a pack, for plain data.
-        tokenizer: for plain data of text.
-        seed: of the order of plain data; default 0.
-        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
-            the banner names them.
-        check: before the first step, refuse runs that would train the prepared model wrongly.
-        continue_on_nan: continue after a loss that is not finite, instead of raising
-            `NonFiniteError`; `save_state` then saves nothing while weights are not finite, says
-            so and returns None.
-        sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
-            the accelerator's `ParallelismConfig`. Do not enter `maybe_context_parallel`.
-        options: num_workers, drop_last; see `PackedLoader`.
+        Args:
+            accelerator: the one that prepares model and optimizer; nothing else of it changes.
+            dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`, list,
+                path) of tokens or text: packed with samples of at most the longest sequence of the
+                models that are prepared already.
+            collator: a `PackedCollator` with options of your own; default: without options.
+            budget: tokens of a pack, for plain data.
+            tokenizer: for plain data of text.
+            seed: of the order of plain data; default 0.
+            fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
+                the banner names them.
+            check: before the first step, refuse runs that would train the prepared model wrongly.
+            continue_on_nan: continue after a loss that is not finite, instead of raising
+                `NonFiniteError`; `save_state` then saves nothing while weights are not finite,
+                says so and returns None.
+            sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size`
+                of the accelerator's `ParallelismConfig`. Do not enter `maybe_context_parallel`.
+            options: num_workers, drop_last; see `PackedLoader`.
         """
         _check_accelerator(accelerator)
         self.accelerator = accelerator

@@ -27,7 +27,13 @@ class EvalCallback(TrainerCallback):
     """Run evaluations when they are due, and log their metrics and completions."""
 
     def __init__(self, trainer: Trainer, *evaluations: GenerationEval, console: bool = False):
-        """console: also print metrics and completions."""
+        """Take the evaluations to run.
+
+        Args:
+            trainer: the trainer that this callback is added to.
+            evaluations: one or several; each needs a name of its own if there are several.
+            console: also print metrics and completions.
+        """
         self.trainer = trainer
         self.evaluations = check_unique_names(evaluations)
         self._writer = ReportWriter(console)

@@ -60,7 +60,38 @@ _Base = Trainer if TYPE_CHECKING else object
 
 
 class PackedTrainerMixin(_Base):
-    """Mixin, listed before a Trainer, that trains on packs."""
+    """Mixin, listed before a Trainer, that trains on packs.
+
+    `self.args` is a copy of your arguments: yours are not changed.
+
+    With `max_steps` the data continues at its current position. With `num_train_epochs` it
+    starts at the beginning, and its `epochs` are set to that number. A second `train()` starts
+    at step 0, as the stock one does, and with new data: with `max_steps` it continues after
+    the last trained pack, with `num_train_epochs` it trains the next epochs.
+
+    An evaluation set that is not a `PackedDataset` is packed with the settings of the training
+    data; its text is tokenized with `processing_class`.
+
+    Args:
+        model: as in the HF Trainer: a causal LM, or a path to one.
+        args: `TrainingArguments`, or the trainer's own, such as TRL's `SFTConfig`. Options that
+            packs would ignore are refused.
+        data_collator: a `PackedCollator` with options of your own; default: without options.
+        train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
+            list, path) of tokens, or of text for `processing_class`: packed with the arguments'
+            `seed`, with samples of at most the model's longest sequence.
+        budget: tokens of a pack, for plain data.
+        z_loss: weight of the squared log-normalizer in the loss.
+        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
+            the banner names them. Not with `torch_compile`, which generates its own.
+        check: before the first step, refuse runs that would train wrongly.
+        continue_on_nan: train on after a loss that is not finite, instead of raising
+            `NonFiniteError`; weights that are not finite are not saved.
+        sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
+            `args.parallelism_config`.
+        kwargs: the trainer's other arguments, such as `eval_dataset`, `processing_class`,
+            `callbacks`, `optimizers` and `compute_metrics`.
+    """
 
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
@@ -82,29 +113,6 @@ class PackedTrainerMixin(_Base):
         sequence_parallel: int = 1,
         **kwargs: Any,
     ):
-        """Take the trainer's arguments; `self.args` is a copy, yours are not changed.
-
-        With `max_steps` the data continues at its current position. With `num_train_epochs` it
-        starts at the beginning, and its `epochs` are set to that number. A second `train()` starts
-        at step 0, as the stock one does, and with new data: with `max_steps` it continues after
-        the last trained pack, with `num_train_epochs` it trains the next epochs.
-
-        An evaluation set that is not a `PackedDataset` is packed with the settings of the training
-        data; its text is tokenized with `processing_class`.
-
-        train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
-            list, path) of tokens, or of text for `processing_class`: packed with the arguments'
-            `seed`, with samples of at most the model's longest sequence.
-        budget: tokens of a pack, for plain data.
-        z_loss: weight of the squared log-normalizer in the loss.
-        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
-            the banner names them. Not with `torch_compile`, which generates its own.
-        check: before the first step, refuse runs that would train wrongly.
-        continue_on_nan: train on after a loss that is not finite, instead of raising
-            `NonFiniteError`; weights that are not finite are not saved.
-        sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
-            `args.parallelism_config`.
-        """
         args = copy(args) if args is not None else TrainingArguments()
         self.packed_collator, self.packed_check = data_collator, check
         self._sequence_parallel = take_sequence_parallel(args, sequence_parallel)
@@ -379,4 +387,4 @@ def _loss_weight(batch: Batch) -> float:
 
 
 class PackedTrainer(PackedTrainerMixin, Trainer):
-    """The HF Trainer with packs."""
+    """The HF Trainer with packs; the arguments are those of `PackedTrainerMixin`."""

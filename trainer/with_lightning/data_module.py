@@ -74,14 +74,17 @@ class PackedDataModule(pl.LightningDataModule):
     ):
         """Take packs, or plain data.
 
-        train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
-            list, path) of tokens or text: packed at the start of `fit`, with samples of at most the
-            model's longest sequence.
-        val_dataset: likewise; plain data is packed with the settings of the training data.
-        budget: tokens of a pack, for plain data.
-        tokenizer: for plain data of text.
-        seed: of the order of plain data; default: that of `seed_everything`, or 0.
-        sequence_parallel: ranks that share the tokens of each pack.
+        Args:
+            train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
+                list, path) of tokens or text: packed at the start of `fit`, with samples of at most
+                the model's longest sequence.
+            val_dataset: likewise; plain data is packed with the settings of the training data.
+            collator: a `PackedCollator` with options of your own; default: without options.
+            num_workers: processes that read packs; 0: the training process reads.
+            budget: tokens of a pack, for plain data.
+            tokenizer: for plain data of text.
+            seed: of the order of plain data; default: that of `seed_everything`, or 0.
+            sequence_parallel: ranks that share the tokens of each pack.
         """
         super().__init__()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -140,7 +143,7 @@ class PackedDataModule(pl.LightningDataModule):
         return self.loader
 
     def layout(self, trainer: Any) -> Layout:
-        """Return what this process is for, by the strategy's mesh, the model and the settings."""
+        """Return what this process is for, by the mesh and model of a `trainer` and the settings."""
         module = trainer.lightning_module or nn.Module()
         mesh = getattr(trainer.strategy, "device_mesh", None)
         return find_layout(module, mesh=mesh, sequence_parallel=self.sequence_parallel)

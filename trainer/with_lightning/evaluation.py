@@ -36,7 +36,12 @@ class EvalCallback(AfterStep):
     """Run evaluations when they are due, and log their metrics and completions."""
 
     def __init__(self, *evaluations: GenerationEval, console: bool = False):
-        """console: also print metrics and completions."""
+        """Take the evaluations to run.
+
+        Args:
+            evaluations: one or several; each needs a name of its own if there are several.
+            console: also print metrics and completions.
+        """
         self.evaluations = check_unique_names(evaluations)
         self._writer = ReportWriter(console)
         self._last_run: dict[str, int] = {}

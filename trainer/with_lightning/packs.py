@@ -64,13 +64,15 @@ class PackedCallback(pl.Callback):
     ):
         """Take the options of the loss.
 
-        label_smoothing: fraction of each label that is spread over the vocabulary.
-        z_loss: weight of the squared log-normalizer in the loss.
-        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
-            the banner names them.
-        check: before the first step, refuse runs that would train wrongly.
-        continue_on_nan: train on after a loss that is not finite, instead of raising
-            `NonFiniteError`; weights that are not finite are not saved.
+        Args:
+            data: the data module whose packs are trained on.
+            label_smoothing: fraction of each label that is spread over the vocabulary.
+            z_loss: weight of the squared log-normalizer in the loss.
+            fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
+                the banner names them.
+            check: before the first step, refuse runs that would train wrongly.
+            continue_on_nan: train on after a loss that is not finite, instead of raising
+                `NonFiniteError`; weights that are not finite are not saved.
         """
         self.data, self.check, self.fused = data, check, fused
         self.finite_check = FiniteCheck(continue_on_nan)

@@ -16,7 +16,11 @@ class StopCallback(AfterStep):
     """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, on all ranks."""
 
     def __init__(self, path: Path):
-        """path: the checkpoint to write on a signal."""
+        """Listen to signals from now on.
+
+        Args:
+            path: the checkpoint to write on a signal.
+        """
         self.path = path
         self.request = StopRequest()  # here: a signal may arrive before the first step
 
