@@ -12,8 +12,12 @@ from argparse import ArgumentParser, Namespace
 
 from nopad.cli import HelpFormatter, count, number_from_0, positive
 from nopad.recipes.support.arguments import parse_with_config
-from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
-from nopad.recipes.support.holdout import continuation_eval
+from nopad.recipes.support.data_and_model import (
+    add_data_and_model_options,
+    eval_metric,
+    load_data,
+    load_model,
+)
 from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
 from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_recipe
 
@@ -66,6 +70,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from nopad.recipes.support.holdout import continuation_eval
     from nopad.trainer import latest_intact_archive
     from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_lightning import (
@@ -85,7 +90,9 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         settings = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
         checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **settings)
         model = load_model(args, tokenizer)
-        generation_eval = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
+        generation_eval = continuation_eval(
+            model, tokenizer, examples, args.eval_every, args.seed, eval_metric(args)
+        )
         evaluation = EvalCallback(generation_eval, console=True)
         packed = PackedCallback(data, continue_on_nan=args.continue_on_nan)
         launch = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}

@@ -101,9 +101,9 @@ def load_model(args: argparse.Namespace, tokenizer):
 
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
     """Fine-tune; an error that the user can fix is a ValueError, OSError or ImportError."""
-    from transformers import set_seed
-
     args = parse_args(argv)
+    from transformers import set_seed  # imported late: --help is quick
+
     run_dir = RunDir.from_args("sft", args, progress)
     set_seed(args.seed)
     tokenizer, data, examples = load_data(args)

@@ -30,9 +30,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
     """Train; an error that the user can fix is a ValueError, OSError or ImportError."""
-    from transformers import set_seed
-
     args = parse_args(argv)
+    from transformers import set_seed  # imported late: --help is quick
+
     run_dir = RunDir.from_args("train_hf", args, progress)
     if args.data is None and args.steps is None:
         args.steps = 150  # the default corpus is a demonstration: one epoch would take too long

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from nopad.cli import (
 
 if TYPE_CHECKING:
     from nopad.packing.planning import Overflow
+
+NUM_STDLIB_EXAMPLES = 48
 
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
@@ -105,12 +107,19 @@ def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: Overfl
 
 
 def stdlib_documents() -> tuple[list[str], list]:
-    """Return the standard library's training documents, and its held-out ones as examples."""
+    """Return the standard library's training documents, and its held-out functions as examples."""
     from nopad.recipes.support import stdlib_corpus
-    from nopad.recipes.support.holdout import prefix_example
 
     texts, held_out = stdlib_corpus.split(stdlib_corpus.documents())
-    return texts, [example for text in held_out if (example := prefix_example(text))]
+    functions = map(stdlib_corpus.function_example, held_out)
+    return texts, [example for example in functions if example][:NUM_STDLIB_EXAMPLES]
+
+
+def eval_metric(args: argparse.Namespace) -> Callable[[str, Any], float]:
+    """Return how completions are scored: Python by its syntax, other data by its references."""
+    from nopad.recipes.support import holdout, stdlib_corpus
+
+    return stdlib_corpus.parses if args.data is None else holdout.matched
 
 
 @contextmanager
