@@ -1,12 +1,13 @@
 """Pretrain a causal LM on packs with Accelerate, and generate from the live model on the way.
 
-    accelerate launch recipes/pretrain.py            # a small Llama on Python's standard library
-    accelerate launch recipes/pretrain.py --data corpus.jsonl --model path/to/config --budget 8192
-    accelerate launch recipes/pretrain.py --resume   # continue the last run
+    nopad pretrain                 # a small Llama on functions of Python's standard library
+    nopad pretrain path/to/config --data corpus.jsonl --budget 8192
+    nopad pretrain --resume        # continue the last run
+    accelerate launch -m nopad pretrain ...         # on several devices, as configured
 
 Two processes on a CPU (`--num_processes 2` alone silently starts one process there):
 
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/pretrain.py
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m nopad pretrain
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import logging
 import os
 import sys
 
-from nopad.cli import HelpFormatter, count, number_above_0, number_from_0, positive
+from nopad.cli import count, number_above_0, number_from_0, positive
+from nopad.cli import parser as command_parser
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_data_and_model_options,
@@ -33,10 +35,7 @@ which are few and slow, are read one by one."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Pretrain a causal LM on packs, and generate from the live model on the way.",
-        formatter_class=HelpFormatter,
-    )
+    parser = command_parser("pretrain", __doc__)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=200, help="optimizer steps")
@@ -96,7 +95,7 @@ def create_accelerator(args: argparse.Namespace):
     if accelerator.num_processes != launched:
         raise ValueError(
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}: "
-            "the top of recipes/pretrain.py shows how to launch several"
+            "nopad pretrain --help shows how to launch several"
         )
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(

@@ -1,16 +1,17 @@
 """Pretrain a causal LM on packed documents with Lightning.
 
-python recipes/pretrain_lightning.py      # a small Llama on Python's standard library
-python recipes/pretrain_lightning.py --devices 2 --accelerator cpu --data corpus.jsonl
-python recipes/pretrain_lightning.py --config run.yaml --resume
+nopad pretrain-lightning       # a small Llama on Python's standard library
+nopad pretrain-lightning --devices 2 --accelerator cpu --data corpus.jsonl
+nopad pretrain-lightning --config run.yaml --resume
 """
 
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from nopad.cli import HelpFormatter, count, number_from_0, positive
+from nopad.cli import count, number_from_0, positive
+from nopad.cli import parser as command_parser
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_data_and_model_options,
@@ -23,7 +24,7 @@ from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_re
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = ArgumentParser(description="Pretrain with Lightning.", formatter_class=HelpFormatter)
+    parser = command_parser("pretrain-lightning", __doc__)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")

@@ -17,7 +17,7 @@ from .figures import Bin, BudgetRow
 from .html_style import STYLE
 from .labelled_text import Span
 
-NUM_COLORS = 6
+NUM_COLORS = 5
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -156,10 +156,11 @@ def _texts(packs: Sequence[tuple[str, Sequence[tuple[int, Sequence[Span]]]]]) ->
         "text is only read. The first token of a sample never counts.</p>"
     ]
     for heading, samples in packs:
-        parts.append(f"<h3>{escape(heading)}</h3>")
+        parts.append(f'<h3>{escape(heading)}</h3><div class="samples">')
         for length, spans in samples:
             text = "".join(_span(span) for span in spans)
             parts.append(f"<pre><small>{length:,} tokens</small>{text}</pre>")
+        parts.append("</div>")
     return "".join([*parts, "</section>"])
 
 

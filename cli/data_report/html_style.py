@@ -10,7 +10,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px; }
+main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 0 0 4px; }
 p { margin: 0; color: var(--soft); max-width: 75ch; overflow-wrap: anywhere; }
@@ -43,16 +43,19 @@ td { text-align: right; } .wide { text-align: left; width: 44%; min-width: 260px
 .bar { display: flex; align-items: center; gap: 10px; margin: 3px 0; font-size: 13px; }
 .bar span { flex: 1; height: 12px; background: var(--track); border-radius: 3px;
   overflow: hidden; } .bar i { display: block; height: 100%; background: var(--blue); }
-.bar em { font-style: normal; width: 108px; }
+.bar em { font-style: normal; width: 108px; font-weight: 400; }
 .padded i { background: var(--orange); }
 .map { display: grid; grid-template-columns: auto 1fr auto; gap: 4px 12px; align-items: center;
   font-size: 13px; color: var(--soft); font-variant-numeric: tabular-nums; }
-.map span { display: flex; gap: 1px; height: 18px; background: var(--track); border-radius: 3px;
-  overflow: hidden; } .map i { flex: none; min-width: 0; }
-.c0 { background: #2f81f7; } .c1 { background: #1a9c83; } .c2 { background: #8250df; }
-.c3 { background: #d4731a; } .c4 { background: #3aa0c9; } .c5 { background: #c2477f; }
+.map span { display: flex; height: 18px; background: var(--track); border-radius: 3px;
+  overflow: hidden; } .map i { flex: none;
+  box-shadow: inset -1px 0 var(--card); }
+.c0 { background: #3b7dd8; } .c1 { background: #2a9d8f; } .c2 { background: #7c6bc4; }
+.c3 { background: #63b3dd; } .c4 { background: #5c6f91; }
 h3 { font-size: 14px; margin: 20px 0 8px; font-weight: 600; }
-pre { margin: 0 0 10px; padding: 10px 12px; background: var(--page); border: 1px solid var(--rule);
+.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr));
+  gap: 10px; align-items: start; }
+pre { margin: 0; padding: 10px 12px; background: var(--page); border: 1px solid var(--rule);
   border-radius: 8px; white-space: pre-wrap; overflow-wrap: anywhere; color: var(--soft);
   font: 12.5px/1.6 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 pre > small { float: right; margin-left: 12px; font: 12px system-ui, sans-serif;

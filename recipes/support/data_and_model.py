@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nopad.cli import (
     add_data_options,
+    add_model_argument,
     attention_name,
     count,
     data_kwargs,
@@ -30,9 +31,10 @@ NUM_STDLIB_EXAMPLES = 48
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
     """Add the options of a pretraining recipe that choose data and model."""
     add = parser.add_argument_group("data and model").add_argument
+    what = "checkpoint folder, config.json or hub name; default: a small Llama"
+    add_model_argument(add, what, required=False)
     add("--data", help=".jsonl[.gz|.zst], .parquet or text file, folder of files, token file, "
         "saved `datasets` folder or hub name; default: Python's standard library")  # fmt: skip
-    add("--model", help="checkpoint folder, config.json or hub name; default: a small Llama")
     add("--tokenizer", help="folder or hub name; default: the model's, or a small built-in one")
     add_packing_options(add, budget)
 
@@ -151,7 +153,7 @@ def load_checkpoint(path: str, **options: Any) -> Any:
 
 
 def load_model(args: argparse.Namespace, tokenizer):
-    """Load `--model`, or build it with new weights if it is only a config; default: a Llama."""
+    """Load MODEL, or build it with new weights if it is only a config; default: a Llama."""
     from nopad.attention import register
     from transformers import AutoConfig, AutoModelForCausalLM
 

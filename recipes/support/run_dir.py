@@ -110,7 +110,7 @@ def check_unchanged(path: Path, settings: dict[str, Any], explicit: dict[str, An
         # By repr, because 0 == False: --add-eos 0 is a token id, --add-eos none is False.
         if repr(settings[name]) == repr(explicit[name]):
             continue
-        option = "--" + name.replace("_", "-")
+        option = "MODEL" if name == "model" else "--" + name.replace("_", "-")
         before = f"no {option}" if settings[name] is None else f"{option} {settings[name]}"
         changes.append(f"{before} (now {explicit[name]})")
     if changes:
