@@ -63,10 +63,12 @@ def definitions(text: str) -> Iterator[str]:
 
 
 def function_example(text: str) -> Any:
-    """Split a function into an Example: the prompt ends where its body begins; None for a class.
+    """Split a function into an Example: signature and docstring, and its body; None for a class.
+
+    The prompt ends before the line break, which is one token with the spaces of the next line.
 
     >>> function_example("def f(x):\\n    'Add one.'\\n    return x + 1\\n")
-    Example(prompt="def f(x):\\n    'Add one.'\\n", reference='    return x + 1\\n')
+    Example(prompt="def f(x):\\n    'Add one.'", reference='\\n    return x + 1\\n')
     """
     from nopad.trainer.evaluation import Example
 
@@ -76,10 +78,8 @@ def function_example(text: str) -> Any:
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     if not body or body[0].lineno == node.lineno:
         return None
-    lines = text.splitlines(keepends=True)
-    end = body[0].lineno - 1
-    prompt, reference = "".join(lines[:end]), "".join(lines[end:])
-    return Example(prompt, reference) if len(prompt) <= MAX_PROMPT_CHARS else None
+    prompt = "".join(text.splitlines(keepends=True)[: body[0].lineno - 1]).rstrip("\n")
+    return Example(prompt, text[len(prompt) :]) if len(prompt) <= MAX_PROMPT_CHARS else None
 
 
 def parses(text: str, reference: object = None) -> float:
@@ -87,14 +87,14 @@ def parses(text: str, reference: object = None) -> float:
 
     A completion of fewer than 20 visible characters counts as 0.
 
-    >>> parses("    return self.position + offset\\n    if se"), parses("    return 1\\n")
+    >>> parses("\\n    return self.position + offset\\n    if se"), parses("\\n    return 1\\n")
     (1.0, 0.0)
     """
     block = text[: text.rfind("\n") + 1]
     if sum(not character.isspace() for character in block) < MIN_VISIBLE:
         return 0.0
     try:
-        _parse(f"def function():\n{block}")
+        _parse(f"def function():{block}")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0.0
     return 1.0
