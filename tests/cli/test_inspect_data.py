@@ -244,16 +244,6 @@ def test_the_page_is_one_file_that_data_cannot_write_code_into(tmp_path, monkeyp
     assert not {"\x1b", "\u202e"} & set(page.read_text())
 
 
-@pytest.fixture
-def terminal(monkeypatch, capsys):
-    """Let standard output and error look like terminals, and return a setter of the environment."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    return monkeypatch.setenv
-
-
 def test_a_terminal_has_colour_unless_it_is_switched_off(terminal, data, capsys):
     def shown() -> str:
         assert main(["inspect", str(data), "--budget", "128"]) == 0
