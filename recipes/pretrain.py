@@ -38,18 +38,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command_parser("pretrain", __doc__)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=positive, default=200, help="optimizer steps")
+    add("--steps", type=positive, default=240, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=number_from_0, default=6e-3, help="peak learning rate")
+    add("--learning-rate", type=number_from_0, default=8e-3, help="peak learning rate")
     add("--warmup", type=count, default=20, help="warmup steps")
     add("--weight-decay", type=number_from_0, default=0.1, help="weight decay of matrices")
     add("--clip", type=number_above_0, default=1.0, help="maximum gradient norm; inf: none")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, "pretrain")
-    add("--save-every", type=positive, default=100, help="steps between checkpoints")
+    add("--save-every", type=positive, default=120, help="steps between checkpoints")
     add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
-    add("--eval-every", type=positive, default=50, help="steps between evaluations")
+    add("--eval-every", type=positive, default=40, help="steps between evaluations")
     add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
         "default: beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")

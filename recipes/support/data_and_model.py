@@ -191,14 +191,14 @@ def _small_llama(args: argparse.Namespace, tokenizer):
 
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
         max_position_embeddings=max(args.budget, 2048),
         tie_word_embeddings=True,
-        initializer_range=1 / 16,  # 1 / sqrt(hidden_size): the loss falls from the first step
+        initializer_range=1 / 14,  # 1 / sqrt(hidden_size): the loss falls from the first step
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

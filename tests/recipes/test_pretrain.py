@@ -94,6 +94,7 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     whole, again, killed = tmp_path / "whole", tmp_path / "again", tmp_path / "killed"
     assert losses(whole) == losses(again)
     assert [step for step, _ in losses(whole)] == list(range(1, 10))
+    assert_summary(whole, done.stdout + done.stderr)
     log = (whole / "log.jsonl").read_text()
     assert log.count("tokens_per_second") == 9, "the first rates must be those of every step"
 
@@ -112,7 +113,18 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     done = run("--resume", "killed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(killed) == losses(whole)
+    assert_summary(killed, done.stdout + done.stderr)
     assert same_weights(killed / "checkpoint-9", whole / "checkpoint-9")
+
+
+def assert_summary(folder: Path, output: str) -> None:
+    """The end tells of the whole run, also of what was done before a resume."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    tokens = sum(line["tokens"] for line in lines)
+    assert f"tokens trained  {tokens:,} of " in output and " samples in 9 steps" in output
+    evaluations = (folder / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 9]
+    assert "s in 2; matched " in output and (folder / "training.svg").is_file()
 
 
 def wait_for(path: Path, child: warm_python.Popen) -> None:
@@ -123,16 +135,16 @@ def wait_for(path: Path, child: warm_python.Popen) -> None:
         time.sleep(0.005)
 
 
-MODULE = ("-m", "nopad.recipes.pretrain")
+COMMAND, MODULE = ("-m", "nopad", "pretrain"), ("-m", "nopad.recipes.pretrain")
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_processes", "1")
 
 
 @pytest.mark.parametrize(
     "starts",
-    [(MODULE, (*LAUNCH, RECIPE)),
-     pytest.param((MODULE, (*LAUNCH, *MODULE)), marks=pytest.mark.slow)],
+    [(COMMAND, (*LAUNCH, RECIPE)),
+     pytest.param((MODULE, (*LAUNCH, *COMMAND)), marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_it_starts_as_a_script_and_as_a_module(tmp_path, arguments, starts):
+def test_it_starts_as_a_script_and_as_a_command(tmp_path, arguments, starts):
     """The launcher starts a new Python."""
     for start in starts:
         command = [*start, *arguments, "--steps", "1"]
