@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
-    command = parser("doctor", __doc__)
+    command = parser("doctor", "MODEL [options]", __doc__)
     add = command.add_argument
     add_model_argument(add, "checkpoint folder, config.json, hub name or model type such as llama")
     add("--attn", help="attention implementations, separated by commas; default: "

@@ -29,7 +29,7 @@ from .terminal import console, printable, table
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command's options."""
-    command = parser("eval", __doc__)
+    command = parser("eval", "MODEL --tasks NAMES [options]", __doc__)
     add = command.add_argument
     add_model_argument(add, "checkpoint folder or hub name")
     add("--tasks", required=True, help="task names, separated by commas")

@@ -91,7 +91,7 @@ def _write_output(path: Path, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    command = parser("generate", __doc__)
+    command = parser("generate", "MODEL --prompt TEXT [options]", __doc__)
     add = command.add_argument
     add_model_argument(add, "checkpoint folder or hub name")
     add("--prompt", action="append", help="a prompt; can be repeated")

@@ -103,7 +103,7 @@ def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
-    command = parser("inspect", __doc__)
+    command = parser("inspect", "DATA [options]", __doc__)
     add = command.add_argument
     what = "jsonl, parquet, text or token files, a saved `datasets` folder or a hub name"
     add("data", metavar="DATA", help=what)

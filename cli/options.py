@@ -31,10 +31,19 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
-def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for `nopad NAME` whose description is the command's docstring."""
+def parser(name: str, arguments: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser for `nopad NAME`.
+
+    arguments: what follows the name in the usage, such as `MODEL [options]`.
+    doc: the docstring of the command's module, which is the description.
+    """
     text = (doc or "").replace("`", "").strip()
-    return argparse.ArgumentParser(f"nopad {name}", description=text, formatter_class=HelpFormatter)
+    return argparse.ArgumentParser(
+        f"nopad {name}",
+        f"nopad {name} {arguments}",
+        description=text,
+        formatter_class=HelpFormatter,
+    )
 
 
 class RenamedOption(argparse.Action):

@@ -35,7 +35,7 @@ which are few and slow, are read one by one."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = command_parser("pretrain", __doc__)
+    parser = command_parser("pretrain", "[MODEL] [options]", __doc__)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=240, help="optimizer steps")

@@ -24,7 +24,7 @@ from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_re
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = command_parser("pretrain-lightning", __doc__)
+    parser = command_parser("pretrain-lightning", "[MODEL] [options]", __doc__)
     add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
@@ -88,12 +88,11 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         tokenizer, dataset, examples = load_data(args)
         data = PackedDataModule(dataset, num_workers=args.workers)
         # Without versions, last.ckpt is the newest checkpoint also after a resume.
-        settings = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
-        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **settings)
+        save = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
+        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **save)
         model = load_model(args, tokenizer)
-        generation_eval = continuation_eval(
-            model, tokenizer, examples, args.eval_every, args.seed, eval_metric(args)
-        )
+        settings = (args.eval_every, args.seed, eval_metric(args))
+        generation_eval = continuation_eval(model, tokenizer, examples, *settings)
         evaluation = EvalCallback(generation_eval, console=True)
         packed = PackedCallback(data, continue_on_nan=args.continue_on_nan)
         launch = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}

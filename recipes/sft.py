@@ -31,7 +31,7 @@ from nopad.recipes.support.run_recipe import run_recipe
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = command_parser("sft", __doc__)
+    parser = command_parser("sft", "MODEL --data FILE [options]", __doc__)
     add = parser.add_argument_group("model and data").add_argument
     add_model_argument(add, "checkpoint folder or hub name of a causal LM", required=False)
     add("--data", help=".jsonl[.gz|.zst], .parquet, saved `datasets` folder or hub name")

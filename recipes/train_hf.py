@@ -19,7 +19,7 @@ from nopad.recipes.support.run_recipe import run_recipe
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = command_parser("train-hf", __doc__)
+    parser = command_parser("train-hf", "[MODEL] [options]", __doc__)
     add_data_and_model_options(parser, budget=2048)
     add_hf_options(parser, "train_hf", learning_rate=1e-3)
     return parse_with_config(parser, argv, "train_hf")
