@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
-        vocab_size=600,
+        vocab_size=2048,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
