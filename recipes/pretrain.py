@@ -253,15 +253,15 @@ class Pretraining:
         import torch
         from nopad.trainer.monitoring import raise_if_not_finite
 
-        loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+        loss = torch.stack(losses).mean()
+        counts = loss.new_tensor([sum(tokens), sum(samples), len(losses)])
+        # One collective and one transfer per step.
+        loss, *counts = self.accelerator.reduce(torch.cat([loss[None], counts]), "sum").tolist()
+        loss /= self.accelerator.num_processes
         if not self.args.continue_on_nan:
             raise_if_not_finite(loss, f"step {self.step}")
-        counts = torch.tensor(
-            [sum(tokens), sum(samples), len(losses)], device=self.accelerator.device
-        )
-        counts = self.accelerator.reduce(counts, reduction="sum").tolist()
         values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
-        values |= zip(("tokens", "samples", "packs"), counts, strict=True)
+        values |= zip(("tokens", "samples", "packs"), map(int, counts), strict=True)
         self.num_logged += 1
         is_early, is_last = self.num_logged < RATE_INTERVAL, self.step == self.args.steps
         if is_early or is_last or self.step % RATE_INTERVAL == 0:

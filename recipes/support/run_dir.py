@@ -185,7 +185,7 @@ class RunDir:
             from tqdm import tqdm
 
             tqdm.write(f"{self.path} has no checkpoint yet: starting again at step 0")
-            self.truncate_log(0)
+            self.truncate_log(-1)
             self.restarts_at_zero = False
         if self.created:
             return
