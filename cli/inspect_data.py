@@ -63,12 +63,11 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
         data = _open(args, tokenizer, advance)
         lengths, total = measure_lengths(data, data.skipped, advance)
         packs = list(islice(data, max(args.packs, args.decode))) if len(lengths) else []
-    skipped, notes = data.skipped, []
-    if skipped.rows:
-        reason = printable(as_cli_message(skipped.reasons[0]))
-        notes.append(f"{skipped.rows:,} rows skipped; the first: {reason}")
+    skipped = data.skipped
+    reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
     if not len(lengths):
-        raise ValueError(f"every row was skipped; the first: {reason}" if notes else EMPTY)
+        raise ValueError(f"every row was skipped; the first: {reason}" if reason else EMPTY)
+    notes = [f"{skipped.rows:,} rows skipped; the first: {reason}"] if reason else []
     report = _report(args, tokenizer, lengths, total, notes, packs)
     from .data_report import write_html, write_png
 
@@ -197,7 +196,7 @@ def _print(report: DataReport) -> None:
     for note in report.notes:
         out.print(note, style="yellow")
     lengths = table("length", "", "samples", right=("length", "samples"))
-    most = max(each.count for each in report.bins)
+    most = max(each.samples for each in report.bins)
     for low, high, samples in report.bins:
         bar = "█" * round(BAR_WIDTH * samples / most)
         lengths.add_row(f"{low:,} - {high:,}", Text(bar, "cyan"), f"{samples:,}")

@@ -16,14 +16,14 @@ class Bin(NamedTuple):
 
     low: int
     high: int
-    count: int
+    samples: int
 
 
 def length_bins(lengths: np.ndarray) -> list[Bin]:
     """Count the samples between powers of two.
 
     >>> length_bins(np.array([1, 2, 3, 9]))[-2:]
-    [Bin(low=4, high=7, count=0), Bin(low=8, high=15, count=1)]
+    [Bin(low=4, high=7, samples=0), Bin(low=8, high=15, samples=1)]
     """
     exponents = np.floor(np.log2(lengths)).astype(int)
     counts = np.bincount(exponents).tolist()

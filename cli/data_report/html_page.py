@@ -98,9 +98,9 @@ def _cards(report: DataReport, row: BudgetRow | None) -> str:
 
 
 def _bins(bins: Sequence[Bin]) -> str:
-    most = max(each.count for each in bins)
+    most = max(each.samples for each in bins)
     bars = (
-        f'<div>{each.count:,}<i style="height:{75 * each.count / most:.1f}%"></i>'
+        f'<div>{each.samples:,}<i style="height:{75 * each.samples / most:.1f}%"></i>'
         f"<small>{_range(each)}</small></div>"
         for each in bins
     )
