@@ -22,18 +22,21 @@ class Small:
 class Large:
     'Long.'
     async def one(self):
-        return 1
+        return(1)  # in another style
     def two(self):
-        text = '''
-at the margin'''
+        '''Say two.
+
+        And more.'''
 """
 
 
 def test_functions_and_small_classes_are_documents_and_large_classes_are_cut(monkeypatch):
-    monkeypatch.setattr(stdlib_corpus, "MAX_CLASS_CHARS", 60)
-    starts = [text.splitlines()[0] for text in definitions(SOURCE)]
-    assert starts == ["@decorated", "class Small:", "async def one(self):"]
-    for text in definitions(SOURCE):
+    monkeypatch.setattr(stdlib_corpus, "MAX_CLASS_LINES", 3)
+    texts = list(definitions(SOURCE))
+    assert [text.splitlines()[0] for text in texts[:2]] == ["@decorated", "class Small:"]
+    assert texts[2] == "async def one(self):\n    return 1\n"
+    assert texts[3] == 'def two(self):\n    """Say two."""\n'
+    for text in texts:
         assert len(ast.parse(text).body) == 1 and text.endswith("\n")
     assert list(definitions("def broken(:")) == []
 
