@@ -36,20 +36,20 @@ which are few and slow, are read one by one."""
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command_parser("pretrain", "[MODEL] [options]", __doc__)
-    add_data_and_model_options(parser, budget=2048)
+    add_data_and_model_options(parser, budget=1024)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=positive, default=240, help="optimizer steps")
+    add("--steps", type=positive, default=480, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
-    add("--learning-rate", type=number_from_0, default=8e-3, help="peak learning rate")
-    add("--warmup", type=count, default=20, help="warmup steps")
+    add("--learning-rate", type=number_from_0, default=6e-3, help="peak learning rate")
+    add("--warmup", type=count, default=30, help="warmup steps")
     add("--weight-decay", type=number_from_0, default=0.1, help="weight decay of matrices")
     add("--clip", type=number_above_0, default=1.0, help="maximum gradient norm; inf: none")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, "pretrain")
-    add("--save-every", type=positive, default=120, help="steps between checkpoints")
+    add("--save-every", type=positive, default=240, help="steps between checkpoints")
     add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
-    add("--eval-every", type=positive, default=40, help="steps between evaluations")
+    add("--eval-every", type=positive, default=80, help="steps between evaluations")
     add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
         "default: beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")

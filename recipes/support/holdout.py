@@ -21,7 +21,7 @@ from nopad.trainer.evaluation import Example, GenerationEval
 ONE_IN = 50
 PROMPT_CHARS, REFERENCE_CHARS = 160, 40
 """A text's first characters are the prompt; the next ones are the reference."""
-TEMPERATURE, MAX_TOKENS = 0.6, 48
+MAX_TOKENS = 48
 
 
 class ExcludingRows(RowSource):
@@ -144,7 +144,7 @@ def continuation_eval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
         {metric.__name__: metric} if scored else {},
-        SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS, seed=seed),
+        SamplingParams(temperature=0, max_tokens=MAX_TOKENS, seed=seed),
         every=every,
         monitor=metric.__name__ if scored else None,
     )

@@ -39,6 +39,7 @@ def test_functions_and_small_classes_are_documents_and_large_classes_are_cut(mon
     for text in texts:
         assert len(ast.parse(text).body) == 1 and text.endswith("\n")
     assert list(definitions("def broken(:")) == []
+    assert list(definitions("def long():\n" + "    f()\n" * 40)) == []
 
 
 def test_a_function_is_continued_after_its_docstring():
