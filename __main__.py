@@ -1,4 +1,4 @@
-"""The command line: `nopad inspect|doctor|generate|eval|lm_eval`, one module of cli/ each."""
+"""The command line: commands are modules of cli/, training runs are modules of recipes/."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ COMMANDS = {
     "lm_eval": ("lm_eval_command", "lm_eval's own command line, with the engine as --model nopad"),
 }
 
+RECIPES = {
+    "pretrain": ("pretrain", "pretrain with Accelerate, and generate on the way"),
+    "sft": ("sft", "fine-tune a chat model on conversations"),
+    "train-hf": ("train_hf", "pretrain with the HF Trainer"),
+    "pretrain-lightning": ("pretrain_lightning", "pretrain with Lightning"),
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; exit status 2 and one line for errors that the user can fix."""
@@ -24,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     name = argv[0] if argv and argv[0] in COMMANDS else ""
     label = f"nopad {name}".rstrip()
     _prepare_stdout()
+    if argv and argv[0] in RECIPES:
+        return _run_recipe(argv[0], argv[1:])
     try:
         return _dispatch(name, argv)
     except BrokenPipeError:  # the reader, `head` for instance, has closed the pipe
@@ -40,6 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _run_recipe(name: str, argv: list[str]) -> int:
+    """Run a recipe, whose errors during training keep their traceback."""
+    from .recipes.support.run_recipe import run_recipe
+
+    module = importlib.import_module(f".recipes.{RECIPES[name][0]}", __package__)
+    return run_recipe(f"nopad {name}", module.main, argv)
+
+
 def _dispatch(name: str, argv: list[str]) -> int:
     if name:
         module = importlib.import_module(f".cli.{COMMANDS[name][0]}", __package__)
@@ -52,16 +69,25 @@ def _dispatch(name: str, argv: list[str]) -> int:
         print(f"nopad {__version__}")
         status = 0
     else:
-        raise ValueError(f"unknown command {argv[0]!r}; choose from {', '.join(COMMANDS)}")
+        names = ", ".join((*COMMANDS, *RECIPES))
+        raise ValueError(f"unknown command {argv[0]!r}; choose from {names}")
     if sys.stdout is not None:
         sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
     return status
 
 
 def _print_help() -> int:
-    print("usage: nopad COMMAND [options]   (nopad COMMAND --help for each)\n")
-    print("\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()))
-    print("\n  --version  the installed version")
+    from .cli.terminal import console
+
+    out = console()
+    out.print("usage: nopad COMMAND [options]   (nopad COMMAND --help for each)")
+    for title, commands in (("data, models and generation", COMMANDS), ("training", RECIPES)):
+        out.print(f"\n{title}", style="bold")
+        for name, (_, what) in commands.items():
+            out.print(f"  {name:19}", style="cyan", end="")
+            out.print(f"{what}")
+    out.print("\nTraining runs on several devices with accelerate launch -m nopad COMMAND ...")
+    out.print("  --version          the installed version")
     return 0
 
 

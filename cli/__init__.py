@@ -16,6 +16,7 @@ from .load_pretrained import (
 from .options import (
     HelpFormatter,
     add_data_options,
+    add_model_argument,
     add_model_options,
     as_cli_message,
     attention_name,
@@ -23,13 +24,15 @@ from .options import (
     data_kwargs,
     number_above_0,
     number_from_0,
+    parser,
     positive,
 )
-from .terminal import printable
+from .terminal import printable, progress
 
 __all__ = [
     "HelpFormatter",
     "add_data_options",
+    "add_model_argument",
     "add_model_options",
     "as_cli_message",
     "attention_name",
@@ -43,8 +46,10 @@ __all__ = [
     "load_weights",
     "number_above_0",
     "number_from_0",
+    "parser",
     "positive",
     "printable",
+    "progress",
     "resolve_path",
     "short_error",
 ]

@@ -37,7 +37,7 @@ from .load_pretrained import (
     short_error,
 )
 from .options import attention_name, parser
-from .terminal import printable
+from .terminal import console, printable, progress
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
 MAX_PARAMETERS = 50_000_000
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
-    command = parser("doctor", __doc__)
+    command = parser("doctor", "MODEL [options]", __doc__)
     add = command.add_argument
     add(
         "model",
@@ -109,8 +109,12 @@ def _report_isolation(name: str, model: Any, implementations: list[str], config:
     """Print which implementations isolate documents; return the exit status."""
     from .doctor_isolation import check_isolation, report
 
-    results = [check_isolation(model, each, config) for each in implementations]
-    print(printable(report(name, model, results)))
+    with progress("checking attention", len(implementations)) as advance:
+        results = []
+        for each in implementations:
+            results.append(check_isolation(model, each, config))
+            advance(1)
+    report(console(), name, model, results)
     if not any(result.was_checked for result in results):
         return 2
     return int(any(result.is_bad for result in results))
@@ -123,14 +127,18 @@ def _report_parity(name: str, model: Any) -> int:
     2 for an unsupported model.
     """
     from ..attention import unsupported_reason
-    from .doctor_parity import measure, table
+    from .doctor_parity import measure, report
 
     reason = unsupported_reason(model)
     if reason is not None:
         print(printable(f"{name}: refused: {reason}"))
         return 2
-    rows = list(measure(model))
-    print(printable(table(name, rows)))
+    with progress("comparing generation and training") as advance:
+        rows = []
+        for row in measure(model):
+            rows.append(row)
+            advance(1)
+    report(console(), name, rows)
     return int(any(row.is_bad for row in rows) or all(row.parity is None for row in rows))
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.text import Text
 
 from ..attention import unsupported_reason
 from ..attention.hf import (
@@ -24,8 +25,13 @@ from ..attention.hf import (
     sequence_limit,
 )
 from .load_pretrained import short_error
+from .terminal import printable, table
 from .tiny_model import ATTENTION_DROPOUTS
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+VERDICT_STYLES = {"isolated": "green", "LEAK": "bold red", "WRONG": "bold red"}
 MAX_ROW = 1200
 """Tokens in a row of the check: eager attention takes memory by their square."""
 ROOM = 32
@@ -148,30 +154,27 @@ def _try_repair(model: Any, oracle: Any, limit: float) -> str:
     return "not fixed by nopad.attention.document_mask"
 
 
-def report(name: str, model: Any, results: list[IsolationResult]) -> str:
-    """Return the table, and a sentence that says which implementations to use."""
+def report(out: Console, name: str, model: Any, results: list[IsolationResult]) -> None:
+    """Print the table, and a sentence that says which implementations to use."""
     count = sum(p.numel() for p in model.parameters())
-    lines = [
-        f"{name}: {type(model).__name__}, {count:,} parameters, {model.device.type}",
-        "largest differences from the documents one by one, with eager attention:",
-        "",
-    ]
-    head = ("attention", "verdict", "leak", "logits", "loss", "gradients", "paged", "note")
-    table_rows = [head, *(_table_row(result) for result in results)]
-    widths = [max(len(row[i]) for row in table_rows) for i in range(len(head) - 1)]
-    for row in table_rows:
-        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    kind = f"{type(model).__name__}, {count:,} parameters, {model.device.type}"
+    out.print(printable(f"{name}: {kind}"), style="bold")
+    out.print("largest differences from the documents one by one, with eager attention:\n")
+    made = table("attention", "verdict", "leak", "logits", "loss", "gradients", "paged", "note")
+    for result in results:
+        cells = [Text(printable(cell)) for cell in _table_row(result)]
+        cells[1].stylize(VERDICT_STYLES.get(result.verdict, "dim"))
+        made.add_row(*cells)
+    out.print(made)
+    out.print("")
     bad = [result.name for result in results if result.is_bad]
     good = [result.name for result in results if result.verdict == "isolated"]
-    lines.append("")
     if bad:
-        lines.append(f"Do not train packed batches with {', '.join(bad)}.")
+        out.print(f"Do not train packed batches with {', '.join(bad)}.", style="bold red")
     if good:
-        lines.append(f"Packed documents are isolated with {', '.join(good)}.")
+        out.print(f"Packed documents are isolated with {', '.join(good)}.", style="green")
     if not bad and not good:
-        lines.append("Nothing was checked: no implementation named in --attn runs here.")
-    return "\n".join(lines)
+        out.print("Nothing was checked: no implementation named in --attn runs here.")
 
 
 def _table_row(result: IsolationResult) -> tuple[str, ...]:

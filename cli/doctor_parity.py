@@ -12,13 +12,18 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.text import Text
 
 from ..attention.backends import PAGED_BACKENDS
 from ..attention.hf import random_documents, sequence_limit
 from ..inference import Engine, LogprobParity, batch_invariant, compare_logprobs
+from .terminal import printable, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 60, 90)
 MAX_TOKENS = 24
@@ -77,18 +82,19 @@ def _row(
     return Row(dtype, label, parity, time.perf_counter() - began)
 
 
-def table(name: str, rows: list[Row]) -> str:
-    """Return a table of the rows that ran, then the others with their reasons."""
-    lines = [f"{name}: log-probabilities of generated tokens, engine against training forward", ""]
-    lines.append(
-        f"{'dtype':10}{'backend':24}{'tokens':>7}{'mean diff':>11}{'max diff':>11}{'seconds':>9}"
-    )
+def report(out: Console, name: str, rows: list[Row]) -> None:
+    """Print a table of the rows that ran, then the others with their reasons."""
+    title = "log-probabilities of generated tokens, engine against training forward"
+    out.print(f"{printable(name)}: {title}\n", style="bold")
+    names = ("dtype", "backend", "tokens", "mean diff", "max diff", "seconds", "")
+    made = table(*names, right=names[2:6])
     for row in rows:
         if row.parity is not None:
             p = row.parity
-            verdict = "  TOO LARGE" if row.is_bad else ""
-            numbers = f"{p.num_tokens:7}{p.mean:11.2e}{p.max:11.2e}{row.seconds:9.1f}"
-            lines.append(f"{row.dtype:10}{row.backend:24}{numbers}{verdict}")
-    not_run = [row for row in rows if row.parity is None]
-    lines += ["", *(f"not run: {row.dtype} {row.backend} ({row.note})" for row in not_run)]
-    return "\n".join(lines)
+            cells = (str(p.num_tokens), f"{p.mean:.2e}", f"{p.max:.2e}", f"{row.seconds:.1f}")
+            verdict = Text("TOO LARGE", "bold red") if row.is_bad else ""
+            made.add_row(row.dtype, row.backend, *cells, verdict)
+    out.print(made)
+    out.print("")
+    for row in (row for row in rows if row.parity is None):
+        out.print(printable(f"not run: {row.dtype} {row.backend} ({row.note})"), style="dim")

@@ -1,7 +1,7 @@
 """`nopad eval`: lm-evaluation-harness tasks on a checkpoint, through the engine.
 
-    nopad eval --model path/to/checkpoint --tasks arc_easy,gsm8k --limit 200
-    torchrun --nproc_per_node 4 -m nopad eval --model ... --tasks ...     # one model per GPU
+    nopad eval path/to/checkpoint --tasks arc_easy,gsm8k --limit 200
+    torchrun --nproc_per_node 4 -m nopad eval path/to/checkpoint --tasks ...   # one model per GPU
 
 Scores equal those of `lm_eval --model hf`. The output is a table, and one line of JSON last.
 """
@@ -12,17 +12,26 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
-from .options import add_model_options, count, count_or_fraction, parser, positive, writable_path
-from .terminal import printable
+from .options import (
+    add_model_argument,
+    add_model_options,
+    count,
+    count_or_fraction,
+    parser,
+    positive,
+    writable_path,
+)
+from .terminal import console, printable, table
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command's options."""
-    command = parser("eval", __doc__)
+    command = parser("eval", "MODEL --tasks NAMES [options]", __doc__)
     add = command.add_argument
-    add("--model", required=True, help="checkpoint folder or hub name")
+    add_model_argument(add, "checkpoint folder or hub name")
     add("--tasks", required=True, help="task names, separated by commas")
     add("--include-path", type=os.path.expanduser, help="folder with your own task files")
     add("--limit", type=count_or_fraction, help="documents per task; below 1, a fraction of them")
@@ -71,11 +80,10 @@ def main(argv: list[str]) -> int:
 
 
 def _print_results(results: dict, output: Path | None) -> None:
-    from lm_eval.utils import make_table
-
-    print(printable(make_table(results)))
-    if results.get("groups"):
-        print(printable(make_table(results, "groups")))
+    out = console()
+    for title, scores in (("task", results["results"]), ("group", results.get("groups"))):
+        if scores:
+            out.print(_score_table(title, scores, results.get("n-shot", {})))
     if output is not None:
         text = json.dumps(results, default=str, indent=1, ensure_ascii=False)
         output.write_text(text, encoding="utf-8")
@@ -84,3 +92,18 @@ def _print_results(results: dict, output: Path | None) -> None:
         for task, metrics in results["results"].items()
     }
     print(json.dumps(numbers))
+
+
+def _score_table(title: str, scores: dict, shots: dict) -> Any:
+    """Return a table with a row for each metric of each task."""
+    made = table(title, "few-shot", "filter", "metric", "value", "± stderr", right=("value",))
+    for task, metrics in scores.items():
+        for name, value in metrics.items():
+            metric, _, filter_name = name.partition(",")
+            if not isinstance(value, int | float) or not filter_name or "_stderr" in metric:
+                continue
+            error = metrics.get(f"{metric}_stderr,{filter_name}")
+            spread = f"{error:.4f}" if isinstance(error, int | float) else ""
+            cells = (task, shots.get(task, ""), filter_name, metric, f"{value:.4f}", spread)
+            made.add_row(*map(printable, cells))
+    return made

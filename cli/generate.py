@@ -1,15 +1,15 @@
 """`nopad generate MODEL`: complete prompts with any Hugging Face checkpoint, through the engine.
 
-    nopad generate path/to/checkpoint --prompt "Once upon a time" --text
+    nopad generate path/to/checkpoint --prompt "Once upon a time"
     nopad generate path/to/checkpoint --file prompts.txt --max-tokens 64 --output done.jsonl
     nopad generate path/to/checkpoint --file chats.jsonl --temperature 0.8 --n 4 --stats
     cat questions.txt | nopad generate path/to/checkpoint --file - --chat
 
 A text file has one prompt per line. A .jsonl file (or --jsonl) has one JSON object per line, with
 "prompt" (text or token ids) or "messages", and optionally sampling parameters such as "max_tokens".
-A .json file is a list of prompts or such objects. The output is one JSON object per completion, in
-the order of the prompts. Exit status: 0 on success, 1 if a request failed, 2 if the command could
-not start.
+A .json file is a list of prompts or such objects. A terminal shows prompts and completions for
+people; a pipe or --output gets one JSON object per completion, in the order of the prompts. Exit
+status: 0 on success, 1 if a request failed, 2 if the command could not start.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import (
+    RenamedOption,
+    add_model_argument,
     add_model_options,
     as_cli_message,
     count,
@@ -33,9 +35,11 @@ from .options import (
     writable_path,
 )
 from .prompt_file import PromptEntry, read_prompts
-from .terminal import printable
+from .terminal import console, printable, progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..inference import Completion, Engine, SamplingParams
 
 _SAMPLING_OPTIONS = (
@@ -58,12 +62,15 @@ def _generate(args: argparse.Namespace) -> int:
     params = _sampling_params(args, entries)
     prompts = [prompt for prompt, _ in entries]
     engine = _engine(args, prompts, uses_stop_strings=any(each.stop for each in params))
-    completions = engine.generate(prompts, params, deadline=args.deadline, progress=args.progress)
-    text = "".join(_output_lines(completions, args.text))
+    with progress("generating", len(prompts)) as advance:
+        completions = engine.generate(prompts, params, deadline=args.deadline, progress=advance)
+    out = console()
     if args.output:
-        _write_output(args.output, text)
+        _write_output(args.output, "".join(_output_lines(completions, args.text)))
+    elif out.is_terminal and not args.text:
+        _print_completions(out, prompts, completions)
     else:
-        sys.stdout.write(printable(text))
+        sys.stdout.write(printable("".join(_output_lines(completions, args.text))))
     if args.stats:
         print(json.dumps(_rounded(engine.stats.summary()), indent=1), file=sys.stderr)
     if args.trace:
@@ -84,9 +91,9 @@ def _write_output(path: Path, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    command = parser("generate", __doc__)
+    command = parser("generate", "MODEL --prompt TEXT [options]", __doc__)
     add = command.add_argument
-    add("model", help="checkpoint folder or hub name")
+    add_model_argument(add, "checkpoint folder or hub name")
     add("--prompt", action="append", help="a prompt; can be repeated")
     add("--file", help="file of prompts: text, .jsonl or .json; - reads standard input")
     add("--jsonl", action="store_true", help="--file is in JSON lines, whatever its suffix")
@@ -125,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
     add("--plot", type=plot_path, help="plot running and waiting requests: .svg, .png or .pdf")
     add("--stats", action="store_true", help="print engine statistics to standard error")
-    add("--progress", action="store_true", help="show a progress bar")
+    add("--progress", action=RenamedOption, now="is not needed: a terminal shows progress")
     return command
 
 
@@ -203,6 +210,32 @@ def _output_lines(completions: list[Completion], only_text: bool) -> Iterator[st
                 yield f"{each.text if each.error is None else f'[{each.error}]'}\n"
             else:
                 yield json.dumps(_record(index, sample_index, each), ensure_ascii=False) + "\n"
+
+
+def _print_completions(out: Console, prompts: list[Any], completions: list[Completion]) -> None:
+    """Print prompts and completions for people."""
+    from rich.text import Text
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for each in (completion, *completion.others):
+            text = Text(printable(_prompt_text(prompt)), "dim")
+            if each.error is not None:
+                text.append(printable(f" [{each.error}]"), "red")
+            else:
+                said = " ".join(map(str, each.token_ids)) if each.text is None else each.text
+                text.append(printable(said), "bold")
+            out.print(text)
+            out.print(f"{len(each.token_ids)} tokens, {each.finish_reason}\n", style="cyan")
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Return what a person reads of a prompt: the text, the turns of a chat, or ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and isinstance(prompt[0], dict):
+        turns = (f"{turn.get('role')}: {turn.get('content')}\n" for turn in prompt)
+        return "".join(turns) + "assistant: "
+    return " ".join(map(str, prompt)) + " "
 
 
 def _record(index: int, sample_index: int, completion: Completion) -> dict[str, Any]:

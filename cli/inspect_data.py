@@ -1,25 +1,20 @@
 """`nopad inspect DATA`: what packing does to a dataset, before any training.
 
     nopad inspect corpus.jsonl --tokenizer path/or/name --budget 8192
-    nopad inspect tokens/ --budget 4096 --html map.html
+    nopad inspect tokens/ --budget 4096 --html report.html
 
-Shows the lengths of the samples, the fill rate of packs for several budgets, the waste of padded
-batches, a map of the first packs, and the first pack as text, with the [[tokens in the loss]].
+Shows the lengths of the samples, the fill of packs for several budgets, what padding would waste, a
+map of the first packs, and the first pack as text, coloured by what counts for the loss ([[in
+brackets]] where there is no colour). --html writes all of it as one page.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
-from itertools import islice, pairwise
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..packing import IGNORE_INDEX, MAX_BUDGET, Pack, pack_lengths
-from ..packing.encoding import ENCODE_BATCH, SkippedRows, encode_rows, raise_or_skip
-from . import pack_map
 from .load_pretrained import load_tokenizer
 from .options import (
     add_data_options,
@@ -31,15 +26,24 @@ from .options import (
     positive,
     writable_path,
 )
-from .terminal import printable
+from .terminal import console, has_color, printable, progress, table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.text import Text
+
+    from ..packing import Pack
+    from ..packing.encoding import SkippedRows
+    from .data_report import BudgetRow, DataReport, Span
 
 EMPTY = "the data is empty"
 MAX_LENGTHS = 1 << 24
 """Samples to inspect at most, if their lengths are known."""
 MAX_STREAM_PACKS = 256
 """Packs of tokens to read of a stream, to measure its first samples."""
-MAX_TEXT_SAMPLES = 16
-"""Samples to show of a pack as text."""
+TERMINAL_CHARS, PAGE_CHARS = 160, 1200
+"""Characters to show of a span of text."""
+BAR_WIDTH = 40
 
 
 def main(argv: list[str]) -> int:
@@ -55,10 +59,37 @@ def main(argv: list[str]) -> int:
 
 
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
-    from ..packing import PackedDataset
+    with progress("tokenizing") as advance:
+        data = _open(args, tokenizer, advance)
+        lengths, total = measure_lengths(data, data.skipped, advance)
+        packs = list(islice(data, max(args.packs, args.decode))) if len(lengths) else []
+    skipped = data.skipped
+    reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
+    if not len(lengths):
+        raise ValueError(f"every row was skipped; the first: {reason}" if reason else EMPTY)
+    notes = [f"{skipped.rows:,} rows skipped; the first: {reason}"] if reason else []
+    report = _report(args, tokenizer, lengths, total, notes, packs)
+    from .data_report import write_html, write_png
 
-    data = PackedDataset(
-        args.data,
+    if args.html:
+        write_html(args.html, report)
+    if args.png:
+        write_png(args.png, report.packs, args.budget)
+    _print(report)  # last: its reader may close the pipe
+    for pack in packs[: args.decode]:
+        _print_pack(pack, tokenizer)
+    return 0
+
+
+def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
+    """Return the packs of the data; a small source is tokenized here."""
+    from ..packing import PackedDataset
+    from .counted_rows import open_counted
+
+    options = data_kwargs(args)
+    source = open_counted(args.data, tokenizer, args.text_column, options, advance)
+    return PackedDataset(
+        source,
         tokenizer=tokenizer,
         text_column=args.text_column,
         budget=args.budget,
@@ -66,35 +97,15 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
         seed=args.seed,
         rank=0,
         world_size=1,
-        **data_kwargs(args),
+        **options,
     )
-    skipped = data.skipped
-    lengths, total = measure_lengths(data, skipped)
-    reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
-    if not len(lengths):
-        raise ValueError(f"every row was skipped; the first: {reason}" if reason else EMPTY)
-    print(_summary(lengths, total))
-    if reason:
-        print(f"{skipped.rows:,} rows skipped; the first: {reason}")
-    print(histogram(lengths), budget_table(lengths, args.budget, args.overflow), sep="\n\n")
-    print(f"\npadded batches of 32 in random order would be {padding_waste(lengths):.1%} padding\n")
-    packs = list(islice(data, max(args.packs, args.decode)))
-    shown = [pack.lengths for pack in packs[: args.packs]]
-    width = max(20, shutil.get_terminal_size().columns - 32)
-    print(pack_map.draw_packs(shown, args.budget, width, color=pack_map.has_color(sys.stdout)))
-    if args.html:
-        pack_map.write_html(args.html, shown, args.budget)
-    if args.png:
-        pack_map.write_png(args.png, shown, args.budget)
-    for pack in packs[: args.decode]:
-        print("\n" + pack_text(pack, tokenizer))
-    return 0
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
-    command = parser("inspect", __doc__)
+    command = parser("inspect", "DATA [options]", __doc__)
     add = command.add_argument
-    add("data", help="jsonl, parquet, text or token files, a saved `datasets` folder or a hub name")
+    what = "jsonl, parquet, text or token files, a saved `datasets` folder or a hub name"
+    add("data", metavar="DATA", help=what)
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add("--text-column", default="text", help="column with the text")
     add_data_options(add)
@@ -104,16 +115,22 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
-    add("--html", type=writable_path, help="write the map to this HTML file, too")
+    add("--html", type=writable_path, help="write a report to this HTML file, too")
     add("--png", type=png_path, help="write the map to this PNG file, too (matplotlib)")
     return command.parse_args(argv)
 
 
-def measure_lengths(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | None]:
+def measure_lengths(
+    data: Any, skipped: SkippedRows, advance: Callable[[int], None] = lambda done: None
+) -> tuple[np.ndarray, int | None]:
     """Return the lengths of the first samples, and the number of samples; None if unknown.
 
     skipped: counts the rows of a stream that cannot be used.
     """
+    import numpy as np
+
+    from ..packing.encoding import ENCODE_BATCH, encode_rows, raise_or_skip
+
     if data.lengths is not None:
         return np.asarray(data.lengths[:MAX_LENGTHS], np.int64), len(data.lengths)
     stream, lengths, tokens = data.stream_settings, [], 0
@@ -127,7 +144,38 @@ def measure_lengths(data: Any, skipped: SkippedRows) -> tuple[np.ndarray, int | 
     return np.array(lengths, np.int64), len(lengths) if is_all else None
 
 
+def _report(
+    args: argparse.Namespace,
+    tokenizer: Any,
+    lengths: np.ndarray,
+    total: int | None,
+    notes: list[str],
+    packs: list[Pack],
+) -> DataReport:
+    from .data_report import DataReport, budget_rows, labelled_samples, length_bins
+
+    texts = []
+    for pack in packs[: args.decode] if args.html else ():
+        samples = labelled_samples(pack, tokenizer, PAGE_CHARS)
+        clean = [(n, [span._replace(text=printable(span.text)) for span in s]) for n, s in samples]
+        texts.append((_pack_title(pack), clean))
+    return DataReport(
+        name=printable(args.data),
+        summary=_summary(lengths, total),
+        notes=notes,
+        num_samples=len(lengths),
+        num_tokens=int(lengths.sum()),
+        bins=length_bins(lengths),
+        rows=budget_rows(lengths, args.budget, args.overflow),
+        budget=args.budget,
+        packs=[pack.lengths for pack in packs[: args.packs]],
+        texts=texts,
+    )
+
+
 def _summary(lengths: np.ndarray, total: int | None) -> str:
+    import numpy as np
+
     median, p99 = np.percentile(lengths, [50, 99]).astype(int).tolist()
     first = "" if total == len(lengths) else "the first "
     of = f" of {total:,}" if first and total is not None else ""
@@ -137,72 +185,79 @@ def _summary(lengths: np.ndarray, total: int | None) -> str:
     )
 
 
-def histogram(lengths: np.ndarray, width: int = 40) -> str:
-    """Draw the number of samples between powers of two.
+def _print(report: DataReport) -> None:
+    """Print the report, without the text of packs."""
+    from rich.text import Text
 
-    >>> print(histogram(np.array([1, 2, 3, 9]), width=4))
-        1 -     1 ██          1
-        2 -     3 ████        2
-        4 -     7             0
-        8 -    15 ██          1
-    """
-    exponents = np.floor(np.log2(lengths)).astype(int)
-    counts = np.bincount(exponents)
-    lines = []
-    for e in range(int(exponents.min()), len(counts)):
-        bar = "█" * round(width * counts[e] / counts.max())
-        lines.append(f"{1 << e:5} - {(2 << e) - 1:5} {bar:{width}} {counts[e]:8,}")
-    return "\n".join(lines)
+    from .data_report import draw_packs
 
-
-def budget_table(lengths: np.ndarray, budget: int, overflow: Any) -> str:
-    """Return a table of packs, fill rate and too long samples for several budgets."""
-    table_rows = ["   budget     packs     fill  samples/pack  longer than a pack"]
-    for each in (budget // 4, budget // 2, budget, budget * 2):
-        num_long = int((lengths > each).sum())
-        if not 1 <= each <= MAX_BUDGET or (overflow == "error" and num_long):
-            continue
-        plan = pack_lengths(lengths, each, overflow=overflow)
-        packed, mark = int(plan.lengths.sum()), "*" if each == budget else " "
-        fill, per_pack = "-", "-"
-        if len(plan):
-            fill = f"{packed / (len(plan) * each):.2%}"
-            per_pack = f"{len(plan.lengths) / len(plan):.1f}"
-        table_rows.append(f"{mark}{each:8,} {len(plan):9,} {fill:>8} {per_pack:>13} {num_long:19,}")
-    return "\n".join(table_rows)
+    out = console()
+    out.print(report.summary, style="bold")
+    for note in report.notes:
+        out.print(note, style="yellow")
+    lengths = table("length", "", "samples", right=("length", "samples"))
+    most = max(each.samples for each in report.bins)
+    for low, high, samples in report.bins:
+        bar = "█" * round(BAR_WIDTH * samples / most)
+        lengths.add_row(f"{low:,} - {high:,}", Text(bar, "cyan"), f"{samples:,}")
+    out.print("")
+    out.print(lengths)
+    out.print("")
+    out.print(_budget_table(report.rows, report.budget))
+    chosen = next((row for row in report.rows if row.budget == report.budget), None)
+    if chosen is not None:
+        out.print(
+            f"\npadded batches of {report.budget:,} positions would be {1 - chosen.padded:.1%} "
+            f"padding and take {chosen.step_ratio:.1f} times the steps\n"
+        )
+    width = max(20, min(out.width, 120) - 32)
+    out.print(draw_packs(report.packs, report.budget, width, has_color(out)), no_wrap=True)
 
 
-def padding_waste(lengths: np.ndarray, batch_size: int = 32) -> float:
-    """Return the fraction of padding in padded batches of random samples.
-
-    >>> padding_waste(np.array([1, 2]), batch_size=2)
-    0.25
-    """
-    order = np.random.default_rng(0).permutation(len(lengths))
-    starts = np.arange(0, len(lengths), batch_size)
-    longest = np.maximum.reduceat(lengths[order], starts)
-    sizes = np.diff(np.append(starts, len(lengths)))
-    return float(1 - lengths.sum() / (longest * sizes).sum())
-
-
-def pack_text(pack: Pack, tokenizer: Any) -> str:
-    """Return a pack's samples as text, with the [[tokens in the loss]] in brackets."""
-    lines = [f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.num_label_tokens} in the loss"]
-    for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MAX_TEXT_SAMPLES):
-        in_loss = pack.labels[a:b] != IGNORE_INDEX
-        edges = [0, *(np.flatnonzero(np.diff(in_loss)) + 1).tolist(), int(b - a)]
-        text = ""
-        for start, end in pairwise(edges):
-            span = _decode(pack.tokens[a + start : a + end], tokenizer)
-            text += f"[[{span}]]" if in_loss[start] else span
-        lines.append(f"  {b - a:5} tokens  {text}")
-    rest = len(pack.cu_seqlens) - 1 - MAX_TEXT_SAMPLES
-    return "\n".join([*lines, f"  ... and {rest} more samples"] if rest > 0 else lines)
+def _budget_table(rows: Sequence[BudgetRow], budget: int) -> Any:
+    """Return a table of packs, fill and too long samples for several budgets."""
+    names = ("budget", "packs", "fill", "samples/pack", "longer than a pack", "padded fill")
+    made = table(*names, right=names)
+    for row in rows:
+        cells = [
+            f"{row.budget:,}",
+            f"{row.packs:,}",
+            "-" if row.fill is None else f"{row.fill:.2%}",
+            "-" if row.samples_per_pack is None else f"{row.samples_per_pack:.1f}",
+            f"{row.num_long:,}",
+            f"{row.padded:.2%}",
+        ]
+        made.add_row(*cells, style="bold cyan" if row.budget == budget else None)
+    return made
 
 
-def _decode(ids: np.ndarray, tokenizer: Any, max_chars: int = 160) -> str:
-    text = " ".join(map(str, ids.tolist())) if tokenizer is None else tokenizer.decode(ids)
-    text = printable(text.replace("\n", "\\n"))
-    if len(text) <= max_chars:
-        return text
-    return f"{text[: max_chars // 2]} ... {text[-max_chars // 2 :]}"
+def _pack_title(pack: Pack) -> str:
+    return f"pack {pack.index}: {len(pack.tokens)} tokens, {pack.num_label_tokens} in the loss"
+
+
+def _print_pack(pack: Pack, tokenizer: Any) -> None:
+    """Print a pack's samples as text; tokens in the loss are green, or [[in brackets]]."""
+    from rich.text import Text
+
+    from .data_report import labelled_samples
+
+    out = console()
+    out.print(f"\n{_pack_title(pack)}", style="bold")
+    samples = labelled_samples(pack, tokenizer, TERMINAL_CHARS)
+    for length, spans in samples:
+        line = Text(f"  {length:5} tokens  ")
+        for span in spans:
+            line.append_text(_span_text(span, has_color(out)))
+        out.print(line)
+    rest = len(pack.cu_seqlens) - 1 - len(samples)
+    if rest > 0:
+        out.print(f"  ... and {rest} more samples", style="dim")
+
+
+def _span_text(span: Span, color: bool) -> Text:
+    from rich.text import Text
+
+    text = printable(span.text.replace("\n", "\\n"))
+    if color:
+        return Text(text, "green" if span.in_loss else "dim")
+    return Text(f"[[{text}]]" if span.in_loss else text)

@@ -11,7 +11,7 @@ unchanged. Pages, CUDA graphs and cached prefixes are kept for the next call, wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -148,7 +148,7 @@ class Engine:
         *,
         priority: int | Sequence[int] = 0,
         deadline: float | Sequence[float | None] | None = None,
-        progress: bool = False,
+        progress: bool | Callable[[int], Any] = False,
         _draws: Draws | None = None,
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order of the prompts.
@@ -160,17 +160,18 @@ class Engine:
             params: one for all prompts, or one for each.
             priority: lower runs first; one for all, or one for each.
             deadline: seconds after which requests return what they have; one for all or for each.
-            progress: show a progress bar.
+            progress: True shows a bar; a function is called with the number of prompts done.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
-        bar = tqdm(total=len(specs), disable=not progress, unit="req")
+        bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
+        update = progress if callable(progress) else bar.update
         with self._lock, bar:
             encoded = self._encode(specs)
             draws = own_draws(self._model) if _draws is None else _draws
             with defer_full_gc(), self._runner.borrow_model():
                 self._runner.start_trace()
                 groups = self._build_requests(encoded, draws)
-                completions = self._runner.run_to_completion(groups, bar.update)
+                completions = self._runner.run_to_completion(groups, update)
                 return [completions[group.id] for group in groups]
 
     @exclusive

@@ -287,7 +287,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         return RankShard(*self.ranks(), *(self._worker_number() or (0, 1)))
 
     def place(self, layout: Layout) -> None:
-        """Read the packs of this process in a `layout`, unless rank= was passed; loaders call it."""
+        """Read the packs of this process in a `layout`, unless rank= is given; loaders call it."""
         self._layout, self._is_placed = layout, True
 
     def _detect_layout(self) -> None:

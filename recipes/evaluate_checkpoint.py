@@ -1,6 +1,6 @@
 """Evaluate a saved checkpoint by generation, with prompts and references from a file.
 
-    python recipes/evaluate_checkpoint.py --model runs/pretrain-1/checkpoint-800 \\
+    python recipes/evaluate_checkpoint.py runs/pretrain-1/checkpoint-200 \\
         --data test.jsonl --prompt "Question: {question}\\nAnswer:" --reference "{answer}" \\
         --regex "#### (-?[0-9.,]+)"
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nopad.cli import (
     HelpFormatter,
+    add_model_argument,
     add_model_options,
     check_chat_template,
     checkpoint_path,
@@ -43,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=HelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder or hub name")
+    add_model_argument(add, "checkpoint folder or hub name")
     add("--data", type=Path, required=True, help="jsonl file, one example per line")
     add("--prompt", default="{prompt}", help="template of the prompt, with column names in braces")
     add("--reference", default="{completion}", help="template of the reference")

@@ -1,12 +1,13 @@
 """Pretrain a causal LM on packs with Accelerate, and generate from the live model on the way.
 
-    accelerate launch recipes/pretrain.py            # a small Llama on Python's standard library
-    accelerate launch recipes/pretrain.py --data corpus.jsonl --model path/to/config --budget 8192
-    accelerate launch recipes/pretrain.py --resume   # continue the last run
+    nopad pretrain                 # a small Llama on functions of Python's standard library
+    nopad pretrain path/to/config --data corpus.jsonl --budget 8192
+    nopad pretrain --resume        # continue the last run
+    accelerate launch -m nopad pretrain ...         # on several devices, as configured
 
 Two processes on a CPU (`--num_processes 2` alone silently starts one process there):
 
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/pretrain.py
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m nopad pretrain
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ import logging
 import os
 import sys
 
-from nopad.cli import HelpFormatter, count, number_above_0, number_from_0, positive
+from nopad.cli import count, number_above_0, number_from_0, positive
+from nopad.cli import parser as command_parser
 from nopad.recipes.support.arguments import parse_with_config
-from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
-from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
+from nopad.recipes.support.data_and_model import (
+    add_data_and_model_options,
+    eval_metric,
+    load_data,
+    load_model,
+)
+from nopad.recipes.support.run_dir import EVAL_LOG, RunDir, RunProgress, add_run_options
 from nopad.recipes.support.run_recipe import run_recipe
 
 RATE_INTERVAL = 10
@@ -28,24 +35,21 @@ which are few and slow, are read one by one."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Pretrain a causal LM on packs, and generate from the live model on the way.",
-        formatter_class=HelpFormatter,
-    )
-    add_data_and_model_options(parser, budget=512)
+    parser = command_parser("pretrain", "[MODEL] [options]", __doc__)
+    add_data_and_model_options(parser, budget=1024)
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=positive, default=800, help="optimizer steps")
+    add("--steps", type=positive, default=480, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=number_from_0, default=6e-3, help="peak learning rate")
-    add("--warmup", type=count, default=40, help="warmup steps")
+    add("--warmup", type=count, default=30, help="warmup steps")
     add("--weight-decay", type=number_from_0, default=0.1, help="weight decay of matrices")
     add("--clip", type=number_above_0, default=1.0, help="maximum gradient norm; inf: none")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, "pretrain")
-    add("--save-every", type=positive, default=200, help="steps between checkpoints")
+    add("--save-every", type=positive, default=240, help="steps between checkpoints")
     add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
-    add("--eval-every", type=positive, default=400, help="steps between evaluations")
+    add("--eval-every", type=positive, default=80, help="steps between evaluations")
     add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
         "default: beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")
@@ -91,7 +95,7 @@ def create_accelerator(args: argparse.Namespace):
     if accelerator.num_processes != launched:
         raise ValueError(
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}: "
-            "the top of recipes/pretrain.py shows how to launch several"
+            "nopad pretrain --help shows how to launch several"
         )
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
@@ -109,6 +113,7 @@ class Pretraining:
     """One run: model, optimizer, loader and evaluation; the training loop; its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, run_dir: RunDir, accelerator):
+        from nopad.recipes.support.run_summary import expected_padded_fill
         from nopad.trainer import StopRequest
         from nopad.trainer.loss import attach_loss
         from nopad.trainer.monitoring import ThroughputMeter
@@ -118,6 +123,7 @@ class Pretraining:
         self.stop = StopRequest()
         with accelerator.main_process_first():
             self.tokenizer, dataset, self.examples = load_data(args)
+        self.padded_fill = expected_padded_fill(dataset, args.budget)
         model = load_model(args, self.tokenizer)
         self.loss = attach_loss(model)
         on_gpu = accelerator.device.type == "cuda"
@@ -134,7 +140,7 @@ class Pretraining:
         self.meter = ThroughputMeter.of(self.loader, model)
         self.evaluation = self._build_evaluation()
         self.stopping = False
-        self.losses: list[float] = []
+        self.num_logged = 0
         self.rates: dict[str, float] = {}
         self.step = 0
 
@@ -146,7 +152,9 @@ class Pretraining:
 
         args, model = self.args, self.accelerator.unwrap_model(self.model)
         examples = [Example(prompt) for prompt in args.prompt or []] or self.examples
-        evaluation = continuation_eval(model, self.tokenizer, examples, args.eval_every, args.seed)
+        settings = {"every": args.eval_every, "seed": args.seed, "metric": eval_metric(args)}
+        evaluation = continuation_eval(model, self.tokenizer, examples, **settings)
+        self.metric = evaluation.monitor
         return AccelerateEval(
             self.accelerator, self.model, evaluation, meter=self.meter, console=True
         )
@@ -158,7 +166,9 @@ class Pretraining:
 
             tqdm.write(text)
 
-    def print_summary(self) -> None:
+    def print_start(self) -> None:
+        from nopad.recipes.support.run_summary import padding_line
+
         num_parameters = sum(p.numel() for p in self.model.parameters())
         ranks = self.accelerator.num_processes
         self.print(
@@ -168,6 +178,22 @@ class Pretraining:
             f"{ranks} process{'es' if ranks > 1 else ''} on {self.accelerator.device.type} "
             f"-> {self.run_dir.path}"
         )
+        self.print(padding_line(self.padded_fill, self.args.budget))
+
+    def print_end(self) -> None:
+        """Print what the run did in five lines; leave a plot of it in the run folder."""
+        from nopad.recipes.support.run_summary import plot, summary_lines
+
+        if not self.accelerator.is_main_process:
+            return
+        log, evaluations = self.run_dir.read_log(), self.run_dir.read_log(EVAL_LOG)
+        if not log:
+            return
+        figures = (log, evaluations, self.metric, self.padded_fill, self.args.budget)
+        self.print("\n".join(summary_lines(*figures)))
+        path = self.run_dir.path / "training.svg"
+        path.write_text(plot(self.run_dir.path.name, *figures), encoding="utf-8")
+        self.print(f"plot: {path}")
 
     def resume(self) -> None:
         step = self.run_dir.latest_step()
@@ -180,7 +206,7 @@ class Pretraining:
     def train(self) -> None:
         from tqdm import tqdm
 
-        losses, disable = [], not self.accelerator.is_main_process
+        results, disable = [], not self.accelerator.is_main_process
         progress = {"total": self.args.steps, "initial": self.step, "unit": "step"}
         with tqdm(**progress, dynamic_ncols=True, disable=disable) as bar:
             for index, batch in enumerate(self.loader):
@@ -188,13 +214,14 @@ class Pretraining:
                     break
                 if index == 0:
                     self.on_first_batch()
-                losses.append(self.backward(batch))
-                assert self.loader.last_pack is not None
-                self.meter.add(self.loader.last_pack, batch["labels"], self.loss.token_losses)
+                loss, pack = self.backward(batch), self.loader.last_pack
+                assert pack is not None
+                results.append((loss, int(pack.lengths.sum()), len(pack.lengths)))
+                self.meter.add(pack, batch["labels"], self.loss.token_losses)
                 if self.accelerator.sync_gradients:
                     self.step += 1
-                    self.log_step(bar, losses)
-                    losses.clear()
+                    self.log_step(bar, *zip(*results, strict=True))
+                    results.clear()
                     self.after_step()
 
     def on_first_batch(self) -> None:
@@ -205,7 +232,9 @@ class Pretraining:
         if self.args.log_with:
             self.accelerator.init_trackers("pretrain")
         self.run_dir.start_training(is_main)
-        self.meter.reset()  # do not count checks and trackers as training time
+        if self.step == 0:
+            self.evaluate(last=True)  # what the later evaluations are compared with
+        self.meter.reset()  # do not count checks, trackers and this evaluation as training time
 
     def backward(self, batch: dict):
         with self.accelerator.accumulate(self.model):
@@ -219,17 +248,22 @@ class Pretraining:
             self.optimizer.zero_grad()
         return loss.detach()
 
-    def log_step(self, bar, losses: list) -> None:
-        """Update the progress bar, the tracker and log.jsonl."""
+    def log_step(self, bar, losses: tuple, tokens: tuple, samples: tuple) -> None:
+        """Update the progress bar, the tracker and log.jsonl; each tuple has a value per pack."""
         import torch
         from nopad.trainer.monitoring import raise_if_not_finite, tracker_tags
 
-        loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+        loss = torch.stack(losses).mean()
+        counts = loss.new_tensor([sum(tokens), sum(samples), len(losses)])
+        # One collective and one transfer per step.
+        loss, *counts = self.accelerator.reduce(torch.cat([loss[None], counts]), "sum").tolist()
+        loss /= self.accelerator.num_processes
         if not self.args.continue_on_nan:
             raise_if_not_finite(loss, f"step {self.step}")
-        self.losses.append(loss)
         values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
-        is_early, is_last = len(self.losses) < RATE_INTERVAL, self.step == self.args.steps
+        values |= zip(("tokens", "samples", "packs"), map(int, counts), strict=True)
+        self.num_logged += 1
+        is_early, is_last = self.num_logged < RATE_INTERVAL, self.step == self.args.steps
         if is_early or is_last or self.step % RATE_INTERVAL == 0:
             self.rates = self.meter.read()
             values |= self.rates
@@ -247,9 +281,15 @@ class Pretraining:
         self.stopping = self.stop.should_stop()
         is_last = self.step == self.args.steps
         if not self.stopping:
-            self.evaluation.after_step(self.step, is_last)
+            self.evaluate(is_last)
         if self.step % self.args.save_every == 0 or is_last or self.stopping:
             self.save()
+
+    def evaluate(self, last: bool = False) -> None:
+        """Evaluate if it is time, or at the first and last step; log the metrics."""
+        for report in self.evaluation.after_step(self.step, last):
+            if self.accelerator.is_main_process and report.metrics:
+                self.run_dir.log(self.step, report.metrics, EVAL_LOG)
 
     def save(self) -> None:
         """Write a checkpoint to resume from, which `from_pretrained` loads as a model too."""
@@ -275,15 +315,12 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     from nopad.trainer.monitoring import check_weights
 
     run = Pretraining(args, run_dir, accelerator)
-    run.print_summary()
+    run.print_start()
     if args.resume:
         run.resume()
     run.train()
     check_weights(run.model, f"step {run.step}")
-    if run.losses:
-        recent = run.losses[-50:]
-        mean = sum(recent) / len(recent)
-        run.print(f"loss {run.losses[0]:.2f} -> {mean:.2f} (mean of the last {len(recent)} steps)")
+    run.print_end()
     status = "stopped, continue with --resume" if run.step < args.steps else "done"
     run.print(f"{status}: {run_dir.checkpoint_path(run.step)}")
     del run  # DDP must be gone before the process group: see `destroy_group`

@@ -1,26 +1,25 @@
 """Pretrain a causal LM on packed documents with Lightning.
 
-python recipes/pretrain_lightning.py      # a small Llama on Python's standard library
-python recipes/pretrain_lightning.py --devices 2 --accelerator cpu --data corpus.jsonl
-python recipes/pretrain_lightning.py --config run.yaml --resume
+nopad pretrain-lightning       # a small Llama on Python's standard library
+nopad pretrain-lightning --devices 2 --accelerator cpu --data corpus.jsonl --resume
 """
 
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from nopad.cli import HelpFormatter, count, number_from_0, positive
+from nopad.cli import count, number_from_0, positive
+from nopad.cli import parser as command_parser
+from nopad.recipes.support import data_and_model as setup
 from nopad.recipes.support.arguments import parse_with_config
-from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
-from nopad.recipes.support.holdout import continuation_eval
 from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
 from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_recipe
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = ArgumentParser(description="Pretrain with Lightning.", formatter_class=HelpFormatter)
-    add_data_and_model_options(parser, budget=2048)
+    parser = command_parser("pretrain-lightning", "[MODEL] [options]", __doc__)
+    setup.add_data_and_model_options(parser, budget=2048)
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=150, help="optimizer steps")
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
@@ -66,6 +65,7 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     run_dir = RunDir.from_args("pretrain_lightning", args, progress)
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from nopad.recipes.support.holdout import continuation_eval
     from nopad.trainer import latest_intact_archive
     from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_lightning import (
@@ -80,14 +80,16 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         stop = StopCallback(args.output / "last.ckpt")
         ckpt_path = latest_intact_archive(args.output) if args.resume else None
         pl.seed_everything(args.seed, verbose=False)
-        tokenizer, dataset, examples = load_data(args)
+        tokenizer, dataset, examples = setup.load_data(args)
         data = PackedDataModule(dataset, num_workers=args.workers)
         # Without versions, last.ckpt is the newest checkpoint also after a resume.
-        settings = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
-        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **settings)
-        model = load_model(args, tokenizer)
-        generation_eval = continuation_eval(model, tokenizer, examples, args.eval_every, args.seed)
-        evaluation = EvalCallback(generation_eval, console=True)
+        save = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
+        checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **save)
+        model = setup.load_model(args, tokenizer)
+        settings = (args.eval_every, args.seed, setup.eval_metric(args))
+        evaluation = EvalCallback(
+            continuation_eval(model, tokenizer, examples, *settings), console=True
+        )
         packed = PackedCallback(data, continue_on_nan=args.continue_on_nan)
         launch = {k: getattr(args, k) for k in ("accelerator", "devices", "strategy", "precision")}
         trainer = pl.Trainer(
@@ -107,10 +109,9 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
             save_pretrained(trainer, args.output / "model", tokenizer)
         if trainer.is_global_zero:
+            model_dir = f"; model: {args.output / 'model'}, for from_pretrained and nopad generate"
             status = "done" if finished else "stopped, continue with --resume"
-            print(f"{status}: {args.output}, step {trainer.global_step}")
-            if finished:
-                print(f"model: {args.output / 'model'}, for from_pretrained and nopad generate")
+            print(f"{status}: {args.output}, step {trainer.global_step}{model_dir * finished}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Fine-tune a chat model on packed conversations, with the loss on the assistant's turns only.
 
-    accelerate launch recipes/sft.py --model path/or/name --data chats.jsonl
-    accelerate launch recipes/sft.py --model path/or/name --data chats.jsonl --lora 16
-    accelerate launch recipes/sft.py --config sft.yaml --resume
+    nopad sft path/or/name --data chats.jsonl
+    nopad sft path/or/name --data chats.jsonl --lora 16
+    accelerate launch -m nopad sft --config sft.yaml --resume
 
 Rows are {"messages": [...]}, {"prompt": ..., "completion": ...} or {"input_ids", "labels"}.
 """
@@ -14,7 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from nopad.cli import HelpFormatter, checkpoint_path, count, load_tokenizer, positive
+from nopad.cli import add_model_argument, checkpoint_path, count, load_tokenizer, positive
+from nopad.cli import parser as command_parser
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_packing_options,
@@ -30,12 +31,9 @@ from nopad.recipes.support.run_recipe import run_recipe
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Fine-tune a chat model on packed conversations.",
-        formatter_class=HelpFormatter,
-    )
+    parser = command_parser("sft", "MODEL --data FILE [options]", __doc__)
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", help="checkpoint folder or hub name of a causal LM")
+    add_model_argument(add, "checkpoint folder or hub name of a causal LM", required=False)
     add("--data", help=".jsonl[.gz|.zst], .parquet, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; default: the model's")
     add("--chat-template", help="Jinja file, for a tokenizer without a chat template")
@@ -50,9 +48,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "0: none")  # fmt: skip
     add_hf_options(parser, "sft", learning_rate=2e-5)
     args = parse_with_config(parser, argv, "sft")
-    for name in ("model", "data"):
-        if getattr(args, name) is None:
-            raise ValueError(f"--{name} is required")
+    for name, value in (("MODEL", args.model), ("--data", args.data)):
+        if value is None:
+            raise ValueError(f"{name} is required")
     return args
 
 
@@ -101,9 +99,9 @@ def load_model(args: argparse.Namespace, tokenizer):
 
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
     """Fine-tune; an error that the user can fix is a ValueError, OSError or ImportError."""
-    from transformers import set_seed
-
     args = parse_args(argv)
+    from transformers import set_seed  # imported late: --help is quick
+
     run_dir = RunDir.from_args("sft", args, progress)
     set_seed(args.seed)
     tokenizer, data, examples = load_data(args)

@@ -387,6 +387,17 @@ FAULTS = {
         "nopad.cli.terminal",
         "printable = str",
     ),
+    "text of the data is HTML": (
+        "cli/test_inspect_data.py::test_the_page_is_one_file_that_data_cannot_write_code_into",
+        "nopad.cli.data_report.html_page",
+        "escape = str",
+    ),
+    "anything is Python": (
+        "recipes/support/test_stdlib_corpus.py::"
+        "test_a_completion_counts_if_python_can_parse_enough_of_it",
+        "nopad.recipes.support.stdlib_corpus",
+        "_parse = str",
+    ),
     "aliases are followed": (
         "recipes/support/test_arguments.py::"
         "test_yaml_that_grows_or_contradicts_itself_is_refused_at_once",

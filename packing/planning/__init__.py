@@ -3,6 +3,7 @@
 from .balancing import Cost, balance_plan
 from .overflow import Counts, Overflow
 from .packer import Packer
+from .padding import padded_fill
 from .plan import Plan
 from .planner import Planner, Strategy, check_ints, pack_lengths
 
@@ -17,4 +18,5 @@ __all__ = [
     "balance_plan",
     "check_ints",
     "pack_lengths",
+    "padded_fill",
 ]

@@ -1,6 +1,6 @@
 """Parse a recipe's arguments: the command line, and a YAML file with the same names.
 
-python recipes/sft.py --config sft.yaml --learning-rate 1e-5
+nopad sft --config sft.yaml --learning-rate 1e-5
 
 An argument on the command line overrides the one in the YAML file. With `--resume`, both override
 the settings that the run was started with; without any of them, the default applies. Workers that
@@ -64,7 +64,8 @@ def yaml_args(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
 
     null stands for the default; false does too, for an option that can be switched off.
     """
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    hidden = argparse.SUPPRESS  # options of earlier versions
+    actions = {a.dest: a for a in parser._actions if a.dest != "help" and a.help is not hidden}
     argv, defaults = [], {}
     for name, value in read_yaml(path).items():
         if name not in actions:
@@ -76,7 +77,7 @@ def yaml_args(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
             raise ValueError(f"{path}: {name} takes one value, not a list")
         if isinstance(value, list) and (not value or None in value):
             raise ValueError(f"{path}: {name} is a list without values, or with null in it")
-        if value is None or (action.nargs in (0, "?") and _is(value, FALSE)):
+        if value is None or (_is_switch(action) and _is(value, FALSE)):
             defaults[name] = action.default
         else:
             argv += _to_argv(path, action, value)
@@ -98,12 +99,19 @@ def _explicit_of_yaml(
 
 def _to_argv(path: Path, action: argparse.Action, value: str | list[str]) -> list[str]:
     """Write a value, as it stands in the file, as command-line arguments."""
+    if not action.option_strings:
+        return [str(value)]
     option = action.option_strings[-1]
-    if action.nargs in (0, "?") and _is(value, TRUE):
+    if _is_switch(action) and _is(value, TRUE):
         return [option]
     if action.nargs == 0:
         raise ValueError(f"{path}: {action.dest} is {value}; it must be true or false")
     return [f"{option}={item}" for item in (value if isinstance(value, list) else [value])]
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    """Return whether an option may stand without a value."""
+    return bool(action.option_strings) and action.nargs in (0, "?")
 
 
 def _is(value: str | list[str], words: tuple[str, ...]) -> bool:

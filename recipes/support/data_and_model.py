@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from nopad.cli import (
     add_data_options,
+    add_model_argument,
     attention_name,
     count,
     data_kwargs,
@@ -24,13 +25,16 @@ from nopad.cli import (
 if TYPE_CHECKING:
     from nopad.packing.planning import Overflow
 
+NUM_STDLIB_EXAMPLES = 48
+
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
     """Add the options of a pretraining recipe that choose data and model."""
     add = parser.add_argument_group("data and model").add_argument
+    what = "checkpoint folder, config.json or hub name; default: a small Llama"
+    add_model_argument(add, what, required=False)
     add("--data", help=".jsonl[.gz|.zst], .parquet or text file, folder of files, token file, "
         "saved `datasets` folder or hub name; default: Python's standard library")  # fmt: skip
-    add("--model", help="checkpoint folder, config.json or hub name; default: a small Llama")
     add("--tokenizer", help="folder or hub name; default: the model's, or a small built-in one")
     add_packing_options(add, budget)
 
@@ -105,12 +109,19 @@ def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: Overfl
 
 
 def stdlib_documents() -> tuple[list[str], list]:
-    """Return the standard library's training documents, and its held-out ones as examples."""
+    """Return the standard library's training documents, and its held-out functions as examples."""
     from nopad.recipes.support import stdlib_corpus
-    from nopad.recipes.support.holdout import prefix_example
 
     texts, held_out = stdlib_corpus.split(stdlib_corpus.documents())
-    return texts, [example for text in held_out if (example := prefix_example(text))]
+    functions = map(stdlib_corpus.function_example, held_out)
+    return texts, [example for example in functions if example][:NUM_STDLIB_EXAMPLES]
+
+
+def eval_metric(args: argparse.Namespace) -> Callable[[str, Any], float]:
+    """Return how completions are scored: Python by its syntax, other data by its references."""
+    from nopad.recipes.support import holdout, stdlib_corpus
+
+    return stdlib_corpus.parses if args.data is None else holdout.matched
 
 
 @contextmanager
@@ -142,7 +153,7 @@ def load_checkpoint(path: str, **options: Any) -> Any:
 
 
 def load_model(args: argparse.Namespace, tokenizer):
-    """Load `--model`, or build it with new weights if it is only a config; default: a Llama."""
+    """Load MODEL, or build it with new weights if it is only a config; default: a Llama."""
     from nopad.attention import register
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -180,14 +191,14 @@ def _small_llama(args: argparse.Namespace, tokenizer):
 
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
         max_position_embeddings=max(args.budget, 2048),
         tie_word_embeddings=True,
-        initializer_range=1 / 16,  # 1 / sqrt(hidden_size): the loss falls from the first step
+        initializer_range=1 / 14,  # 1 / sqrt(hidden_size): the loss falls from the first step
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -21,6 +21,7 @@ from nopad.trainer.evaluation import Example, GenerationEval
 ONE_IN = 50
 PROMPT_CHARS, REFERENCE_CHARS = 160, 40
 """A text's first characters are the prompt; the next ones are the reference."""
+MAX_TOKENS = 48
 
 
 class ExcludingRows(RowSource):
@@ -124,11 +125,17 @@ def matched(text: str, reference: str) -> float:
 
 
 def continuation_eval(
-    model: Any, tokenizer: Any, examples: Sequence[Example], every: int, seed: int
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    every: int,
+    seed: int,
+    metric: Callable[[str, Any], float] = matched,
 ) -> GenerationEval:
     """Build an evaluation that continues the examples with the live model, on all ranks.
 
-    Completions of prompts without references are printed but not scored.
+    metric: scores the completions, under its own name. Completions of prompts without references
+        are printed but not scored.
     """
     from nopad.inference import DataParallelEngine, Engine, SamplingParams
 
@@ -136,8 +143,8 @@ def continuation_eval(
     return GenerationEval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
-        {"matched": matched} if scored else {},
-        SamplingParams(temperature=0.7, max_tokens=32, seed=seed),
+        {metric.__name__: metric} if scored else {},
+        SamplingParams(temperature=0, max_tokens=MAX_TOKENS, seed=seed),
         every=every,
-        monitor="matched" if scored else None,
+        monitor=metric.__name__ if scored else None,
     )

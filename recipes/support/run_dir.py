@@ -2,7 +2,9 @@
 
 runs/pretrain-1/run.json            the settings that the run was started with
 runs/pretrain-1/run.lock            locked while a process trains in the folder
-runs/pretrain-1/log.jsonl           the loss of every step; rates of the first and every tenth step
+runs/pretrain-1/log.jsonl           loss and tokens of every step; rates of the first and tenth ones
+runs/pretrain-1/eval.jsonl          the metrics of every evaluation
+runs/pretrain-1/training.svg        a plot of them, written at the end
 runs/pretrain-1/checkpoint-50/      weights, optimizer, schedule, RNG, data position, tokenizer
 
 A checkpoint is written as unfinished-N, gets its manifest last, and is then renamed. Incomplete
@@ -24,6 +26,7 @@ from typing import IO, Any
 from nopad.recipes.support.run_lock import is_main_process, lock_run
 
 RUNS_DIR = Path("runs")
+TRAIN_LOG, EVAL_LOG = "log.jsonl", "eval.jsonl"
 RUN_FILES = ("run.json", "checkpoint-*", "*.ckpt", "*.safetensors")
 """Files that a run of any recipe leaves in its folder."""
 NOT_SAVED = {"resume", "output", "config"}
@@ -107,7 +110,7 @@ def check_unchanged(path: Path, settings: dict[str, Any], explicit: dict[str, An
         # By repr, because 0 == False: --add-eos 0 is a token id, --add-eos none is False.
         if repr(settings[name]) == repr(explicit[name]):
             continue
-        option = "--" + name.replace("_", "-")
+        option = "MODEL" if name == "model" else "--" + name.replace("_", "-")
         before = f"no {option}" if settings[name] is None else f"{option} {settings[name]}"
         changes.append(f"{before} (now {explicit[name]})")
     if changes:
@@ -182,7 +185,7 @@ class RunDir:
             from tqdm import tqdm
 
             tqdm.write(f"{self.path} has no checkpoint yet: starting again at step 0")
-            self.truncate_log(0)
+            self.truncate_log(-1)
             self.restarts_at_zero = False
         if self.created:
             return
@@ -243,17 +246,22 @@ class RunDir:
             self.checkpoint_path(old).rename(self.unfinished_path(old))
             shutil.rmtree(self.unfinished_path(old), ignore_errors=True)
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        with (self.path / "log.jsonl").open("a") as file:
+    def log(self, step: int, values: dict[str, Any], name: str = TRAIN_LOG) -> None:
+        with (self.path / name).open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def read_log(self, name: str = TRAIN_LOG) -> list[dict[str, Any]]:
+        """Return the lines of a log; none if nothing was logged."""
+        path = self.path / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def truncate_log(self, step: int) -> None:
         """Remove log lines after `step`, which a resumed run repeats, and incomplete lines."""
-        path = self.path / "log.jsonl"
-        if not path.exists():
-            return
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
-        _write_atomically(path, "".join(line for line in lines if _logged_step(line) <= step))
+        for path in (self.path / TRAIN_LOG, self.path / EVAL_LOG):
+            if path.exists():
+                lines = path.read_text(errors="replace").splitlines(keepends=True)
+                kept = "".join(line for line in lines if _logged_step(line) <= step)
+                _write_atomically(path, kept)
 
 
 def new_path(recipe: str, output: Path | None) -> Path:

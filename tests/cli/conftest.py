@@ -17,3 +17,13 @@ def checkpoint_dir(tmp_path_factory) -> Path:
     random_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Let standard output and error look like terminals; return a setter of the environment."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    return monkeypatch.setenv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from nopad.__main__ import main as run_nopad
+from nopad.cli import generate
 from nopad.cli.generate import main
 from nopad.cli.prompt_file import read_prompts
 from nopad.inference import Completion
@@ -230,8 +233,6 @@ def test_texts_become_chats(checkpoint_dir, tmp_path, capsys):
 
 
 def test_chat_without_a_template_is_told_before_the_model_is_loaded(checkpoint, monkeypatch):
-    from nopad.cli import generate
-
     monkeypatch.setattr(generate, "load_model", None)
     with pytest.raises(ValueError, match="--chat: the tokenizer has no chat template"):
         main([checkpoint, "--prompt", "Lily", "--chat"])
@@ -285,14 +286,26 @@ def test_what_is_no_checkpoint_is_told_so(tmp_path, name, word):
         main([str(tmp_path / name), "--prompt", "a"])
 
 
-@pytest.mark.parametrize("command", ["generate", "doctor", "eval", "inspect"])
-def test_help_is_quick_and_needs_no_torch(command):
-    program = (
-        f"import sys\nfrom nopad.__main__ import main\ntry:\n    main(['{command}', '--help'])\n"
-        "except SystemExit:\n    sys.exit('torch' in sys.modules or 'lm_eval' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0 and f"nopad {command}" in done.stdout, done.stderr
+HEAVY = {"torch", "transformers", "lm_eval", "numpy", "numba", "accelerate", "lightning", "rich"}
+
+
+def test_help_of_every_command_and_recipe_is_quick():
+    """Nothing that takes long to import is loaded; one process tells it of all of them."""
+    program = """
+import io, runpy, sys
+from contextlib import redirect_stdout, suppress
+from nopad.__main__ import COMMANDS, RECIPES, main
+for name in [name for name in (*COMMANDS, *RECIPES) if name != "lm_eval"]:
+    with suppress(SystemExit), redirect_stdout(io.StringIO()) as out:
+        main([name, "--help"])
+    assert f"usage: nopad {name}" in out.getvalue(), name
+    print(name, *sys.modules.keys() & set(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, *HEAVY]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = {name: modules for name, *modules in map(str.split, done.stdout.splitlines())}
+    assert len(loaded) == 8 and not any(loaded.values()), loaded
 
 
 def test_the_command_runs_as_a_process(checkpoint):
@@ -317,3 +330,32 @@ def test_escape_sequences_of_a_completion_are_shown_not_sent(tmp_path, monkeypat
     assert capsys.readouterr().out == "a\\u001b[2J\\u009bb\n\n"
     assert main(["x", "--prompt", "a", "--text", "--output", str(tmp_path / "o.txt")]) == 0
     assert (tmp_path / "o.txt").read_text() == said + "\n"
+
+
+def test_a_terminal_shows_prompts_and_texts_for_people(checkpoint, terminal, capsys):
+    assert main([checkpoint, "--prompt", "Once upon a time", "--max-tokens", "9"]) == 0
+    out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    assert out.startswith("Once upon a time, there was") and "\n9 tokens, length\n" in out
+    given = ["--max-tokens", "2", "--temperature", "1", "--n", "2"]
+    assert main([checkpoint, "--prompt", "[bold]a", *given]) == 0
+    assert capsys.readouterr().out.count("[bold]a") == 2, "brackets of a prompt are no style"
+
+
+def test_a_terminal_is_not_sent_the_escape_sequences_of_a_completion(monkeypatch, terminal, capsys):
+    said = Completion(token_ids=[1], text="a\x1b[2J\x9bb", finish_reason="stop")
+    chat = [{"role": "user", "content": "\x1b]52;c;aGk=\x07"}]
+    generate._print_completions(generate.console(), [chat, [5, 6]], [said, said])
+    out = capsys.readouterr().out
+    assert r"a\u001b[2J\u009bb" in out and "]52;c" in out and "5 6 " in out
+    assert "\x1b[2J" not in out and "\x9b" not in out and "\x07" not in out
+
+
+def test_options_of_earlier_versions_are_refused_with_the_new_ones(capsys):
+    for command, old, new in (
+        ("eval", "--model", "is now the first argument"),
+        ("sft", "--model", "is now the first argument"),
+        ("generate", "--progress", "is not needed"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run_nopad([command, old, "x", "--tasks", "y"])
+        assert ended.value.code == 2 and f"{old} {new}" in capsys.readouterr().err

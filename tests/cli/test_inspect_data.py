@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import warm_python
 from nopad.__main__ import main
-from nopad.cli import inspect_data, pack_map, printable
-from nopad.cli.inspect_data import budget_table, pack_text, padding_waste
-from nopad.packing import Pack, Sample
+from nopad.cli import inspect_data, printable
+from nopad.cli.counted_rows import CountedRows, open_counted
+from nopad.cli.data_report import budget_rows, labelled_samples, pack_map
+from nopad.packing import Pack, PackedDataset, Sample
+from nopad.packing.planning import padded_fill
+from small_checkpoint import small_tokenizer
 
 
 @pytest.fixture
@@ -29,10 +32,10 @@ def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
     assert main(["inspect", str(data), "--budget", "128", "--packs", "3", "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert "200 samples" in out and "max 59" in out
-    assert "padded batches of 32" in out
-    assert out.count(" samples\n") == 3
+    assert "padded batches of 128 positions would be " in out
+    assert out.count(" samples\n") == 4 and "\x1b" not in out
     assert "pack 0: " in out and "[[" in out
-    assert page.read_text().count("<p>") == 3
+    assert page.read_text().count("% samples") == 0 and page.read_text().count('class="map"') == 1
 
 
 def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkeypatch, capsys):
@@ -49,7 +52,7 @@ def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkey
     assert main(["inspect", str(path), "--budget", "64"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("the first 256 samples, ") and "max 200" in out
-    waste = padding_waste(np.array([len(row["input_ids"]) for row in rows[:256]]))
+    waste = 1 - padded_fill(np.array([len(row["input_ids"]) for row in rows[:256]]), 64)
     assert f"would be {waste:.1%} padding" in out
 
 
@@ -111,30 +114,30 @@ def test_what_cannot_be_read_is_one_line_and_status_two(tmp_path, capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_only_what_counts_stands_in_brackets():
+def test_only_what_counts_stands_in_brackets(capsys):
     sample = Sample(np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8]))
-    assert pack_text(Pack.of([sample], 8), None).endswith("4 tokens  5 6[[7 8]]")
+    inspect_data._print_pack(Pack.of([sample], 8), None)
+    assert capsys.readouterr().out.rstrip().endswith("4 tokens  5 6[[7 8]]")
 
 
 def test_the_map_draws_every_token_once():
-    row = pack_map.draw_pack([100, 28], budget=128, width=64, color=False)
+    row = pack_map.draw_pack([100, 28], budget=128, width=64, color=False).plain
     assert len(row) == 64 and row.count("█") == 50 and row.count("▓") == 14
 
 
 def test_fill_and_waste_are_those_of_the_lengths():
-    lengths = np.full(64, 32)
-    assert padding_waste(lengths) == 0.0
-    assert "100.00%" in budget_table(lengths, 128, "split")
+    row = budget_rows(np.full(64, 32), 128, "split")[2]
+    assert (row.budget, row.fill, row.padded, row.step_ratio) == (128, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("overflow", "per_pack"),
-    [("drop", ["-", "1.0", "2.0", "2.0"]), ("split", ["1.0", "1.0", "1.5", "2.0"])],
+    [("drop", [None, 1.0, 2.0, 2.0]), ("split", [1.0, 1.0, 1.5, 2.0])],
 )
 def test_a_pack_is_said_to_hold_what_lies_in_it(overflow, per_pack):
     """Neither what was dropped, nor documents where their parts were packed."""
-    rows = budget_table(np.array([10, 10, 30, 30]), 20, overflow).splitlines()[1:]
-    assert [row.lstrip("*").split()[3] for row in rows] == per_pack
+    rows = budget_rows(np.array([10, 10, 30, 30]), 20, overflow)
+    assert [row.samples_per_pack for row in rows] == per_pack
 
 
 def test_the_picture_is_a_png(tmp_path):
@@ -161,7 +164,8 @@ def test_escape_sequences_of_the_data_are_shown_not_sent(tmp_path, capsys):
         def decode(self, ids):
             return f"Once{ESCAPES}"
 
-    text = pack_text(Pack.of([Sample(np.array([5, 6]))], 8), Tokenizer())
+    inspect_data._print_pack(Pack.of([Sample(np.array([5, 6]))], 8), Tokenizer())
+    text = capsys.readouterr().out
     assert not CONTROLS & set(text) and r"Once\u001b]52;c;" in text
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2]}) + '\n{"\x9b": \x9b}\n')
@@ -203,12 +207,66 @@ def test_data_whose_rows_are_all_skipped_says_why(tmp_path):
         inspect_data.main([""])
 
 
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colors_can_be_switched_off(monkeypatch, name, value):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    assert pack_map.has_color(terminal)
-    monkeypatch.setenv(name, value)
-    assert not pack_map.has_color(terminal)
+HOSTILE = "</mark></pre><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\x1b[2J\u202e"
+
+
+class Page(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_is_one_file_that_data_cannot_write_code_into(tmp_path, monkeypatch, capsys):
+    tokenizer = small_tokenizer()
+    tokenizer.decode = lambda ids: HOSTILE
+    monkeypatch.setattr(inspect_data, "load_tokenizer", lambda _: tokenizer)
+    path = tmp_path / "a<b>.jsonl"
+    path.write_text('{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}\n' * 9)
+    page = tmp_path / "page.html"
+    given = ["--tokenizer", "t", "--budget", "16", "--html", str(page)]
+    assert inspect_data.main([str(path), *given]) == 0
+    read = Page(page.read_text())
+    assert not {"script", "img", "link", "iframe"} & set(read.tags)
+    assert read.tags.count("mark") == 1 + read.tags.count("pre") > 2, "one in the legend"
+    assert "default-src 'none'" in page.read_text()
+    assert "<script>alert(1)</script>" in read.text and "a<b>.jsonl" in read.text
+    assert not {"\x1b", "\u202e"} & set(page.read_text())
+
+
+def test_a_terminal_has_colour_unless_it_is_switched_off(terminal, data, capsys):
+    def shown() -> str:
+        assert main(["inspect", str(data), "--budget", "128"]) == 0
+        return capsys.readouterr().out
+
+    assert "\x1b[48;5;" in (out := shown()) and "[[" not in out
+    terminal("NO_COLOR", "1")
+    assert "\x1b[48" not in (out := shown()) and "[[" in out and "▓" in out
+
+
+def test_rows_are_counted_while_they_are_tokenized_and_stay_the_same(data):
+    options = {"add_eos": True, "glob": None, "dtype": None}
+    done: list[int] = []
+    source = open_counted(str(data), None, "text", options, done.append)
+    assert isinstance(source, CountedRows)
+    counted, plain = (PackedDataset(each, budget=128, seed=3) for each in (source, str(data)))
+    assert sum(done) == 200
+    assert [p.tokens.tolist() for p in counted] == [p.tokens.tolist() for p in plain]
+    assert counted.state_dict() == plain.state_dict()
+
+
+def test_a_long_text_is_cut_in_the_middle():
+    pack = Pack.of([Sample(np.arange(9, 99))], 99)
+    ((length, (first, rest)),) = labelled_samples(pack, None, 20)
+    assert length == 90 and first == ("9", False)
+    assert rest.text.startswith("10 11") and rest.text.endswith("98") and " … " in rest.text

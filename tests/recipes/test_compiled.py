@@ -44,9 +44,9 @@ def inputs(recipe: str, folder: Path) -> list[str]:
     small_inputs.tokenizer(folder)
     if recipe == "train_hf":
         model = small_inputs.model(folder)
-        return ["--data", str(small_inputs.documents(folder)), "--model", str(model)]
+        return ["--data", str(small_inputs.documents(folder)), str(model)]
     model = small_inputs.checkpoint(folder)
-    return ["--data", str(small_inputs.chats(folder)), "--model", str(model)]
+    return ["--data", str(small_inputs.chats(folder)), str(model)]
 
 
 @pytest.mark.parametrize(

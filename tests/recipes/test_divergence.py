@@ -17,7 +17,7 @@ EXTRA = {
 
 
 def run(recipe: str, folder, *more: str) -> int:
-    inputs = ["--data", small_inputs.documents(folder), "--model", small_inputs.model(folder),
+    inputs = ["--data", small_inputs.documents(folder), small_inputs.model(folder),
               "--tokenizer", small_inputs.tokenizer(folder), "--budget", "64", "--output", "out",
               "--learning-rate", "1e-3", "--save-every", "1"]  # fmt: skip
     main = importlib.import_module(f"nopad.recipes.{recipe}").main

@@ -29,7 +29,7 @@ def data(tmp_path):
 
 def test_it_evaluates_and_prints_metrics(checkpoint, data, capsys):
     status = evaluate_checkpoint.run(
-        ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}\\n", "--limit",
+        [str(checkpoint), "--data", str(data), "--prompt", "{question}\\n", "--limit",
          "4", "--reference", "{answer}", "--regex", "#### ([0-9]+)", "--max-tokens", "6"]
     )  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
@@ -39,7 +39,7 @@ def test_it_evaluates_and_prints_metrics(checkpoint, data, capsys):
 
 
 def test_a_missing_column_is_named_with_file_and_line(checkpoint, data, capsys):
-    status = evaluate_checkpoint.run(["--model", str(checkpoint), "--data", str(data)])
+    status = evaluate_checkpoint.run([str(checkpoint), "--data", str(data)])
     output = capsys.readouterr().err
     assert status == 2 and "test.jsonl:1 has no 'prompt'" in output and "--prompt" in output
 
@@ -48,11 +48,11 @@ def test_a_missing_column_is_named_with_file_and_line(checkpoint, data, capsys):
     ("wrong", "word"),
     [
         (["--regex", "("], "is not a regular expression"),
-        (["--model", "/no/such"], "no folder /no/such"),
+        (["--tokenizer", "/no/such"], "no folder /no/such"),
     ],
 )
 def test_an_error_that_a_user_can_fix_is_one_line(checkpoint, data, capsys, wrong, word):
-    argv = ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}"]
+    argv = [str(checkpoint), "--data", str(data), "--prompt", "{question}"]
     assert evaluate_checkpoint.run([*argv, "--reference", "{answer}", *wrong]) == 2
     output = capsys.readouterr().err
     assert word in output and len(output.splitlines()) == 1
@@ -62,7 +62,7 @@ def test_an_error_that_a_user_can_fix_is_one_line(checkpoint, data, capsys, wron
     "template", ["Q: {}", "{question.x}", "{question[a]}", "{question", "{question:d}"]
 )
 def test_a_template_that_does_not_fit_is_named_with_file_and_line(data, capsys, template):
-    status = evaluate_checkpoint.run(["--model", "m", "--data", str(data), "--prompt", template])
+    status = evaluate_checkpoint.run(["m", "--data", str(data), "--prompt", template])
     output = capsys.readouterr().err
     assert status == 2 and f"--prompt {template!r} does not fit {data}:1: " in output
 
@@ -75,13 +75,13 @@ def test_a_template_that_does_not_fit_is_named_with_file_and_line(data, capsys, 
 def test_a_line_that_cannot_be_read_is_named(tmp_path, capsys, text, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"prompt": "a", "completion": "b"}\n\n' + text)
-    assert evaluate_checkpoint.run(["--model", "m", "--data", str(path)]) == 2
+    assert evaluate_checkpoint.run(["m", "--data", str(path)]) == 2
     assert f"evaluate_checkpoint: {path}{message}" in capsys.readouterr().err
 
 
 def test_blank_lines_are_skipped(data):
     data.write_text("\n" + data.read_text().replace("\n", "\n\n"))
-    argv = ["--model", "m", "--data", str(data), "--prompt", "{question}", "--limit", "4"]
+    argv = ["m", "--data", str(data), "--prompt", "{question}", "--limit", "4"]
     examples = evaluate_checkpoint.load_examples(
         evaluate_checkpoint.parse_args([*argv, "--reference", "{answer}"])
     )
@@ -98,7 +98,7 @@ def test_help_tells_no_default_where_there_is_none(capsys):
 
 
 def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
-    argv = ["--model", str(checkpoint), "--data", str(data), "--reference", "{answer}"]
+    argv = [str(checkpoint), "--data", str(data), "--reference", "{answer}"]
     long = "Lily " * 900
     status = evaluate_checkpoint.run([*argv, "--prompt", long, "--max-tokens", "2"])
     output = capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_an_example_that_failed_is_status_one(checkpoint, data, capsys):
 
 
 def test_a_deadline_that_lets_nothing_finish_is_status_one(checkpoint, data, capsys):
-    argv = ["--model", str(checkpoint), "--data", str(data), "--prompt", "{question}"]
+    argv = [str(checkpoint), "--data", str(data), "--prompt", "{question}"]
     assert evaluate_checkpoint.run([*argv, "--reference", "{answer}", "--deadline", "1e-6"]) == 1
     output = capsys.readouterr()
     assert json.loads(output.out.splitlines()[-1])["eval/unfinished"] == 5

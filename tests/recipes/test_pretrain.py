@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
-        vocab_size=600,
+        vocab_size=2048,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -63,7 +63,7 @@ def tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def arguments(model, corpus, tokenizer) -> list[str]:
-    return ["--model", str(model / "config.json"), "--tokenizer", str(tokenizer),
+    return [str(model / "config.json"), "--tokenizer", str(tokenizer),
             "--data", str(corpus), *SMALL]  # fmt: skip
 
 
@@ -94,6 +94,7 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     whole, again, killed = tmp_path / "whole", tmp_path / "again", tmp_path / "killed"
     assert losses(whole) == losses(again)
     assert [step for step, _ in losses(whole)] == list(range(1, 10))
+    assert_summary(whole, done.stdout + done.stderr)
     log = (whole / "log.jsonl").read_text()
     assert log.count("tokens_per_second") == 9, "the first rates must be those of every step"
 
@@ -112,7 +113,18 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     done = run("--resume", "killed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(killed) == losses(whole)
+    assert_summary(killed, done.stdout + done.stderr)
     assert same_weights(killed / "checkpoint-9", whole / "checkpoint-9")
+
+
+def assert_summary(folder: Path, output: str) -> None:
+    """The end tells of the whole run, also of what was done before a resume."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    tokens = sum(line["tokens"] for line in lines)
+    assert f"tokens trained  {tokens:,} of " in output and " samples in 9 steps" in output
+    evaluations = (folder / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 9]
+    assert "s in 2; matched " in output and (folder / "training.svg").is_file()
 
 
 def wait_for(path: Path, child: warm_python.Popen) -> None:
@@ -123,16 +135,16 @@ def wait_for(path: Path, child: warm_python.Popen) -> None:
         time.sleep(0.005)
 
 
-MODULE = ("-m", "nopad.recipes.pretrain")
+COMMAND, MODULE = ("-m", "nopad", "pretrain"), ("-m", "nopad.recipes.pretrain")
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_processes", "1")
 
 
 @pytest.mark.parametrize(
     "starts",
-    [(MODULE, (*LAUNCH, RECIPE)),
-     pytest.param((MODULE, (*LAUNCH, *MODULE)), marks=pytest.mark.slow)],
+    [(COMMAND, (*LAUNCH, RECIPE)),
+     pytest.param((MODULE, (*LAUNCH, *COMMAND)), marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_it_starts_as_a_script_and_as_a_module(tmp_path, arguments, starts):
+def test_it_starts_as_a_script_and_as_a_command(tmp_path, arguments, starts):
     """The launcher starts a new Python."""
     for start in starts:
         command = [*start, *arguments, "--steps", "1"]
@@ -179,10 +191,10 @@ BAD = {
     "a missing column": (["--text-column", "body"], "body"),
     "an empty corpus": (["--data", "empty.jsonl"], "empty.jsonl"),
     "a budget below 2": (["--budget", "1"], "budget"),
-    "a vocabulary too small": (["--model", "tiny/config.json"], "vocabulary"),
     "a resume folder of nothing": (["--resume", "nowhere"], "nowhere"),
     "a resume folder of another run": (["--resume", "other", "--seed", "6"], "seed"),
     "an output folder in use": (["--output", "other"], "other"),
+    "a vocabulary too small": ([], "vocabulary"),
     "a logger that is not installed": (["--log-with", "wandb"], "pip install wandb"),
 }
 
@@ -210,6 +222,8 @@ def test_bad_input_gets_one_line_and_status_2(case, used, arguments, monkeypatch
     extra, word = BAD[case]
     before = snapshot(used)
     monkeypatch.chdir(used)
+    if case == "a vocabulary too small":
+        arguments = ["tiny/config.json", *arguments[1:]]
     status = exit_status("pretrain", pretrain.main, [*arguments, "--steps", "1", *extra])
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert status == 2 and last.startswith("pretrain: ") and word in last
@@ -223,7 +237,7 @@ def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, argument
 
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    argv = [*arguments, "--model", str(tmp_path / "config.json"), "--steps", "1"]
+    argv = [str(tmp_path / "config.json"), *arguments[1:], "--steps", "1"]
     argv += ["--output", str(tmp_path / "out")]
     assert exit_status("pretrain", pretrain.main, argv) == 2
     last = capfd.readouterr().err.splitlines()[-1]

@@ -23,7 +23,7 @@ def run_main(recipe: str, argv: list) -> None:
 
 
 def small_args(folder: Path) -> list:
-    args = ["--data", small_inputs.documents(folder), "--model", small_inputs.model(folder)]
+    args = ["--data", small_inputs.documents(folder), small_inputs.model(folder)]
     return [*args, "--tokenizer", small_inputs.tokenizer(folder), "--budget", "64"]
 
 
@@ -127,7 +127,7 @@ def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypa
 def test_text_for_a_tokenizer_without_an_end_token_is_refused(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = small_inputs.tokenizer(tmp_path, eos=None)
-    common = ["--data", small_inputs.texts(tmp_path), "--model", small_inputs.model(tmp_path)]
+    common = ["--data", small_inputs.texts(tmp_path), small_inputs.model(tmp_path)]
     with pytest.raises(ValueError, match="no eos token to end documents with"):
         run_main(recipe, [*common, "--tokenizer", tokenizer, "--output", "out"])
     assert not (tmp_path / "out").exists()
@@ -135,7 +135,7 @@ def test_text_for_a_tokenizer_without_an_end_token_is_refused(recipe, tmp_path, 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv = ["--model", small_inputs.checkpoint(tmp_path, vocab_size=90), "--output", "o"]
+    argv = [small_inputs.checkpoint(tmp_path, vocab_size=90), "--output", "o"]
     argv += ["--data", small_inputs.chats(tmp_path)]
     with pytest.raises(ValueError, match="vocabulary of 90 is too small for the tokenizer's 102"):
         run_main("sft", [*argv, "--tokenizer", small_inputs.tokenizer(tmp_path)])
@@ -155,4 +155,4 @@ def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read at import
     with pytest.raises((ValueError, OSError), match="no/where"):
-        run_main("train_hf", ["--model", "no/where", "--steps", "1"])
+        run_main("train_hf", ["no/where", "--steps", "1"])

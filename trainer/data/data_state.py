@@ -79,6 +79,9 @@ class DataState:
 
     `dcp` stores one value of each name, whichever rank it came from, so every rank gives the state
     of the whole run. It is taken when a save begins; an asynchronous save writes it later.
+
+    Args:
+        loader: the loader that the training iterates.
     """
 
     def __init__(self, loader: PackedLoader):
@@ -89,5 +92,5 @@ class DataState:
         return {STATE_KEY: encode_state(gather_data_state(self.loader)).decode()}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Continue at the position of a checkpoint, from the next iteration on."""
+        """Continue at the `state` of a checkpoint, from the next iteration on."""
         self.loader.load_state(restore_draws(decode_state(state[STATE_KEY].encode())))

@@ -43,9 +43,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of token losses over `divisor`, and each loss (detached).
 
-    Losses are fp32, or fp64 if hidden is.
-
-    A target outside the vocabulary gives NaN: reading it back to raise would stall the device.
+    Losses are fp32, or fp64 if hidden is. A target outside the vocabulary gives NaN: reading it
+    back to raise would stall the device.
 
     Args:
         hidden: [T, H], the inputs of the LM head.

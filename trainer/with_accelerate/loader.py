@@ -76,12 +76,10 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             budget: tokens of a pack, for plain data.
             tokenizer: for plain data of text.
             seed: of the order of plain data; default 0.
-            fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
-                the banner names them.
+            fused: on a GPU, use fused kernels that compute what the model's own layers do.
             check: before the first step, refuse runs that would train the prepared model wrongly.
             continue_on_nan: continue after a loss that is not finite, instead of raising
-                `NonFiniteError`; `save_state` then saves nothing while weights are not finite,
-                says so and returns None.
+                `NonFiniteError`; `save_state` saves nothing while weights are not finite.
             sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size`
                 of the accelerator's `ParallelismConfig`. Do not enter `maybe_context_parallel`.
             options: num_workers, drop_last; see `PackedLoader`.

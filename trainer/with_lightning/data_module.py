@@ -143,7 +143,7 @@ class PackedDataModule(pl.LightningDataModule):
         return self.loader
 
     def layout(self, trainer: Any) -> Layout:
-        """Return what this process is for, by the mesh and model of a `trainer` and the settings."""
+        """Return what this process is for, by a `trainer`'s mesh and model and the settings."""
         module = trainer.lightning_module or nn.Module()
         mesh = getattr(trainer.strategy, "device_mesh", None)
         return find_layout(module, mesh=mesh, sequence_parallel=self.sequence_parallel)

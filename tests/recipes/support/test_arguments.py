@@ -69,7 +69,7 @@ def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
     config = ["--config", str(tmp_path / "run.yaml")]
     assert pretrain.parse_args(config).prompt == ["Once", "There"]
     args = pretrain.parse_args([*config, "--prompt", "Hello", "--prompt", "You"])
-    assert (args.prompt, args.budget, args.steps) == (["Hello", "You"], 64, 800)
+    assert (args.prompt, args.budget, args.steps) == (["Hello", "You"], 64, 480)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_null_in_the_yaml_is_the_default_and_false_is_for_what_can_be_off(tmp_pa
     (tmp_path / "run.yaml").write_text("steps: null\nresume: false\nprompt: ~\n")
     config = ["--config", str(tmp_path / "run.yaml")]
     args = pretrain.parse_args(config)
-    assert (args.steps, args.resume, args.prompt) == (800, None, None)
+    assert (args.steps, args.resume, args.prompt) == (480, None, None)
     assert pretrain.parse_args([*config, "--steps", "3"]).steps == 3
 
 

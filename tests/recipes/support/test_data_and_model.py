@@ -21,7 +21,7 @@ def pretrain_args(folder: Path, data: Path, *more: str):
 
 def sft_argv(folder: Path, data: Path) -> list[str]:
     small_inputs.model(folder)
-    argv = ["--data", data, "--model", folder / "model", "--budget", "64"]
+    argv = ["--data", data, folder / "model", "--budget", "64"]
     return [*map(str, [*argv, "--tokenizer", small_inputs.tokenizer(folder)])]
 
 
@@ -114,7 +114,7 @@ def test_the_standard_library_is_read_only_where_it_is_needed(tmp_path, monkeypa
 def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = small_inputs.chats(tmp_path)
-    args = recipe.parse_args(["--model", "./nomodel", "--data", str(data)])
+    args = recipe.parse_args(["./nomodel", "--data", str(data)])
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
         (sft if recipe is sft else data_and_model).load_data(args)
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
@@ -160,7 +160,7 @@ def test_weights_that_are_listed_but_missing_are_not_replaced_by_new_ones(tmp_pa
 def _checkpoint(folder: Path, file: str):
     """Arguments that name a checkpoint with its weights in this file, and the model itself."""
     path = small_inputs.model(folder).parent
-    args = pretrain_args(folder, small_inputs.texts(folder), "--model", str(path))
+    args = pretrain_args(folder, small_inputs.texts(folder), str(path))
     trained = data_and_model.load_model(args, [])  # a config alone: new weights
     if file.endswith("safetensors"):
         trained.save_pretrained(path)

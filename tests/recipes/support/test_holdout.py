@@ -66,7 +66,7 @@ def test_a_small_set_has_one_row_held_out_whatever_its_content(tmp_path, rows):
 def test_evaluations_of_nothing_are_refused_where_they_are_asked_for(capsys):
     from nopad.recipes import sft
 
-    argv = ["--model", "m", "--data", "d.jsonl"]
+    argv = ["m", "--data", "d.jsonl"]
     with pytest.raises(ValueError, match=r"--eval-every 5: no row of d.jsonl can be held out"):
         sft.check_evaluation(sft.parse_args([*argv, "--eval-every", "5"]), [])
     args = sft.parse_args(argv)
@@ -117,7 +117,7 @@ def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, name
 
 
 def test_fine_tuning_evaluates_by_default(tmp_path):
-    argv = ["--model", small_inputs.checkpoint(tmp_path)]
+    argv = [small_inputs.checkpoint(tmp_path)]
     argv += ["--tokenizer", small_inputs.tokenizer(tmp_path)]
     argv += ["--data", small_inputs.chats(tmp_path, 60), "--budget", "64", "--steps", "3"]
     command = [RECIPES / "sft.py", *argv, "--output", tmp_path / "out"]

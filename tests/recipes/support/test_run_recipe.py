@@ -51,7 +51,7 @@ def test_epochs_that_cannot_be_are_told_in_words_of_the_command_line(
     epochs, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    inputs = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
+    inputs = ["--data", small_inputs.documents(tmp_path), small_inputs.model(tmp_path)]
     inputs += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64"]
     assert status_of("train_hf", [*inputs, "--epochs", epochs]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -70,7 +70,7 @@ def test_a_missing_package_is_one_line_with_its_extra(
     monkeypatch.chdir(tmp_path)
     for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    argv = ["--model", base, "--data", small_inputs.chats(tmp_path)]
+    argv = [base, "--data", small_inputs.chats(tmp_path)]
     argv += ["--tokenizer", small_inputs.tokenizer(tmp_path)]
     assert status_of(recipe, argv + ["--lora", "4"] * (recipe == "sft")) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -90,7 +90,7 @@ def test_a_missing_package_is_one_line_with_its_extra(
 def test_what_this_machine_lacks_is_one_line(recipe, wrong, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", bool)
-    argv = ["--data", small_inputs.documents(tmp_path), "--model", small_inputs.model(tmp_path)]
+    argv = ["--data", small_inputs.documents(tmp_path), small_inputs.model(tmp_path)]
     argv += ["--tokenizer", small_inputs.tokenizer(tmp_path), "--budget", "64", "--steps", "1"]
     assert status_of(recipe, [*argv, *wrong.split()]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -101,7 +101,7 @@ def test_chats_for_a_tokenizer_without_a_template_are_told_of_the_option(
     tmp_path, base, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    argv = ["--data", small_inputs.chats(tmp_path), "--model", base]
+    argv = ["--data", small_inputs.chats(tmp_path), base]
     argv += ["--tokenizer", small_inputs.tokenizer(tmp_path, template=False)]
     assert status_of("sft", argv) == 2
     last = capsys.readouterr().err.splitlines()[-1]

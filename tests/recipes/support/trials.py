@@ -64,7 +64,7 @@ class RecipeRun:
         self.name, self.folder, self.workers = name, folder, workers
         inputs = fresh(folder / "inputs")
         self.common = ["--data", small_inputs.documents(inputs), "--budget", "128",
-                       "--model", small_inputs.model(inputs), "--steps", STEPS,
+                       small_inputs.model(inputs), "--steps", STEPS,
                        "--tokenizer", small_inputs.tokenizer(inputs), "--save-every", "4",
                        "--workers", workers, *EXTRA_ARGS[name]]  # fmt: skip
         self.reference_digests: dict[int, str] = {}

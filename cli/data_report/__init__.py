@@ -1,0 +1,19 @@
+"""What packing does to a dataset: figures, a map of packs, their text, and an HTML page of it."""
+
+from .figures import Bin, BudgetRow, budget_rows, length_bins
+from .html_page import DataReport, write_html
+from .labelled_text import Span, labelled_samples
+from .pack_map import draw_packs, write_png
+
+__all__ = [
+    "Bin",
+    "BudgetRow",
+    "DataReport",
+    "Span",
+    "budget_rows",
+    "draw_packs",
+    "labelled_samples",
+    "length_bins",
+    "write_html",
+    "write_png",
+]
