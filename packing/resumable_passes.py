@@ -42,7 +42,7 @@ class ResumablePasses(ABC):
         """Return the packs of this process or worker."""
 
     @abstractmethod
-    def _ranks(self) -> tuple[int, int]:
+    def ranks(self) -> tuple[int, int]:
         """Return rank and world size."""
 
     @abstractmethod
