@@ -12,6 +12,9 @@ each, and in the last one all. How often a segment waits for another sweep is no
 
 A segment is deferred at most MAX_DEFERRALS times, so it is packed at the latest when 15 windows
 have arrived after it. The packs depend only on the segments in their order.
+
+Waiting helps a long segment without a partner only if partners come. Where far fewer arrive than
+such long segments, these leave alone at once; deferred, they would all come late, in every epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 
 from ..numba_jit import jit
 from .bitset import leading_zeros, unsigned
-from .random_fit import below, empty_buckets, mix, random_fit
+from .random_fit import BINS, below, bin_shift_of, empty_buckets, mix, random_fit
 
 SWEEP = 2048
 """Segments packed together; more would choose from more, and leave the same ones over."""
@@ -31,6 +34,8 @@ MAX_DEFERRALS = 14
 FULL = 1000
 """A pack is full if it lacks at most capacity / FULL. Each deferral of one of its segments raises
 that by half."""
+SURPLUS = 4
+"""Standard deviations by which arrivals that need a partner exceed those that fit: no accident."""
 
 
 class Output(NamedTuple):
@@ -61,6 +66,7 @@ def fit_windows(sizes, deferrals, capacity, pool, defer, final):
         fitted = _fit_window(window_sizes, capacity, buckets)
         emitted = np.ones(len(fitted.lacks), np.bool_)
         if defer and not (final and arrived == n):
+            _count_alone_as_full(fitted, window_sizes, len(pending), capacity)
             overdue = _choose_full(fitted, deferrals, capacity, emitted)
             _balance(fitted, window_sizes, overdue, emitted)
         packs, waiting = _emit(fitted, window, emitted, out, packs)
@@ -114,6 +120,36 @@ def _emit(fitted, segments, emitted, out, packs):
             packs += 1
             out_offsets[packs] = end
     return packs, waiting
+
+
+@jit
+def _count_alone_as_full(fitted, sizes, first, capacity):
+    """Let a segment that is alone in its pack lack nothing, if too few arrivals fit its room.
+
+    first: index of the first arrival; before it are those deferred to this window.
+    """
+    order, offsets, lacks = fitted
+    limit = _scarce_room(sizes[first:], capacity)
+    for p in range(len(lacks)):
+        if offsets[p + 1] - offsets[p] == 1 and capacity - sizes[order[offsets[p]]] < limit:
+            lacks[p] = 0
+
+
+@jit
+def _scarce_room(sizes, capacity):
+    """Return the room below which segments that leave so little outnumber those that fit it."""
+    shift = bin_shift_of(capacity)
+    by_room, by_size = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)
+    for size in sizes:
+        by_room[unsigned((capacity - size) >> shift)] += size < capacity
+        by_size[unsigned(size >> shift)] += 1
+    limit = surplus = both = np.int64(0)
+    for k in range((capacity >> shift) // 2):
+        surplus += by_room[k] - by_size[k]
+        both += by_room[k] + by_size[k]
+        if surplus > 0 and surplus**2 > SURPLUS**2 * both:
+            limit = (k + 1) << shift
+    return limit
 
 
 @jit

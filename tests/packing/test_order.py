@@ -91,3 +91,16 @@ def test_a_stream_does_not_put_long_documents_last(kind):
             correlation(lengths[order], places(pack_lengths(lengths[order], budget), 3000))
         )
     assert is_chance(found)
+
+
+def test_a_stream_does_not_put_documents_without_a_partner_last():
+    count = 4000
+    lengths = np.random.default_rng(4).lognormal(np.log(230), 0.42, count).astype(int)
+    budget = 2 * int(lengths.mean())
+    lengths = np.clip(lengths, 60, budget)
+    found = []
+    for seed in range(SEEDS):
+        order = permute(np.arange(count), count, shuffle_key(seed))
+        place = places(pack_lengths(lengths[order], budget), count)
+        found.append(correlation(lengths[order] > 0.8 * budget, place))
+    assert is_chance(found)

@@ -84,7 +84,7 @@ def check_states(make, tmp_path):
     next(packs)
     state = json.loads(json.dumps(data.state_dict()))
     for change in (
-        {"version": 7},
+        {"version": state["version"] + 1},
         {"fingerprint": "other"},
         {"settings": {**state["settings"], "seed": 9}},
         {"position": {**state["position"], "index": -1}},
@@ -272,7 +272,7 @@ FAULTS = {
     "settings are not compared": (run_state, "_check_settings", no_check),
     "positions are not checked": (run_state, "_check_position", no_check),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
-    "the version is not compared": (run_state, "VERSION", 7),
+    "the version is not compared": (run_state, "VERSION", run_state.VERSION + 1),
     "the checksum is not compared": (state_file, "encode_state", lambda state: json.dumps(
         {"state": state}).encode()),
     "the state before is not kept": (state_file, "_keep_previous", no_check),
