@@ -25,7 +25,7 @@ from nopad.cli import (
 if TYPE_CHECKING:
     from nopad.packing.planning import Overflow
 
-NUM_STDLIB_EXAMPLES = 48
+NUM_STDLIB_EXAMPLES = 96
 
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:

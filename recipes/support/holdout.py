@@ -21,7 +21,8 @@ from nopad.trainer.evaluation import Example, GenerationEval
 ONE_IN = 50
 PROMPT_CHARS, REFERENCE_CHARS = 160, 40
 """A text's first characters are the prompt; the next ones are the reference."""
-MAX_TOKENS = 48
+TEMPERATURE, MAX_TOKENS = 0.5, 48
+"""Greedy completions of a small model repeat themselves, so that its scores jump up and down."""
 
 
 class ExcludingRows(RowSource):
@@ -144,7 +145,7 @@ def continuation_eval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
         {metric.__name__: metric} if scored else {},
-        SamplingParams(temperature=0, max_tokens=MAX_TOKENS, seed=seed),
+        SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS, seed=seed),
         every=every,
         monitor=metric.__name__ if scored else None,
     )
