@@ -17,7 +17,7 @@ def test_modules_that_need_an_extra_name_it():
             except ImportError as missing:
                 print(missing)
         from nopad.__main__ import main
-        for command in (["lm_eval"], ["eval", "--model", "hub/name", "--tasks", "x"]):
+        for command in (["lm_eval"], ["eval", "hub/name", "--tasks", "x"]):
             print(main(command))
     """
     out = warm_python.run(["-c", textwrap.dedent(code)], loaded=warm_python.LIBRARIES)

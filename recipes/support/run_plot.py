@@ -112,7 +112,7 @@ def _thinned(places: Sequence[Point]) -> Sequence[Point]:
     return places[:: max(1, len(places) // MAX_POINTS)]
 
 
-def _smoothed(places: Sequence[Point], share: float = 0.05) -> list[Point]:
+def _smoothed(places: Sequence[Point], share: float = 0.02) -> list[Point]:
     """Replace every value by an exponential mean over about this share of the points."""
     keep, result = 1 - 1 / max(1.0, share * len(places)), []
     for a, b in places:

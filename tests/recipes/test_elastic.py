@@ -26,7 +26,7 @@ TORCHRUN = [
 
 def start(folder: Path, name: str) -> subprocess.Popen:
     arguments = ["--data", small_inputs.documents(folder), "--budget", "128", "--steps", STEPS,
-                 "--model", small_inputs.model(folder), "--save-every", "5", "--warmup", "2",
+                 small_inputs.model(folder), "--save-every", "5", "--warmup", "2",
                  "--tokenizer", small_inputs.tokenizer(folder), "--eval-every", "100",
                  "--output", name]  # fmt: skip
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -49,7 +49,7 @@ def test_the_recipe_starts_with_the_file(path, tmp_path):
         launch += ["--parallelism_config_dp_replicate_size", 2,
                    "--parallelism_config_dp_shard_size", 1]  # fmt: skip
     arguments = ["--data", small_inputs.documents(tmp_path), "--budget", 128, "--steps", 2,
-                 "--model", small_inputs.model(tmp_path), "--warmup", 1, "--eval-every", 100,
+                 small_inputs.model(tmp_path), "--warmup", 1, "--eval-every", 100,
                  "--tokenizer", small_inputs.tokenizer(tmp_path), "--output", "run"]  # fmt: skip
     command = list(map(str, [*launch, RECIPE, *arguments]))
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
