@@ -26,7 +26,7 @@ def test_a_checkpoint_is_evaluated_on_tasks_of_ones_own(checkpoint_dir, tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["tiny_choice", "0", "none", "acc"] in [row[:4] for row in rows], done.stdout
+    assert ["tiny_choice", "1", "none", "acc"] in [row[:4] for row in rows], done.stdout
     numbers = json.loads(done.stdout.splitlines()[-1])
     assert set(numbers) == set(names) and 0 <= numbers["tiny_choice"]["acc,none"] <= 1
     written = json.loads(output.read_text())
