@@ -70,7 +70,7 @@ def test_a_run_is_neither_written_over_nor_resumed_as_another(
 @pytest.mark.parametrize(
     ("recipe", "broken"),
     [("train_hf", "nopad.trainer.with_hf.trainer.fuse_layers"),
-     ("pretrain_lightning", "nopad.recipes.pretrain_lightning.load_data")],
+     ("pretrain_lightning", "nopad.recipes.support.data_and_model.load_data")],
 )  # fmt: skip
 def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
