@@ -15,6 +15,7 @@ import time
 import pytest
 from nopad.packing import PackedDataset
 from nopad.packing.state import merge_states, read_state, write_state
+from nopad.packing.state.run_state import VERSION
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -167,4 +168,4 @@ def test_six_changes_of_topology_continue_a_killed_run(folder, start, tools, kin
 def test_the_record_on_disk_is_plain_json(folder, start):
     finish(start("planned", 0, 0, 1))
     text = (folder / "record0.json").read_text()
-    assert json.loads(text)["state"]["state"]["version"] == 5
+    assert json.loads(text)["state"]["state"]["version"] == VERSION
