@@ -239,7 +239,7 @@ def _model(device: torch.device) -> Any:
     config._attn_implementation = "nopad"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     return model.to(device)
 
 
