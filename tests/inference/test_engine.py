@@ -302,7 +302,7 @@ def test_thousands_of_requests_come_back_in_order(tiny):
 
 
 def test_every_argument_of_the_engine_is_explained():
-    explained = re.findall(r"^(\w+): ", inspect.getdoc(Engine) or "", re.M)
+    explained = re.findall(r"^    (\w+): ", inspect.getdoc(Engine) or "", re.M)
     assert explained == list(inspect.signature(Engine).parameters)
 
 

@@ -64,7 +64,8 @@ TRAINING_HONOURED = {
     "save_total_limit": KEPT,
     "accelerator_config": OPTIONS + "test_settings_of_the_stock_loader_are_refused",
     "parallelism_config": (
-        "trainer/test_model_parallel.py::test_a_parallelism_config_is_refused_by_the_hf_trainer"
+        "trainer/layouts/test_front_end_layouts.py::"
+        "test_weights_answers_and_validation_loss_are_those_of_one_rank"
     ),
     "dataloader_num_workers": GRADIENT,
     "dataloader_pin_memory": LOADER,
@@ -108,7 +109,8 @@ VALIDATION = "trainer/with_lightning/test_validation.py::"
 FRACTIONS = EPOCHS + "test_a_fraction_of_packs_that_nobody_counts_is_refused"
 LIGHTNING_HONOURED = {
     "strategy": (
-        "trainer/test_model_parallel.py::test_lightning_s_model_parallel_strategy_is_refused"
+        "trainer/layouts/test_front_end_layouts.py::"
+        "test_weights_answers_and_validation_loss_are_those_of_one_rank"
     ),
     "fast_dev_run": EPOCHS + "test_a_look_whether_a_run_would_work_may_end_inside_a_step",
     "max_epochs": EPOCHS + "test_reloaded_loaders_go_on_where_the_one_before_stood",
