@@ -22,7 +22,7 @@ def header(benchmark: str) -> dict:
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "versions": {"python": platform.python_version(), **_versions()},
     }
@@ -54,6 +54,15 @@ def timed(call) -> tuple[float, object]:
     if on_gpu:
         torch.cuda.synchronize()
     return clock() - start, result
+
+
+def _command() -> str:
+    """Return the command line, without the file that the record goes to."""
+    words = ["python", *sys.argv]
+    if "--record" in words:
+        place = words.index("--record")
+        del words[place : place + 2]
+    return " ".join(words)
 
 
 def _versions() -> dict[str, str]:

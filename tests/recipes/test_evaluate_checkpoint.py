@@ -10,13 +10,9 @@ from nopad.recipes import evaluate_checkpoint
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from small_checkpoint import random_model, small_tokenizer
+    from small_checkpoint import save_checkpoint
 
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = small_tokenizer()
-    random_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture

@@ -53,3 +53,11 @@ def random_model(tokenizer):
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config)
+
+
+def save_checkpoint(folder):
+    """Save a random model and its tokenizer; return the folder."""
+    tokenizer = small_tokenizer()
+    random_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
