@@ -1,6 +1,6 @@
 """Whether packed training learns what padded training learns, from the same batches.
 
-    python benchmarks/bench_convergence.py [--tokens N] [--seeds N] [--jobs N] [--record FILE]
+    python benchmarks/bench_convergence.py [--against WAY ...] [--tokens N] [--seeds N] [--jobs N]
 
 The data is Python's standard library as bytes, cut at its top-level functions and classes. Every
 step has the documents of one pack. The ways to train on them, with fp32 weights under bf16 autocast
@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 
 MAX_LENGTH = 2048
 """Longer functions and classes are cut."""
-WAYS = "packed", "padded", "flattened"
+PEERS = "padded", "flattened"
 END = 256
 """The token after a document; the others are bytes."""
 HELD_OUT = 50
@@ -170,13 +170,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=30_000_000, help="per run")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--against", nargs="+", choices=PEERS, default=PEERS, help="default: all")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     parser.add_argument("--tiny", action="store_true", help="small model and data, for any machine")
     args = parser.parse_args()
+    ways = ["packed", *args.against]
     bench = Convergence(args.tiny, args.tokens)
-    results: dict[str, list[tuple[list[float], float]]] = {way: [] for way in WAYS}
-    runs = [(way, seed) for way in WAYS for seed in range(args.seeds)]
+    results: dict[str, list[tuple[list[float], float]]] = {way: [] for way in ways}
+    runs = [(way, seed) for way in ways for seed in range(args.seeds)]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         trainings = [pool.submit(bench.train, way, seed) for way, seed in runs]
         for (way, seed), training in zip(runs, trainings, strict=True):

@@ -19,6 +19,7 @@ from .fsdp_hooks import fsdp_hook_ids
 from .host_copy import HostCopy, to_device
 from .layout import Axis, Layout
 from .layout_detection import find_layout, is_current, replica_mesh, told_ranks
+from .out_of_memory import is_out_of_memory
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
@@ -44,6 +45,7 @@ __all__ = [
     "global_of",
     "init_group",
     "is_current",
+    "is_out_of_memory",
     "join_sequence_group",
     "load_draw_counts",
     "load_rng_states",

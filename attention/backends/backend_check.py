@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...runtime import is_out_of_memory
 from ..paging.cache import PagedCache
 from ..reference import reference
 from ..score_params import ScoreParams
@@ -43,6 +44,8 @@ def _failure(backend: Backend, spec: CallSpec) -> str | None:
         with torch.inference_mode(False), torch.set_grad_enabled(spec.grad), hooks:
             error = _relative_error(backend, spec)
     except Exception as raised:  # a kernel library may raise anything
+        if is_out_of_memory(raised):  # says nothing about the backend, and must not be remembered
+            raise
         lines = str(raised).strip().splitlines()
         return f"its trial call raised {type(raised).__name__}: {lines[0] if lines else ''}"
     tolerance = 5e-3 if spec.dtype == torch.float32 else 0.1

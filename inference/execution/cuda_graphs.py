@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...attention import PagedCache, Pages, Varlen
 from ...attention.backends import NotCapturable
+from ...runtime import is_out_of_memory
 from ..scheduling.step import Step
 from .capture import capture_mode, capture_streams
 from .gc_control import gc_disabled
@@ -36,7 +37,6 @@ from .graph_shape import (
     pad_step,
     step_shape,
 )
-from .memory_budget import is_out_of_memory
 from .sampler import SamplingInputs, sample
 from .transfer import pack_arrays, unpack_views
 

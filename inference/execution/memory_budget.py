@@ -1,4 +1,4 @@
-"""The engine's memory budget in bytes, and out-of-memory errors."""
+"""The engine's memory budget in bytes."""
 
 from __future__ import annotations
 
@@ -58,20 +58,6 @@ _engine_bytes: dict[torch.device, int] = {}
 def record_engine_bytes(size: int, device: torch.device) -> None:
     """Record how much an engine has allocated on a device."""
     _engine_bytes[device] = max(_engine_bytes.get(device, 0), size)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of any library says that the device is out of memory.
-
-    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
-    True
-    >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    False
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
 
 
 def _free_bytes(device: torch.device) -> int:

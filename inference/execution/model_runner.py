@@ -19,6 +19,7 @@ from torch import Tensor
 from ...attention import PagedCache, Pages, Varlen, check_every_layer, step_context
 from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
+from ...runtime import is_out_of_memory
 from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
 from ..scheduling.batch_params import BatchParams
@@ -26,7 +27,6 @@ from ..scheduling.loop import OutOfMemory
 from ..scheduling.step import Step, StepOutput
 from .cuda_graphs import StepGraphs
 from .graph_shape import MIXED_TOKENS
-from .memory_budget import is_out_of_memory
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
 

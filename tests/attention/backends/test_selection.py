@@ -127,6 +127,19 @@ def test_a_backend_that_raises_is_passed_over_with_its_words(monkeypatch):
     assert "built without softcap" in (selection.unsupported_reason("sdpa", spec()) or "")
 
 
+def test_a_trial_that_runs_out_of_memory_decides_nothing(monkeypatch):
+    """A slower backend would be used from then on, although memory is free again."""
+
+    def full(*_):
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa, "packed", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            selection.unsupported_reason("sdpa", spec())
+    assert selection.unsupported_reason("sdpa", spec()) is None
+
+
 @pytest.mark.parametrize("name", selection.BACKENDS)
 def test_trials_do_not_move_the_random_state(name):
     before = torch.get_rng_state()
