@@ -8,7 +8,7 @@ step has the documents of one pack. The ways to train on them, with fp32 weights
 
     packed     one row, attention `nopad`, fused kernels, the loss without logits
     flattened  one row, HF's flattening collator, stock attention and loss
-    padded     a row per document, stock sdpa and loss
+    padded     a row per document, stock sdpa and loss; micro-batches of rows of similar length
 
 All have the same token mean, so after any number of steps they should differ by less than two seeds
 do. The validation loss is computed by a stock model in fp32, a padded row per document. Prints
@@ -44,6 +44,8 @@ MAX_LENGTH = 2048
 PEERS = "padded", "flattened"
 END = 256
 """The token after a document; the others are bytes."""
+PADDED_ROWS = 14
+"""Rows of a padded micro-batch."""
 HELD_OUT = 50
 """Every fiftieth document is for validation."""
 
@@ -86,6 +88,8 @@ class Convergence:
         """Return the training loss of every step, and the validation loss at the end."""
         register()
         torch.manual_seed(seed)
+        # It would plan every new shape for a second, and padded batches have a new one at each step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         flash = self.device.type == "cuda"
         stock = {"padded": "sdpa", "flattened": "flash_attention_2" if flash else "sdpa"}
         self.config._attn_implementation = stock.get(way, "nopad")
@@ -97,31 +101,43 @@ class Convergence:
         schedule = get_cosine_schedule_with_warmup(optimizer, self.steps // 20, self.steps)
         losses: list[Tensor] = []
         for _, pack in zip(range(self.steps), self.packs(seed), strict=False):
-            with torch.autocast("cuda", torch.bfloat16, enabled=flash):
-                loss = model(**self.batch(way, pack)).loss
-            loss.backward()
+            total = torch.zeros((), device=self.device)
+            for batch in self.batches(way, pack):
+                with torch.autocast("cuda", torch.bfloat16, enabled=flash):
+                    loss = model(**batch).loss
+                loss.backward()
+                total += loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses.append(total)
         return torch.stack(losses).tolist(), self.validate(model)
 
-    def batch(self, way: str, pack: Pack) -> dict:
+    def batches(self, way: str, pack: Pack) -> list[dict]:
+        """Return the micro-batches of one step."""
         if way == "padded":
-            batch = {**PaddedCollator()(self.rows_of(pack)), "use_cache": False}
-            labels = batch["labels"][..., 1:]
-            batch["num_items_in_batch"] = int((labels != IGNORE_INDEX).sum())
+            micro_batches = self.padded(pack)
         else:
-            batch = PackedCollator()(pack) if way == "packed" else FlatteningCollator()(pack)
-        return {
-            name: value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
-            for name, value in batch.items()
-        }
+            collator = PackedCollator() if way == "packed" else FlatteningCollator()
+            micro_batches = [collator(pack)]
+        return [
+            {
+                name: value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
+                for name, value in batch.items()
+            }
+            for batch in micro_batches
+        ]
 
     @staticmethod
-    def rows_of(pack: Pack) -> list[dict]:
-        return [{"input_ids": ids} for ids in np.split(pack.tokens, pack.cu_seqlens[1:-1])]
+    def padded(pack: Pack) -> list[dict]:
+        """Return rows of similar lengths together; their losses add up to the token mean."""
+        rows = [{"input_ids": ids} for ids in np.split(pack.tokens, pack.cu_seqlens[1:-1])]
+        rows.sort(key=lambda row: len(row["input_ids"]))
+        starts = range(0, len(rows), PADDED_ROWS)
+        batches = [PaddedCollator()(rows[start : start + PADDED_ROWS]) for start in starts]
+        trained = sum(int((batch["labels"][..., 1:] != IGNORE_INDEX).sum()) for batch in batches)
+        return [{**batch, "num_items_in_batch": trained, "use_cache": False} for batch in batches]
 
     @torch.no_grad()
     def validate(self, model: LlamaForCausalLM) -> float:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from nopad.attention import register
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import IGNORE_INDEX, PackedDataset
@@ -284,11 +285,13 @@ def run_liger(bench: Bench, sft: bool = False) -> None:
             setattr(modeling_llama, name, original)
 
 
-def run_nopad(bench: Bench, name: str, compiled: str, sft: bool = False, **collator) -> None:
+def run_nopad(
+    bench: Bench, name: str, compiled: str, sft: bool = False, sequence_group=None, **collator
+) -> None:
     """compiled: "fullgraph", "breaks" (graph breaks are allowed), or "" for fused layers."""
     register()
     model = bench.model("nopad")
-    attach_loss(model)
+    attach_loss(model, sequence_group=sequence_group)
     if compiled:
         compile_layers(model, fullgraph=compiled == "fullgraph")
     fused = None if compiled else fuse_layers(model)
@@ -298,6 +301,16 @@ def run_nopad(bench: Bench, name: str, compiled: str, sft: bool = False, **colla
     finally:
         if fused:
             fused.undo()
+
+
+def run_one_rank(bench: Bench) -> None:
+    """Train as a sequence-parallel group of one rank: what its code costs."""
+    backend = "gloo" if bench.device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run_nopad(bench, "eager, one SP rank", "", sequence_group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 def variant_name(name: str, sft: bool) -> str:
@@ -310,6 +323,7 @@ def variants(bench: Bench) -> dict[str, Callable[[], None]]:
     return {
         "compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", **padded),
         "eager": lambda: run_nopad(bench, "eager", ""),
+        "sequence-parallel": lambda: run_one_rank(bench),
         "liger": lambda: run_liger(bench),
         "flattening": lambda: run_flattening(bench),
         "padded": lambda: run_padded(bench),
