@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         compile_layers,
         fuse_layers,
         offload_checkpoints,
+        preference_log_probs,
     )
     from .trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
     from .trainer.with_hf import PackedTrainer, PackedTrainerMixin
@@ -54,6 +55,7 @@ __all__ = [
     "fuse_layers",
     "offload_checkpoints",
     "pack_lengths",
+    "preference_log_probs",
 ]
 
 _ROOMS = {
@@ -67,6 +69,7 @@ _ROOMS = {
         "compile_layers",
         "fuse_layers",
         "offload_checkpoints",
+        "preference_log_probs",
     ),
     "trainer.with_accelerate": ("AccelerateEval", "PackedAccelerateLoader"),
     "trainer.with_hf": ("PackedTrainer", "PackedTrainerMixin"),

@@ -88,7 +88,7 @@ class Convergence:
         """Return the training loss of every step, and the validation loss at the end."""
         register()
         torch.manual_seed(seed)
-        # It would plan every new shape for a second, and padded batches have a new one at each step.
+        # It takes a second to plan a new shape, and padded batches have one at each step.
         torch.backends.cuda.enable_cudnn_sdp(False)
         flash = self.device.type == "cuda"
         stock = {"padded": "sdpa", "flattened": "flash_attention_2" if flash else "sdpa"}

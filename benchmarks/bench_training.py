@@ -41,13 +41,12 @@ from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import ModelFlops
 from power_monitor import PowerMonitor
 from record import header, write_record
+from training.documents import ANSWER_FRACTION, answer_labels, random_documents
 from training.front_ends import FlatteningCollator
 from training.users import measure, user_variants
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_LENGTH = 4096
-ANSWER_FRACTION = 0.4
-"""The fraction of a document that has labels in the variants named sft."""
 PADDED_BATCH_SIZE, PADDED_STEPS = 8, 6
 WARMUP_STEPS, TIMED_STEPS = 6, 12
 
@@ -67,22 +66,6 @@ def model_config(tiny: bool, attention: str) -> LlamaConfig:
         tie_word_embeddings=True,
         attn_implementation=attention,
     )
-
-
-def random_documents(budget: int, packs: int, vocab_size: int, max_length: int) -> list[np.ndarray]:
-    """Draw random tokens with the lengths of a corpus: log-normal, median 400, 16 and more."""
-    rng = np.random.default_rng(0)
-    lengths, total = [], 0
-    while total < budget * packs:
-        lengths.append(int(np.clip(rng.lognormal(np.log(400), 1.0), 16, max_length)))
-        total += lengths[-1]
-    return [rng.integers(0, vocab_size, n) for n in lengths]
-
-
-def answer_labels(ids: np.ndarray) -> np.ndarray:
-    """Label only the last part of a document."""
-    prompt_length = len(ids) - round(ANSWER_FRACTION * len(ids))
-    return np.where(np.arange(len(ids)) < prompt_length, IGNORE_INDEX, ids)
 
 
 class Bench:

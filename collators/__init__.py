@@ -7,10 +7,11 @@ loaded with it before anything else of nopad is imported.
 from ..attention import register  # noqa: F401  importing it registers the name "nopad"
 from .packed import PackedCollator
 from .padded import PaddedCollator
-from .preference import PreferenceCollator
+from .preference import PreferenceCollator, sequence_log_probs
 
 __all__ = [
     "PackedCollator",
     "PaddedCollator",
     "PreferenceCollator",
+    "sequence_log_probs",
 ]

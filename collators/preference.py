@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from ..packing import IGNORE_INDEX, Sample, make_sample, validate_token_ids
+from ..packing.encoding import Encoder
 from ..packing.planning import check_ints
 from .packed import PackedCollator
 
-PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+ID_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+ANSWER_COLUMNS = ("chosen", "rejected")
 
 
 class PreferenceBatch(dict):
@@ -29,7 +31,7 @@ class PreferenceBatch(dict):
         raise ValueError(
             f"PreferenceCollator packs pairs and gives no {name!r}, which padded pairs have: omit "
             "data_collator= in TRL's DPOTrainer, or compute the loss of packed pairs with "
-            "nopad.collators.preference.sequence_log_probs"
+            "nopad.preference_log_probs"
         )
 
 
@@ -44,12 +46,24 @@ class PreferenceCollator:
     ([0, 5, 8], [True, False])
     """
 
-    def __init__(self, *, max_length: int | None = None, **options: Any):
-        """Choose how pairs are cut; a prompt is cut once, so that both answers follow the same.
+    def __init__(
+        self,
+        *,
+        tokenizer: Any = None,
+        add_eos: bool | int = True,
+        max_length: int | None = None,
+        **options: Any,
+    ):
+        """Choose how pairs are read and cut.
 
         Args:
+            tokenizer: for pairs of text or messages: `prompt`, `chosen` and `rejected`, or two
+                conversations `chosen` and `rejected` that begin alike. Pairs of ready ids
+                (`prompt_ids`, `chosen_ids`, `rejected_ids`) need none.
+            add_eos: end answers of text with the tokenizer's eos (True), with this id, or not
+                (False). Messages end as the chat template says, and ready ids as they are.
             max_length: the longest sequence; an answer loses its end, then the prompt its
-                beginning. None: nothing is cut.
+                beginning, as much for both answers. None: nothing is cut.
             options: those of `PackedCollator`, except for fixed shapes: pairs vary in length.
         """
         if max_length is not None and check_ints(max_length=max_length)[0] < 2:
@@ -58,28 +72,74 @@ class PreferenceCollator:
             if options.get(name):
                 raise ValueError(f"{name}={options[name]}: pairs have no budget to pad to")
         self.max_length = max_length
+        self._encoder = None if tokenizer is None else Encoder(tokenizer, add_eos=add_eos)
         self._collator = PackedCollator(**options)
 
     def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        samples = [sample for pair in pairs for sample in self._samples(pair)]
+        samples = [sample for pair in pairs for sample in self._cut(self._answers(pair))]
         batch = PreferenceBatch(self._collator(samples))
         batch["is_chosen"] = torch.arange(len(samples)) % 2 == 0
         return batch
 
-    def _samples(self, pair: Mapping[str, Any]) -> list[Sample]:
+    def _answers(self, pair: Mapping[str, Any]) -> list[Sample]:
         """Return the chosen and the rejected answer, each after their common prompt."""
-        if not isinstance(pair, Mapping) or any(name not in pair for name in PAIR_COLUMNS):
+        columns = set(pair) if isinstance(pair, Mapping) else set[str]()
+        if columns.issuperset(ID_COLUMNS):
+            prompt, *answers = (validate_token_ids(pair[name], name) for name in ID_COLUMNS)
+            ignored = np.full(len(prompt), IGNORE_INDEX)
+            return [
+                make_sample(np.concatenate([prompt, answer]), np.concatenate([ignored, answer]))
+                for answer in answers
+            ]
+        if not columns.issuperset(ANSWER_COLUMNS):
             got = list(pair) if isinstance(pair, Mapping) else type(pair).__name__
-            raise ValueError(f"a pair needs prompt_ids, chosen_ids and rejected_ids, got {got}")
-        prompt, *answers = (validate_token_ids(pair[name], name) for name in PAIR_COLUMNS)
-        if self.max_length is not None:
-            answers = [answer[: self.max_length - 1] for answer in answers]
-            prompt = prompt[-(self.max_length - max(map(len, answers))) :]
-        ignored = np.full(len(prompt), IGNORE_INDEX)
-        return [
-            make_sample(np.concatenate([prompt, answer]), np.concatenate([ignored, answer]))
-            for answer in answers
+            raise ValueError(
+                "a pair needs prompt_ids, chosen_ids and rejected_ids, or prompt, chosen and "
+                f"rejected, got {got}"
+            )
+        if self._encoder is None:
+            raise ValueError("a pair of text needs a tokenizer: PreferenceCollator(tokenizer=)")
+        encoded = self._encoder.encode(_prompts_and_completions(pair))
+        for sample in encoded:
+            if isinstance(sample, ValueError):
+                raise sample
+        return encoded  # pyright: ignore[reportReturnType]
+
+    def _cut(self, answers: list[Sample]) -> list[Sample]:
+        """Cut both answers to `max_length`."""
+        if self.max_length is None:
+            return answers
+        firsts = [int(np.argmax(sample.labels != IGNORE_INDEX)) for sample in answers]
+        room = self.max_length - 1
+        longest = max(
+            min(len(sample) - first, room) for sample, first in zip(answers, firsts, strict=True)
+        )
+        kept = [
+            slice(max(0, first - (self.max_length - longest)), first + room) for first in firsts
         ]
+        return [
+            make_sample(sample.tokens[part], sample.labels[part])
+            for sample, part in zip(answers, kept, strict=True)
+        ]
+
+
+def _prompts_and_completions(pair: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the pair as two rows of a prompt and a completion.
+
+    >>> turn = {"role": "user", "content": "?"}
+    >>> _prompts_and_completions({"chosen": [turn, {"role": "a"}], "rejected": [turn, {}]})[0]
+    {'prompt': [{'role': 'user', 'content': '?'}], 'completion': [{'role': 'a'}]}
+    """
+    chosen, rejected = (pair[name] for name in ANSWER_COLUMNS)
+    prompt = pair.get("prompt")
+    if prompt is None:
+        if not isinstance(chosen, list) or not isinstance(rejected, list):
+            raise ValueError("a pair without a prompt needs messages in chosen and rejected")
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    return [{"prompt": prompt, "completion": answer} for answer in (chosen, rejected)]
 
 
 def sequence_log_probs(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .graceful_stop import STOP_SIGNALS, StopRequest
     from .loss.attached_loss import AttachedLoss, attach_loss
     from .loss.cross_entropy import linear_cross_entropy
+    from .loss.preference import preference_log_probs
     from .monitoring.throughput import ThroughputMeter
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "latest_intact_checkpoint",
     "linear_cross_entropy",
     "offload_checkpoints",
+    "preference_log_probs",
     "write_manifest",
 ]
 
@@ -70,7 +72,7 @@ _MODULES = {
     "evaluation": ("Example", "GenerationEval"),
     "fused": ("compile_layers", "fuse_layers"),
     "graceful_stop": ("STOP_SIGNALS", "StopRequest"),
-    "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy"),
+    "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy", "preference_log_probs"),
     "monitoring": ("ThroughputMeter",),
 }
 """The public names of each module."""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from .documents import long_documents
 from .front_ends import (
     FlatteningCollator,
     Run,
@@ -178,18 +179,6 @@ def add_adapters(model: Any) -> Any:
 
     settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, settings)
-
-
-def long_documents(row: int) -> list[np.ndarray]:
-    """Return rows whose first half is one document and whose second half are short ones."""
-    rng, documents = np.random.default_rng(1), []
-    for _ in range(4):
-        lengths = [row // 2 + 1]  # so that no row has two of them
-        while sum(lengths) < row:
-            length = int(np.clip(rng.lognormal(np.log(400), 1.0), 16, 4096))
-            lengths.append(min(length, row - sum(lengths)))
-        documents += [rng.integers(0, 1000, length) for length in lengths]
-    return documents
 
 
 def fsdp_nopad(run: Run, model: Any) -> None:

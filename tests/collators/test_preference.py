@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from char_words import char_tokenizer
 from nopad.collators import PreferenceCollator
 
 PAIR = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6, 7, 8]}
@@ -68,17 +69,63 @@ def test_lengths_and_shapes_that_a_pair_cannot_have_are_refused(options):
 @pytest.mark.parametrize("missing", ["prompt_ids", "chosen_ids", "rejected_ids"])
 def test_a_missing_part_is_named(missing):
     left = {k: v for k, v in PAIR.items() if k != missing}
-    told = f"a pair needs prompt_ids, chosen_ids and rejected_ids, got {list(left)}"
+    told = f"chosen_ids and rejected_ids, or prompt, chosen and rejected, got {list(left)}"
     with pytest.raises(ValueError, match=re.escape(told)):
         PreferenceCollator()([left])
 
 
 @pytest.mark.parametrize("pair", [None, 3, [[1], [2], [3]]])
 def test_a_pair_that_is_none_is_refused_by_its_type(pair):
-    with pytest.raises(ValueError, match=f"rejected_ids, got {type(pair).__name__}"):
+    with pytest.raises(ValueError, match=f"rejected, got {type(pair).__name__}"):
         PreferenceCollator()([pair])
 
 
 def test_a_length_that_is_no_whole_number_is_refused():
     with pytest.raises(ValueError, match=r"max_length 2\.5 must be an integer"):
         PreferenceCollator(max_length=2.5)
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_pairs_of_text_are_read_like_prompts_and_completions():
+    pair = {"prompt": "ab", "chosen": "c", "rejected": "de", "score": 1.0}
+    batch = PreferenceCollator(tokenizer=letters, add_eos=0)([pair])
+    assert batch["input_ids"].tolist() == [[97, 98, 99, 0, 97, 98, 100, 101, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 99, 0, -100, -100, 100, 101, 0]]
+    short = PreferenceCollator(tokenizer=letters, add_eos=0, max_length=3)([pair])
+    assert short["input_ids"].tolist() == [[98, 99, 0, 98, 100, 101]]
+
+
+def test_what_two_conversations_share_is_their_prompt():
+    tokenizer = char_tokenizer("abcdehinosuy<>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
+    other = {"role": "assistant", "content": "yes"}
+    collator = PreferenceCollator(tokenizer=tokenizer)
+    given = collator([{"prompt": turns[:1], "chosen": turns[1:], "rejected": [other]}])
+    found = collator([{"chosen": turns, "rejected": [turns[0], other]}])
+    assert found["input_ids"].tolist() == given["input_ids"].tolist()
+    assert found["labels"].tolist() == given["labels"].tolist()
+    assert (found["labels"] != -100).sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("pair", "tokenizer", "told"),
+    [
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            None,
+            r"PreferenceCollator\(tokenizer=\)",
+        ),
+        ({"chosen": "b", "rejected": "c"}, letters, "without a prompt needs messages"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, letters, "completion is empty"),
+    ],
+)
+def test_text_that_is_no_pair_is_refused(pair, tokenizer, told):
+    with pytest.raises(ValueError, match=told):
+        PreferenceCollator(tokenizer=tokenizer)([pair])
