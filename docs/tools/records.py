@@ -19,14 +19,15 @@ RUNS = {
     "hf": "HF Trainer",
     "accelerate": "Accelerate",
     "lightning": "Lightning",
+    "compiled": "HF Trainer, `compile_layers`",
     "accumulation-4": "HF Trainer, accumulation over 4 packs",
+    "accumulation-16": "HF Trainer, accumulation over 16 packs",
     "checkpointing": "HF Trainer, gradient checkpointing",
+    "fsdp2": "FSDP2 with bf16 parameters, a loop",
     "lora-1b": "LoRA on all linear layers, r = 16",
     "lora-8b": "LoRA, 8B shape",
     "long": "rows of 131,072 tokens, checkpointed",
     "long-offloaded": "the same, `offload_checkpoints`",
-    "fsdp2": "FSDP2 with bf16 parameters, a loop",
-    "accumulation-16": "HF Trainer, accumulation over 16 packs",
 }
 PEER = "transformers continuous batching"
 WORKLOADS = {
@@ -50,10 +51,11 @@ def training_table() -> str:
     """Training as users start it, beside the stock trainers."""
     path, record = newest("training-users-h200")
     rows = []
-    for name, run in record["users"].items():
+    for name, label in RUNS.items():
+        run = record["users"][name]
         ours, stock = run["nopad"], run["stock"]
         rows.append([
-            RUNS.get(name, name),
+            label,
             f"**{_k(ours)}**, {_gb(ours)}",
             f"{_k(stock)}, {_gb(stock)}",
             f"{run['ratio']['tokens_per_second']:.2f}x",
