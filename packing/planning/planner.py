@@ -26,7 +26,7 @@ from .segments import Segments
 from .window_fit import MAX_DEFERRALS, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 7
+VERSION = 8
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 

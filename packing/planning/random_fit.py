@@ -30,6 +30,9 @@ partner joins. Where fewer do, the one that fits best."""
 CHANCE, LARGEST_TOLERANCE = 600, 1 / 16
 """The tolerance of pairs, as a part of the capacity: 1 / CHANCE if every pack has a long segment,
 six times that if every second has one. Pairs cost little fill where there are few."""
+NARROW, SHORT_ONLY = 8, 1.25
+"""A room below capacity / NARROW takes any that leaves at most half of it, if there are more than
+SHORT_ONLY packs for each long segment: else the few that fill it would do so in every epoch."""
 FEW, FEW_WITHIN = 16, 8
 """A long segment stays alone if fewer than FEW fit its room, and that is less than FEW_WITHIN
 tolerances: else it would meet the same few in every epoch."""
@@ -72,7 +75,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
     """
     n, shift, bin_shift = len(sizes), bucket_shift(capacity), bin_shift_of(capacity)
     links, rest, packed = np.empty(n, np.int32), np.arange(n), np.zeros(n, np.bool_)
-    key, tolerance = _insert_all(sizes, capacity, shift, links, heads, counts, low, high)
+    key, tolerance, narrow = _insert_all(sizes, capacity, shift, links, heads, counts, low, high)
     means, longest = np.empty(BINS, np.int64), capacity >> shift
     opening = (capacity // 2 if tolerance else capacity // 3) >> shift
     least_room = min(_room_of_few(counts) << shift, FEW_WITHIN * tolerance)
@@ -82,7 +85,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
             _update_means(sizes, packed, bin_shift, means)
             next_update += n // UPDATES + 1
         longest = largest_at_most(low, high, longest)
-        room, start = capacity, placed
+        room, start, pair_slack = capacity, placed, tolerance
         while room > 0 and placed < n:
             mean = means[unsigned(room >> bin_shift)] if placed > start else 0
             several, largest = 4 * room > ROOM_FOR_SEVERAL * mean, longest
@@ -93,7 +96,9 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
                     break
             elif longest > opening:
                 probes = 0
-            slack = tolerance if placed == start + 1 else 0
+            slack = 0
+            if placed == start + 1:
+                slack = pair_slack = max(tolerance, room // 2 if room < narrow else 0)
             s, joins, left = np.int64(0), False, room
             while probes > 0:
                 if cursor == end:
@@ -121,7 +126,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
             room -= sizes[unsigned(s)]
             _remove(s, sizes, shift, packed, heads, counts, low, high)
             order[unsigned(placed)], placed = s, placed + 1
-        lacks[packs] = _lack(room, placed - start, tolerance, least_room)
+        lacks[packs] = _lack(room, placed - start, pair_slack, least_room)
         packs += 1
         offsets[packs] = placed
     return packs, key
@@ -152,7 +157,10 @@ def bin_shift_of(capacity):
 
 @jit
 def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
-    """Insert all segments into empty buckets; return a hash of the sizes and the tolerance."""
+    """Insert all segments into empty buckets.
+
+    Returns a hash of the sizes, the tolerance, and the room below which half of it is tolerated.
+    """
     key = np.uint64(len(sizes))
     tokens = long = np.int64(0)
     for s in range(len(sizes)):
@@ -166,17 +174,18 @@ def _insert_all(sizes, capacity, shift, links, heads, counts, low, high):
         tokens += size
         long += 2 * size > capacity
     if len(sizes) < SMALL_SET or 5 * tokens <= capacity * len(sizes):
-        return mix(key), 0
+        return mix(key), 0, 0
     packs_per_long = tokens / (capacity * max(long, 1))
-    return mix(key), int(capacity * min(packs_per_long**2.5 / CHANCE, LARGEST_TOLERANCE))
+    tolerance = int(capacity * min(packs_per_long**2.5 / CHANCE, LARGEST_TOLERANCE))
+    return mix(key), tolerance, capacity // NARROW if packs_per_long > SHORT_ONLY else 0
 
 
 @jit
-def _lack(room, segments, tolerance, least_room):
-    """Return the room, but nothing of a pair within the tolerance or of a segment left alone."""
+def _lack(room, segments, slack, least_room):
+    """Return the room, but nothing of a pair within its slack or of a segment left alone."""
     if segments > 2:
         return room
-    return 0 if segments == 1 and room < least_room else max(room - tolerance, 0)
+    return 0 if segments == 1 and room < least_room else max(room - slack, 0)
 
 
 @jit

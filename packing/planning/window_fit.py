@@ -26,6 +26,7 @@ import numpy as np
 from ..numba_jit import jit
 from .bitset import leading_zeros, unsigned
 from .random_fit import BINS, below, bin_shift_of, empty_buckets, mix, random_fit
+from .small_set import fit_small_set
 
 SWEEP = 2048
 """Segments packed together; more would choose from more, and leave the same ones over."""
@@ -59,11 +60,12 @@ def fit_windows(sizes, deferrals, capacity, pool, defer, final):
     pending, packs = np.arange(arrived), 0
     while len(pending) + n - arrived >= pool or (final and len(pending) + n > arrived):
         taken = min(pool - len(pending), n - arrived)
+        is_set = final and len(deferrals) == 0 and taken <= SWEEP and arrived + taken == n
         window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
         deferrals = np.concatenate((deferrals, np.zeros(taken, np.int64)))
         arrived += taken
         window_sizes = sizes[window]
-        fitted = _fit_window(window_sizes, capacity, buckets)
+        fitted = _fit_window(window_sizes, capacity, buckets, is_set)
         emitted = np.ones(len(fitted.lacks), np.bool_)
         if defer and not (final and arrived == n):
             _count_alone_as_full(fitted, window_sizes, len(pending), capacity)
@@ -76,10 +78,13 @@ def fit_windows(sizes, deferrals, capacity, pool, defer, final):
 
 
 @jit
-def _fit_window(sizes, capacity, buckets):
+def _fit_window(sizes, capacity, buckets, is_set):
     """Pack a window: packs in random order, the segments of each in the order of their arrival."""
     n, arrived, packs, key = len(sizes), 0, 0, np.uint64(0)
     out, trial = _empty_output(n), _empty_output(min(n, SWEEP))
+    if is_set:
+        packs, key = fit_small_set(sizes, capacity, *buckets, out.order, out.offsets, out.lacks)
+        return _arrange(out, packs, key)
     pending, never_deferred = np.zeros(0, np.int64), np.zeros(min(n, SWEEP), np.int64)
     while len(pending) + n > arrived:
         taken = min(SWEEP - len(pending), n - arrived)

@@ -45,7 +45,7 @@ def test_a_place_tells_nothing_of_length_epoch_or_seed(kind, count, multiple, ba
     assert is_chance([correlation(a[0], b[0]) for a, b in pairwise(found)])
 
 
-@pytest.mark.parametrize("count, multiple", [(300, 4), (1000, 4), (3000, 4), (1000, 10)])
+@pytest.mark.parametrize("count, multiple", [(50, 3), (300, 4), (1000, 4), (3000, 4), (1000, 10)])
 @pytest.mark.parametrize("kind", ["chats", "documents"])
 def test_documents_that_shared_a_pack_meet_again_by_chance_only(kind, count, multiple):
     lengths = lengths_of(kind, count)

@@ -299,11 +299,23 @@ def test_one_huge_item_is_split_without_ado():
     assert sorted(plan.starts[plan.items == 0].tolist()) == list(range(0, 10**7, 2048))
 
 
+@pytest.mark.parametrize("count, multiple", [(50, 3), (100, 4), (127, 4)])
+def test_a_small_set_has_the_fewest_packs_whatever_its_order(count, multiple):
+    rng = np.random.default_rng(count)
+    lengths = np.maximum(rng.lognormal(5, 0.4, count), 1).astype(int)
+    budget = int(lengths.mean() * multiple)
+    lengths = np.minimum(lengths, budget)
+    for _ in range(50):
+        assert len(pack_lengths(rng.permutation(lengths), budget)) == -(-lengths.sum() // budget)
+
+
 def test_the_packs_of_a_version_never_change():
     lengths = (np.arange(20_000) * 7919 % 10_007) ** 2 % 2048 + 1
-    plan = pack_lengths(lengths, 2048)
-    content = b"".join(getattr(plan, name).astype("<i8").tobytes() for name in Plan.__slots__)
-    assert (VERSION, sha256(content).hexdigest()[:16]) == (7, "f68ecbe74ea43773")
+    plans = [pack_lengths(lengths, 2048), pack_lengths(lengths[:1000], 2048)]
+    content = b"".join(
+        getattr(plan, name).astype("<i8").tobytes() for plan in plans for name in Plan.__slots__
+    )
+    assert (VERSION, sha256(content).hexdigest()[:16]) == (8, "4b7c8cb2124671dc")
 
 
 @pytest.mark.slow
