@@ -96,9 +96,8 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
                     break
             elif longest > opening:
                 probes = 0
-            slack = 0
-            if placed == start + 1:
-                slack = pair_slack = max(tolerance, room // 2 if room < narrow else 0)
+            slack = max(tolerance, room // 2 if room < narrow else 0) if placed == start + 1 else 0
+            pair_slack = max(slack, pair_slack)
             s, joins, left = np.int64(0), False, room
             while probes > 0:
                 if cursor == end:
@@ -127,8 +126,7 @@ def random_fit(sizes, capacity, heads, counts, low, high, order, offsets, lacks)
             _remove(s, sizes, shift, packed, heads, counts, low, high)
             order[unsigned(placed)], placed = s, placed + 1
         lacks[packs] = _lack(room, placed - start, pair_slack, least_room)
-        packs += 1
-        offsets[packs] = placed
+        offsets[packs + 1], packs = placed, packs + 1
     return packs, key
 
 
