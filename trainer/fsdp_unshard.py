@@ -37,6 +37,17 @@ def unsharded(model: nn.Module | None) -> Iterator[None]:
         yield
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters of an FSDP2 model.
+
+    After a forward, FSDP2 keeps those of the outermost module for a backward. An optimizer that is
+    created then would get them, and never update the shards.
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def _fits(model: nn.Module) -> bool:
     """Whether this rank has memory for the full parameters and 10 % for the generation."""
     full = sum(p.numel() * p.element_size() for p in model.parameters())

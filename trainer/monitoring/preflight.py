@@ -23,6 +23,7 @@ from ...packing import IGNORE_INDEX, PackedDataset, Planner
 from ...runtime import Layout, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit
+from ..fsdp_unshard import reshard
 from .packing_check import measure_difference, measure_leak, measure_shard_difference
 
 MAX_PLANNED = 1 << 20
@@ -42,14 +43,17 @@ def check_run(
     _check_lengths(data, config)
     _check_weights(model, collator)
     rows, boundaries = _check_rows(data, config, collator), _boundaries(attention)
-    fault = _find_fault(model, collator, rows)
-    if fault:
-        boundaries = _try_mask_repair(model, collator, rows, fault)
+    try:
+        fault = _find_fault(model, collator, rows)
+        if fault:
+            boundaries = _try_mask_repair(model, collator, rows, fault)
+        _check_shards(model, collator, rows[0][0])
+    finally:
+        reshard(model)
     model_line = (
         f"{config.model_type}, attention {attention}, document boundaries from {boundaries}, "
         "leak check 0.0"
     )
-    _check_shards(model, collator, rows[0][0])
     ranks = [] if layout is None or layout.world_size == 1 else [layout.describe()]
     cached = [] if data.token_cache is None else data.token_cache.messages
     return [model_line, *ranks, *_describe_plan(data), *cached]

@@ -15,7 +15,7 @@ TWO_MORE = [
     "accelerate sp", "accelerate tp", "accelerate cp", "hf sp", "hf sp_size", "hf fsdp",
     "lightning tp",
 ]  # fmt: skip
-FOUR = ["hf ddp", "accelerate hsdp"]
+FOUR = ["hf ddp", "hf tp_fsdp", "accelerate hsdp"]
 FOUR_MORE = [
     "accelerate ddp", "accelerate cp", "hf hsdp", "hf sp_size", "lightning ddp", "lightning sp",
     "lightning fsdp",

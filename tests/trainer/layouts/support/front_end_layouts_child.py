@@ -32,6 +32,7 @@ from nopad.trainer.with_hf import EvalCallback, PackedTrainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -68,8 +69,12 @@ def one_rank(folder: Path) -> tuple[dict[str, torch.Tensor], list[list[int]], fl
 
 
 def load(kind: str, folder: Path) -> Any:
-    """A model as users load it: with tensor parallelism, or whole."""
-    how = {"tp_plan": "auto"} if kind == "tp" else {}
+    """A model as users load it: with tensor parallelism, with FSDP beside it, or whole."""
+    shards = {"tp": (2, 1), "tp_fsdp": (2, dist.get_world_size() // 2)}
+    how = {}
+    if kind in shards:
+        tensor, fsdp = shards[kind]
+        how["distributed_config"] = DistributedConfig(tp_size=tensor, fsdp_size=fsdp)
     return AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float64, attn_implementation="nopad", **how
     )
@@ -86,6 +91,7 @@ def accelerator_settings(kind: str) -> dict[str, Any]:
         "sp": {},
         "sp_size": {"parallelism_config": ParallelismConfig(sp_size=2)},
         "tp": {"parallelism_config": ParallelismConfig(tp_size=2)},
+        "tp_fsdp": {},
         "fsdp": plugin,
         "cp": {
             **plugin,
@@ -109,7 +115,7 @@ def pretend_gpus(kind: str) -> None:
 
 
 def data_size(kind: str) -> int:
-    return dist.get_world_size() // (2 if kind in ("sp", "sp_size", "cp", "tp") else 1)
+    return dist.get_world_size() // (2 if kind in ("sp", "sp_size", "cp", "tp", "tp_fsdp") else 1)
 
 
 def evaluation(model: Any, answers: list) -> GenerationEval:
@@ -135,6 +141,7 @@ def accelerate(kind: str, folder: Path) -> tuple[Any, list, float | None]:
     model, optimizer = accelerator.prepare(model, optimizer)
     shared = {"sequence_parallel": 2} if kind == "sp" else {}
     loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(), **shared)
+    assert loader.packs_at_a_time == data_size(kind)
     answers: list = []
     evaluations = AccelerateEval(
         accelerator, model, evaluation(accelerator.unwrap_model(model), answers)
@@ -245,7 +252,7 @@ def main(folder: str, *cases: str) -> None:
         pretend_gpus("ddp")
         model, answers, loss = FRONT_ENDS[front_end](kind, Path(folder))
         sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
-        assert sharded == (kind in ("tp", "fsdp", "hsdp", "cp")), case
+        assert sharded == (kind in ("tp", "tp_fsdp", "fsdp", "hsdp", "cp")), case
         weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
         distance = max(float((weights[n] - gold[n]).norm() / gold[n].norm()) for n in gold)
         found[case] = {
