@@ -188,8 +188,11 @@ class PackedLoader:
 
     def _place(self) -> None:
         if self.layout is None or not is_current(self.layout):
-            self.layout = find_layout()
+            self.layout = self._find_layout()
         self.dataset.place(self.layout)
+
+    def _find_layout(self) -> Layout:
+        return find_layout()
 
     @property
     def packs_at_a_time(self) -> int:

@@ -26,7 +26,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ...packing import Pack, PackedDataset
-from ...runtime import find_layout, is_current, join_sequence_group, unwrap_peft
+from ...runtime import Layout, find_layout, join_sequence_group, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader
 from ..data.plain_data import check_plain, pack_plain, refuse_plain_settings
@@ -96,6 +96,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self.fuses_layers, self._needs_check = fused, check
         self._sequence_parallel, self._sequence_group = sequence_parallel, None
+        self._joined: Layout | None = None
         self.fused_layers: list[FusedLayers] = []
         """What was fused in each prepared model."""
         self._sped_up: dict[int, str] = {}
@@ -116,7 +117,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return pack_plain(data, config, budget=budget, tokenizer=tokenizer, seed=seed or 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._find_layout()
+        self._place()
+        self._join_group()
         speedups = [self._speed_up(model) for model in self._causal_lms()]
         if self._needs_check:
             self._needs_check = False
@@ -135,12 +137,16 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def _find_layout(self) -> None:
-        if self.layout is not None and is_current(self.layout):
-            return
-        models = nn.ModuleList(self.accelerator._models)
-        self.layout = find_layout(models, sequence_parallel=self._sequence_parallel)
-        self._sequence_group = join_sequence_group(self.layout)
+    def _find_layout(self) -> Layout:
+        # Before `prepare` no model is known: then all that are alive count.
+        models = nn.ModuleList(self.accelerator._models) if self.accelerator._models else None
+        return find_layout(models, sequence_parallel=self._sequence_parallel)
+
+    def _join_group(self) -> None:
+        """Join the ranks that share rows with this one, once per layout; all ranks call it."""
+        if self._joined is not self.layout:
+            assert self.layout is not None
+            self._joined, self._sequence_group = self.layout, join_sequence_group(self.layout)
 
     def _add_losses(self, models: list[Any]) -> None:
         """Add the losses of the batch that was trained last to the check."""

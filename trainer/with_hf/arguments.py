@@ -8,10 +8,12 @@ All other arguments are read by the stock trainer and keep their meaning.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.training_args import ParallelismConfig
 
 from ...packing import PackedDataset
 
@@ -141,10 +143,12 @@ def adapt_arguments(args: TrainingArguments) -> float:
 def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
     """Return the ranks that share a row; `sp_size` of the arguments becomes data parallelism.
 
-    The trainer would hand `sp_size` to DeepSpeed. To the trainer, the ranks of a group are
-    data-parallel: gradients are averaged over them.
+    It may also be that of `accelerate launch`. The trainer would hand `sp_size` to DeepSpeed. To
+    the trainer, the ranks of a group are data-parallel: gradients are averaged over them.
     """
     config: Any = getattr(args, "parallelism_config", None)
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        config = ParallelismConfig()  # what `accelerate launch` has written to the environment
     if config is None or config.sp_size == 1:
         return size
     if size not in (1, config.sp_size):

@@ -30,7 +30,7 @@ def test_a_parallelism_config_that_the_ranks_cannot_have_is_refused_by_the_hf_tr
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, parallelism_config=config)
 
 
-def test_sp_size_becomes_data_parallelism_for_the_hf_trainer():
+def test_sp_size_becomes_data_parallelism_for_the_hf_trainer(monkeypatch):
     from accelerate import ParallelismConfig
     from nopad.trainer.with_hf.arguments import take_sequence_parallel
 
@@ -46,6 +46,11 @@ def test_sp_size_becomes_data_parallelism_for_the_hf_trainer():
     assert taken(sp_size=2, dp_shard_size=4) == (2, 1, 1, 8)
     assert taken(sp_size=2, dp_replicate_size=4) == (2, 1, 4 * 2, 1)
     assert taken(3, sp_size=1) == (3, 1, 1, 1)
+    launched: Any = SimpleNamespace(parallelism_config=None)
+    assert take_sequence_parallel(launched, 1) == 1 and launched.parallelism_config is None
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")  # as `accelerate launch` does
+    assert take_sequence_parallel(launched, 1) == 2 and launched.parallelism_config.sp_size == 1
     with pytest.raises(
         ValueError, match="sequence_parallel=3, but parallelism_config has sp_size=2"
     ):
@@ -62,6 +67,16 @@ def test_pipeline_parallelism_is_refused_by_accelerate_s_loader():
     accelerator.state.parallelism_config = SimpleNamespace(pp_size=2)
     with pytest.raises(ValueError, match=PIPELINE):
         next(iter(loader))
+
+
+def test_accelerate_s_loader_counts_its_replicas_before_it_is_read():
+    from accelerate import Accelerator
+    from nopad.trainer.with_accelerate import PackedAccelerateLoader
+
+    accelerator = Accelerator(cpu=True)
+    loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(), sequence_parallel=2)
+    with simulated.ranks(4, rank=2):
+        assert loader.packs_at_a_time == 2 and loader.dataset.ranks() == (1, 2)
 
 
 def test_lightning_s_data_module_reads_the_packs_of_its_replica():
