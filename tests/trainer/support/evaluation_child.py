@@ -181,12 +181,15 @@ def fail_in_second_step(engine: Engine) -> None:
 
 
 def tensor_parallel() -> list:
-    """What all ranks together answer if they share one model, and whether a deadline is taken."""
-    model, mesh = tiny_run.model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    """What pairs of ranks answer that share one model, and whether a deadline is taken."""
+    world = dist.get_world_size()
+    pairs = (world // 2, 2) if world > 1 else (1, 1)
+    model, mesh = tiny_run.model(), init_device_mesh("cpu", pairs, mesh_dim_names=("dp", "tp"))
     across, along = ColwiseParallel(), RowwiseParallel()
     plan: Any = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), across)
     plan |= dict.fromkeys(("o_proj", "down_proj"), along)
-    parallelize_module(model, mesh, {f"model.layers.*.*.{name}": how for name, how in plan.items()})
+    plan = {f"model.layers.*.*.{name}": how for name, how in plan.items()}
+    parallelize_module(model, mesh["tp"], plan)
     memory = 40000 if rank() else 90000  # for other numbers of pages
     engine = Engine(model, memory=memory, page_size=16, max_num_seqs=4)
     own = lists(engine.generate(prompts(9), SAMPLED))
