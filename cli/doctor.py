@@ -12,8 +12,9 @@ changes when the one before it is replaced. Exit status: 0 if every implementati
 isolated, 1 if one leaks or is wrong, 2 if nothing could be checked: the model cannot be loaded or
 built, or no implementation runs it here.
 
---distributed needs no model: under a minute, packs, resume, losses and gradients of DDP and FSDP2,
-and generation are compared across the ranks that a launcher starts (torchrun, accelerate launch).
+--distributed needs no model: in under a minute, packs, resume, losses and gradients of DDP, FSDP2,
+sequence and tensor parallelism, and generation are compared across the ranks that a launcher starts
+(torchrun, accelerate launch).
 """
 
 from __future__ import annotations
@@ -212,15 +213,17 @@ def _quiet() -> Iterator[None]:
     """Silence logs and warnings inside the block."""
     from transformers.utils import logging as hf_logging
 
-    log, verbosity = logging.getLogger("nopad"), hf_logging.get_verbosity()
-    level = log.level
+    logs = [logging.getLogger(name) for name in ("nopad", "torch.distributed.tensor")]
+    levels, verbosity = [log.level for log in logs], hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hide_progress_bars()
-    log.setLevel(logging.ERROR)
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         hf_logging.set_verbosity(verbosity)
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

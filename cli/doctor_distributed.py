@@ -8,8 +8,10 @@ prints a table; the exit status is 1 on every rank if something disagrees on one
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +30,19 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collators import PackedCollator
 from ..inference import DataParallelEngine, Engine, SamplingParams
 from ..packing import IGNORE_INDEX, Pack, PackedDataset
-from ..runtime import all_ranks_or_none, destroy_group, gather_objects, rank, world_size
+from ..runtime import (
+    Axis,
+    Layout,
+    all_ranks_or_none,
+    destroy_group,
+    gather_objects,
+    join_sequence_group,
+    rank,
+    world_size,
+)
 from ..trainer import DataState, PackedLoader, attach_loss
 
-STEPS, BUDGET, VOCAB_SIZE = 3, 256, 256
+STEPS, BUDGET, VOCAB_SIZE, NUM_HEADS = 3, 256, 256, 8
 LEARNING_RATE = 0.5
 TOLERANCE = 1e-4
 """Relative difference of losses and gradients that float32 may have."""
@@ -43,6 +54,10 @@ class Disagreement(ValueError):
     """What a check found to be wrong."""
 
 
+class Skip(Exception):
+    """Why a check does not apply to this number of ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """The outcome of one check on all ranks."""
@@ -51,20 +66,23 @@ class Row:
     faults: dict[int, str]
     note: str
     seconds: float
+    was_skipped: bool = False
 
     def __str__(self) -> str:
+        if self.was_skipped:
+            return f"{self.name:<12} skipped {self.note}"
         if not self.faults:
-            return f"{self.name:<12} ok     {self.note} ({self.seconds:.1f} s)"
+            return f"{self.name:<12} ok      {self.note} ({self.seconds:.1f} s)"
         first = min(self.faults)
         others = f" and {len(self.faults) - 1} more" * (len(self.faults) > 1)
-        return f"{self.name:<12} WRONG  rank {first}{others}: {self.faults[first]}"
+        return f"{self.name:<12} WRONG   rank {first}{others}: {self.faults[first]}"
 
 
 def main() -> int:
     """Run all checks on every rank; return the exit status."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
-            "--distributed compares the ranks of a launcher: "
+            "--distributed compares the ranks of a launcher, and there is one process: "
             "torchrun --nproc-per-node 2 -m nopad doctor --distributed"
         )
     with _process_group() as device:
@@ -100,7 +118,10 @@ def _run(name: str, check: Callable[[torch.device], str], device: torch.device) 
         except ValueError as fault:  # also of nopad's own checks
             return "", str(fault)
 
-    results = all_ranks_or_none(outcome)
+    try:
+        results = all_ranks_or_none(outcome)
+    except Skip as reason:
+        return Row(name, {}, str(reason), 0.0, was_skipped=True)
     faults = {number: fault for number, (_, fault) in enumerate(results) if fault is not None}
     return Row(name, faults, results[0][0], time.perf_counter() - start)
 
@@ -121,7 +142,7 @@ def _require(condition: bool, fault: str) -> None:
         raise Disagreement(fault)
 
 
-# Checks: each runs on every rank, returns a note, or raises a Disagreement.
+# Checks: each runs on every rank, returns a note, or raises a Disagreement after all collectives.
 
 
 def check_ranks(device: torch.device) -> str:
@@ -131,13 +152,13 @@ def check_ranks(device: torch.device) -> str:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     own = {"nopad": __version__, "torch": torch.__version__, "device": device_name}
     hosts = gather_objects((platform.node(), str(device), own))
+    total = torch.full((), float(rank() + 1), device=device)
+    dist.all_reduce(total)
     for number, (_, _, other) in enumerate(hosts):
         _require(other == own, f"it has {own}, rank {number} has {other}")
     used = [(host, place) for host, place, _ in hosts]
     shared = device.type == "cuda" and used.count(used[rank()]) > 1
     _require(not shared, f"several ranks use {device} of {used[rank()][0]}: one GPU for each rank")
-    total = torch.full((), float(rank() + 1), device=device)
-    dist.all_reduce(total)
     expected = world_size() * (world_size() + 1) / 2
     _require(total.item() == expected, f"the sum of all ranks is {total.item()}, not {expected}")
     machines = len({host for host, *_ in hosts})
@@ -146,7 +167,7 @@ def check_ranks(device: torch.device) -> str:
 
 def check_packs(device: torch.device) -> str:
     """Compare the packs that all ranks read with those that one rank would read alone."""
-    loader = PackedLoader(_dataset(), count_items=False)
+    loader = _loader(_data_parallel(), count_items=False)
     own = [(loader.last_pack.index, _digest(batch)) for batch in loader if loader.last_pack]
     everyone = sorted(pack for packs in gather_objects(own) for pack in packs)
     alone = PackedCollator()
@@ -162,11 +183,12 @@ def check_packs(device: torch.device) -> str:
 
 def check_resume(device: torch.device) -> str:
     """Stop after a step, load the merged state in a new loader, and compare what is left."""
-    whole = [batch["input_ids"] for batch in PackedLoader(_dataset(), count_items=False)]
-    stopped = PackedLoader(_dataset(), count_items=False)
+    layout = _data_parallel()
+    whole = [batch["input_ids"] for batch in _loader(layout, count_items=False)]
+    stopped = _loader(layout, count_items=False)
     first = [batch["input_ids"] for batch in islice(stopped, STEPS)]
     state = DataState(stopped).state_dict()
-    resumed = PackedLoader(_dataset(), count_items=False)
+    resumed = _loader(layout, count_items=False)
     DataState(resumed).load_state_dict(state)
     rest = [batch["input_ids"] for batch in resumed]
     same = len(first) + len(rest) == len(whole) and all(map(torch.equal, [*first, *rest], whole))
@@ -176,35 +198,64 @@ def check_resume(device: torch.device) -> str:
 
 def check_ddp(device: torch.device) -> str:
     """Train with DistributedDataParallel."""
-    devices = [device.index] if device.type == "cuda" else None
-    return _compare_training(device, lambda model: DistributedDataParallel(model, devices))
+    model = _model(device)
+    return _compare_training(model, _with_ddp(model), _data_parallel())
 
 
 def check_fsdp(device: torch.device) -> str:
     """Train with parameters sharded by FSDP2."""
+    model = _model(device)
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+    return _compare_training(model, model, _data_parallel())
 
-    def shard(model: Any) -> nn.Module:
-        for part in (*model.model.layers, model):
-            fully_shard(part)
-        return model
 
-    return _compare_training(device, shard)
+def check_sequence_parallel(device: torch.device) -> str:
+    """Train with rows that the ranks of a group share."""
+    model, layout = _model(device), Layout(rank(), world_size(), sequence=_group_axis())
+    return _compare_training(model, _with_ddp(model), layout)
+
+
+def check_tensor_parallel(device: torch.device) -> str:
+    """Train and generate with layers that the ranks of a group share."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    axis = _group_axis()
+    layout = Layout(rank(), world_size(), tensor=axis)
+    shards = DistributedConfig(tp_size=axis.size, fsdp_size=layout.data_size)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = _model(device)  # `save_pretrained` would write on rank 0 only
+        whole.config.to_json_file(f"{folder}/config.json")
+        save_file(whole.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=shards, dtype=torch.float32, attn_implementation="nopad"
+        )
+    completions = ""
+    if layout.data_size == 1:  # otherwise the weights are sharded by FSDP as well
+        completions = f"; {_compare_completions(model.eval(), device)}"
+    return _compare_training(model.train(), model, layout) + completions
 
 
 def check_generation(device: torch.device) -> str:
     """Compare completions that the ranks share out with those of each rank alone."""
-    engine = Engine(_model(device).eval())
+    return _compare_completions(_model(device).eval(), device)
+
+
+def _compare_completions(model: Any, device: torch.device) -> str:
+    """Compare what all ranks together generate with what each generates alone."""
     prompts = [[1 + i, 2 + i, 3 + i][: 1 + i % 3] for i in range(2 * world_size() + 1)]
     params = [
         SamplingParams(temperature=float(i % 2), max_tokens=8, seed=i) for i in range(len(prompts))
     ]
-    shared = DataParallelEngine(engine).generate(prompts, params)
-    alone = engine.generate(prompts, params)
+    shared = DataParallelEngine(Engine(model)).generate(prompts, params)
+    alone = Engine(_model(device).eval()).generate(prompts, params)
+    everyone = gather_objects([completion.token_ids for completion in shared])
     wrong = sum(a.token_ids != b.token_ids for a, b in zip(shared, alone, strict=True))
     _require(not wrong, f"{wrong} of {len(prompts)} completions differ from those of one rank")
-    everyone = gather_objects([completion.token_ids for completion in shared])
     _require(everyone.count(everyone[0]) == len(everyone), "ranks have different completions")
-    return f"{len(prompts)} completions, greedy and sampled"
+    return f"{len(prompts)} completions agree, greedy and sampled"
 
 
 CHECKS: dict[str, Callable[[torch.device], str]] = {
@@ -213,6 +264,8 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
     "resume": check_resume,
     "DDP": check_ddp,
     "FSDP2": check_fsdp,
+    "SP": check_sequence_parallel,
+    "TP": check_tensor_parallel,
     "generation": check_generation,
 }
 
@@ -224,6 +277,22 @@ def _dataset(rank: int | None = None, world: int | None = None) -> PackedDataset
     return PackedDataset(documents, budget=BUDGET, rank=rank, world_size=world)
 
 
+def _loader(layout: Layout, **options: Any) -> PackedLoader:
+    return PackedLoader(_dataset(), layout=layout, **options)
+
+
+def _data_parallel() -> Layout:
+    return Layout(rank(), world_size())
+
+
+def _group_axis() -> Axis:
+    """Return groups of ranks that can share the heads of the model, as large as there are."""
+    size = math.gcd(world_size(), NUM_HEADS)
+    if size == 1:
+        raise Skip(f"{world_size()} ranks do not form equal groups of 2, 4 or 8")
+    return Axis(1, size)
+
+
 def _digest(batch: dict) -> str:
     return hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()
 
@@ -233,8 +302,8 @@ def _model(device: torch.device) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config: Any = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=BUDGET,
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=NUM_HEADS, max_position_embeddings=BUDGET,
     )  # fmt: skip
     config._attn_implementation = "nopad"
     with torch.random.fork_rng(devices=[]):
@@ -243,39 +312,54 @@ def _model(device: torch.device) -> Any:
     return model.to(device)
 
 
-def _compare_training(device: torch.device, wrap: Callable[[Any], nn.Module]) -> str:
-    """Train in a layout, and compare losses and gradients with those of one rank alone."""
-    model = _model(device)
-    attach_loss(model)
-    trained = wrap(model)
+def _with_ddp(model: nn.Module) -> nn.Module:
+    device = next(model.parameters()).device
+    return DistributedDataParallel(model, [device.index] if device.type == "cuda" else None)
+
+
+def _compare_training(model: Any, trained: nn.Module, layout: Layout) -> str:
+    """Train in a layout, and compare losses and gradients with those of one rank alone.
+
+    trained: the model, or what wraps it.
+    """
+    attach_loss(model, sequence_group=join_sequence_group(layout))
+    device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
-    for batch in islice(PackedLoader(_dataset()), STEPS):
+    for batch in islice(_loader(layout), STEPS):
         optimizer.zero_grad()
         loss = trained(**_to_device(batch, device)).loss
         loss.backward()
         losses.append(sum(gather_objects(loss.item())) / world_size())
         gradients.append([_whole(p.grad).clone() for p in model.parameters()])
         optimizer.step()
+    alone = _train_alone(device, layout.data_size)
     loss_errors, gradient_errors = [], []
-    for loss, own, (gold_loss, gold) in zip(losses, gradients, _train_alone(device), strict=True):
+    for loss, own, (gold_loss, gold) in zip(losses, gradients, alone, strict=True):
         loss_errors.append(abs(loss - gold_loss) / gold_loss)
         gradient_errors += [
             float((a - b).norm() / b.norm()) for a, b in zip(own, gold, strict=True)
         ]
     loss_error, gradient_error = np.max(loss_errors), np.max(gradient_errors)  # NaN if one is
-    note = f"losses within {loss_error:.0e}, gradients within {gradient_error:.0e} of one rank's"
+    count, size = layout.data_size, layout.replica_size
+    groups = f"{count} group{'s' * (count > 1)} of {size} ranks: " if size > 1 else ""
+    note = (
+        f"{groups}losses within {loss_error:.0e}, gradients within {gradient_error:.0e} of one "
+        "rank's"
+    )
     _require(bool(loss_error <= TOLERANCE and gradient_error <= TOLERANCE), note)
     return note
 
 
-def _train_alone(device: torch.device) -> Iterator[tuple[float, list[torch.Tensor]]]:
+def _train_alone(
+    device: torch.device, packs_per_step: int
+) -> Iterator[tuple[float, list[torch.Tensor]]]:
     """Yield loss and gradients of each step, computed by this rank from the packs of all."""
     model, packs = _model(device), iter(_dataset(0, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        step = list(islice(packs, world_size()))
+        step = list(islice(packs, packs_per_step))
         count = sum(pack.num_label_tokens for pack in step)
         loss = sum(_token_losses(model, pack, device) for pack in step) / count
         loss.backward()

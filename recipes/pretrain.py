@@ -102,6 +102,8 @@ def create_accelerator(args: argparse.Namespace):
             f"{accelerator.distributed_type.value} clips gradients by its own settings, not by "
             "--clip: choose DDP or FSDP in `accelerate config`, or use recipes/train_hf.py"
         )
+    if getattr(accelerator.parallelism_config, "tp_size", 1) > 1:
+        raise ValueError("tensor parallelism: use recipes/train_hf.py, which loads models for it")
     torch.set_num_threads(threads)
     set_seed(args.seed)
     # Accelerate warns about tied weights at every save; they are saved correctly.
@@ -133,6 +135,7 @@ class Pretraining:
             dataset,
             num_workers=args.workers,
             continue_on_nan=args.continue_on_nan,
+            sequence_parallel=args.sequence_parallel,
         )
         self.model, self.optimizer, self.scheduler = accelerator.prepare(
             model, optimizer, scheduler
@@ -255,13 +258,14 @@ class Pretraining:
 
         loss = torch.stack(losses).mean()
         counts = loss.new_tensor([sum(tokens), sum(samples), len(losses)])
+        counts /= self.loader.layout.replica_size  # sequence-parallel ranks count the same packs
         # One collective and one transfer per step.
         loss, *counts = self.accelerator.reduce(torch.cat([loss[None], counts]), "sum").tolist()
         loss /= self.accelerator.num_processes
         if not self.args.continue_on_nan:
             raise_if_not_finite(loss, f"step {self.step}")
         values = {"loss": loss, "learning_rate": self.scheduler.get_last_lr()[0]}
-        values |= zip(("tokens", "samples", "packs"), map(int, counts), strict=True)
+        values |= zip(("tokens", "samples", "packs"), map(round, counts), strict=True)
         self.num_logged += 1
         is_early, is_last = self.num_logged < RATE_INTERVAL, self.step == self.args.steps
         if is_early or is_last or self.step % RATE_INTERVAL == 0:

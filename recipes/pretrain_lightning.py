@@ -81,7 +81,9 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
         ckpt_path = latest_intact_archive(args.output) if args.resume else None
         pl.seed_everything(args.seed, verbose=False)
         tokenizer, dataset, examples = setup.load_data(args)
-        data = PackedDataModule(dataset, num_workers=args.workers)
+        data = PackedDataModule(
+            dataset, num_workers=args.workers, sequence_parallel=args.sequence_parallel
+        )
         # Without versions, last.ckpt is the newest checkpoint also after a resume.
         save = {"every_n_train_steps": args.save_every, "enable_version_counter": False}
         checkpoints = pl.callbacks.ModelCheckpoint(args.output, save_last=True, **save)

@@ -25,7 +25,7 @@ from nopad.recipes.support.data_and_model import (
     open_data,
     packed_dataset,
 )
-from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf
+from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf, training_arguments
 from nopad.recipes.support.run_dir import RunDir, RunProgress
 from nopad.recipes.support.run_recipe import run_recipe
 
@@ -103,9 +103,10 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     from transformers import set_seed  # imported late: --help is quick
 
     run_dir = RunDir.from_args("sft", args, progress)
+    settings = training_arguments(args)
     set_seed(args.seed)
     tokenizer, data, examples = load_data(args)
-    train_with_hf(args, run_dir, load_model(args, tokenizer), data, tokenizer, examples)
+    train_with_hf(args, settings, run_dir, load_model(args, tokenizer), data, tokenizer, examples)
 
 
 if __name__ == "__main__":

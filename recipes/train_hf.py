@@ -13,7 +13,7 @@ import sys
 from nopad.cli import parser as command_parser
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import add_data_and_model_options, load_data, load_model
-from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf
+from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf, training_arguments
 from nopad.recipes.support.run_dir import RunDir, RunProgress
 from nopad.recipes.support.run_recipe import run_recipe
 
@@ -33,9 +33,10 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     run_dir = RunDir.from_args("train_hf", args, progress)
     if args.data is None and args.steps is None:
         args.steps = 150  # the default corpus is a demonstration: one epoch would take too long
+    settings = training_arguments(args)
     set_seed(args.seed)
     tokenizer, data, _ = load_data(args, num_held_out=0)
-    train_with_hf(args, run_dir, load_model(args, tokenizer), data, tokenizer)
+    train_with_hf(args, settings, run_dir, load_model(args, tokenizer), data, tokenizer)
 
 
 if __name__ == "__main__":

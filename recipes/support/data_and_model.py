@@ -47,6 +47,8 @@ def add_packing_options(add: Any, budget: int) -> None:
     add("--workers", type=count, default=0, help="data loading processes per rank")
     add("--attention", type=attention_name, default="nopad",
         help="attention implementation: nopad, flash_attention_2, sdpa, ...")  # fmt: skip
+    add("--sequence-parallel", type=positive, default=1, metavar="RANKS",
+        help="ranks that share the tokens of each pack; or sp_size of accelerate")  # fmt: skip
     add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
 
 
@@ -146,6 +148,21 @@ def model_errors(name: str) -> Iterator[None]:
         raise ValueError(f"cannot load {name}: {short_error(error)}") from error
 
 
+def tensor_parallel() -> dict[str, Any]:
+    """Return how to load a model for the `tp_size` of accelerate launch; {} without one.
+
+    Groups of `tp_size` ranks share every layer. Several groups shard their weights by FSDP2.
+    """
+    from nopad.runtime import find_layout, world_size
+    from torch import nn
+    from transformers.distributed import DistributedConfig
+
+    size = find_layout(nn.Module()).tensor.size
+    if size == 1:
+        return {}
+    return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=world_size() // size)}
+
+
 def load_checkpoint(path: str, **options: Any) -> Any:
     """Load a causal LM with its weights, for training."""
     with model_errors(path):
@@ -159,6 +176,11 @@ def load_model(args: argparse.Namespace, tokenizer):
 
     register()
     settings = {"attn_implementation": args.attention}
+    if tensor_parallel() and (args.model is None or not has_weights(resolve_path(args.model))):
+        raise ValueError(
+            "tensor parallelism loads a checkpoint with weights: pass MODEL, or save a new model "
+            "with save_pretrained first"
+        )
     if args.model is None:
         model = AutoModelForCausalLM.from_config(
             _small_llama(args, tokenizer), trust_remote_code=False, **settings
@@ -166,7 +188,7 @@ def load_model(args: argparse.Namespace, tokenizer):
     else:
         name = resolve_path(args.model)
         if has_weights(name):
-            model = load_checkpoint(name, **settings)
+            model = load_checkpoint(name, **settings, **tensor_parallel())
         else:
             with model_errors(args.model):
                 config = AutoConfig.from_pretrained(name, trust_remote_code=False)

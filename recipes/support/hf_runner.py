@@ -30,7 +30,10 @@ def add_hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: 
 
 
 def training_arguments(args: argparse.Namespace):
-    """Translate the options to `TrainingArguments`."""
+    """Translate the options to `TrainingArguments`, which join the ranks of the launch.
+
+    Data and model are loaded after that: both depend on the layout of the ranks.
+    """
     import torch
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import get_available_reporting_integrations
@@ -63,10 +66,17 @@ def training_arguments(args: argparse.Namespace):
 
 
 def train_with_hf(
-    args: argparse.Namespace, run_dir: RunDir, model, data, tokenizer, examples: Sequence = ()
+    args: argparse.Namespace,
+    settings,
+    run_dir: RunDir,
+    model,
+    data,
+    tokenizer,
+    examples: Sequence = (),
 ) -> None:
     """Train on packs with the HF Trainer; stop on a signal; save a model that loads.
 
+    settings: the `training_arguments`.
     examples: prompts with references, to continue every `args.eval_every` steps.
     """
     from nopad.collators import PackedCollator
@@ -74,6 +84,13 @@ def train_with_hf(
     from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
+
+    settings.save_only_model = (model.tp_size or 1) > 1  # the Trainer saves no sharded optimizer
+    if settings.save_only_model and args.resume:
+        raise ValueError(
+            "the HF Trainer does not resume a run with tensor parallelism: start a new run with "
+            "the folder of a checkpoint as MODEL"
+        )
 
     class StartCallback(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
@@ -83,12 +100,13 @@ def train_with_hf(
         stop = StopCallback()  # first: a signal must not wait for what follows
         trainer = PackedTrainer(
             model,
-            training_arguments(args),
+            settings,
             PackedCollator(pad_to_budget=args.compile),
             data,
             processing_class=tokenizer,
             callbacks=[stop, StartCallback()],
             continue_on_nan=args.continue_on_nan,
+            sequence_parallel=args.sequence_parallel,
             fused=not args.compile,
         )
         if args.compile:
@@ -105,5 +123,6 @@ def train_with_hf(
         if finished:
             trainer.save_model()
         if trainer.is_world_process_zero():
-            status = "done" if finished else "stopped, continue with --resume"
+            more = "" if settings.save_only_model else ", continue with --resume"
+            status = "done" if finished else f"stopped{more}"
             print(f"{status}: {trainer.args.output_dir}, step {trainer.state.global_step}")

@@ -33,10 +33,12 @@ NOT_SAVED = {"resume", "output", "config"}
 CHANGEABLE = NOT_SAVED | {
     "workers", "devices", "accelerator", "strategy", "checkpointing", "save_every", "eval_every",
     "prompt", "log_every", "log_with", "keep", "continue_on_nan",
+    "sequence_parallel",
 }  # fmt: skip
 """Settings that may change on a resume.
 
-None of them changes the order of the data; only `devices` changes how much of it a step trains on.
+None of them changes the order of the data; `devices` and `sequence_parallel` change how much of it
+a step trains on.
 """
 
 

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import tiny_run
+import torch
 from nopad.__main__ import main
+from nopad.cli import doctor_distributed
 
+CHECKS = ["ranks", "packs", "resume", "DDP", "FSDP2", "SP", "TP", "generation"]
+CPU = torch.device("cpu")
 CHILD = Path(__file__).parent / "support" / "doctor_child.py"
 
 
@@ -23,11 +27,21 @@ def test_ranks_that_agree_pass_and_each_fault_is_told_on_all_ranks():
     assert [status for status, _ in second.values()] == [0, 1, 1, 1]
     assert {text for _, text in second.values()} == {""}, "one rank prints"
     checks = verdicts(first["none"][1])
-    assert set(checks.values()) == {"ok"} and set(checks) >= {"ranks", "packs", "resume", "DDP"}
+    assert set(checks.values()) == {"ok"} and list(checks) == CHECKS
     assert first["none"][1].rstrip().endswith("All ranks agree.")
-    for fault, wrong in (("data", "packs"), ("weights", "generation"), ("count", "DDP")):
-        assert verdicts(first[fault][1])[wrong] == "WRONG", first[fault][1]
+    wrong = {"data": "packs", "weights": "generation", "count": "DDP SP TP"}
+    for fault, text in ((fault, first[fault][1]) for fault in wrong):
+        assert [name for name, told in verdicts(text).items() if told == "WRONG"] == (
+            wrong[fault].split()
+        ), text
     assert verdicts(first["count"][1])["packs"] == "ok"
+
+
+def test_groups_that_a_number_of_ranks_does_not_allow_are_skipped(monkeypatch):
+    monkeypatch.setattr(doctor_distributed, "world_size", lambda: 3)
+    row = doctor_distributed._run("SP", lambda _: str(doctor_distributed._group_axis()), CPU)
+    assert not row.faults
+    assert str(row) == "SP           skipped 3 ranks do not form equal groups of 2, 4 or 8"
 
 
 @pytest.mark.parametrize("extra", [["llama"], ["--parity"], ["--tiny"], ["--attn", "sdpa"]])

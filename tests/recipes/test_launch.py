@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import simulated
 import small_inputs
+import tiny_run
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
+from nopad.runtime import find_layout
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "recipes" / "launch").glob("*.yaml"))
-RECIPE = ROOT / "recipes" / "pretrain.py"
+LAUNCH = ROOT / "recipes" / "launch"
+FILES = sorted(LAUNCH.glob("*.yaml"))
+STEPS = 3
+PRETENDED = Path(__file__).parent / "support" / "pretended_gpus.py"
+PRETRAIN = ROOT / "recipes" / "pretrain.py"
+WITH_HF = ROOT / "recipes" / "train_hf.py"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_accelerate_reads_what_the_file_says(path, monkeypatch):
-    parsed = launch_command_parser().parse_args(["--config_file", str(path), str(RECIPE)])
+    parsed = launch_command_parser().parse_args(["--config_file", str(path), str(PRETRAIN)])
     args, *_ = _validate_launch_command(parsed)
     for name, value in prepare_multi_gpu_env(args).items():
         monkeypatch.setenv(name, str(value))
@@ -31,30 +42,121 @@ def test_accelerate_reads_what_the_file_says(path, monkeypatch):
         plugin = FullyShardedDataParallelPlugin()
         assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
         assert "TRANSFORMER" in str(os.environ["FSDP_AUTO_WRAP_POLICY"])
-    if path.stem == "hsdp":
+    if path.stem in SIZES:
         layout = ParallelismConfig()
-        assert (layout.dp_replicate_size, layout.dp_shard_size) == (2, 8)
-        assert layout.total_size == args.num_processes == 16
+        sizes = (layout.dp_replicate_size, layout.dp_shard_size, layout.tp_size, layout.sp_size)
+        assert sizes == SIZES[path.stem]
+        assert layout.total_size == args.num_processes
+        with simulated.ranks(args.num_processes):
+            found = find_layout(nn.Module())
+        assert (found.tensor.size, found.sequence.size) == sizes[2:]
+
+
+SIZES = {"hsdp": (2, 8, 1, 1), "sp": (4, 1, 1, 2), "tp": (1, 4, 2, 1)}
+"""Replicas, shards, tensor- and sequence-parallel ranks of the files that have a layout."""
+
+
+def arguments(folder: Path, **settings: object) -> list[str]:
+    """A short run on the smallest data."""
+    options = {"data": small_inputs.texts(folder, 200), "budget": 64, "steps": STEPS, "warmup": 1,
+               "tokenizer": small_inputs.tokenizer(folder), **settings}  # fmt: skip
+    named = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
+    return [str(word) for pair in named for word in pair]
+
+
+def launch(path: Path, cwd: Path, world: int, *command: object, **sizes: int) -> str:
+    """Start ranks with a file, whose sizes are changed; return what they print."""
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    options = {"config_file": path, "num_processes": world, "num_machines": 1, "machine_rank": 0,
+               "main_process_port": 0, "mixed_precision": "no"}  # fmt: skip
+    options |= {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    start = [sys.executable, "-m", "accelerate.commands.launch", *words, PRETENDED, *command]
+    done = subprocess.run(list(map(str, start)), cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def steps(folder: Path) -> list[dict]:
+    """What is logged of each step: by pretrain.py, or by the HF Trainer."""
+    if (folder / "log.jsonl").exists():
+        return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    state = json.loads((folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "loss" in entry]
+
+
+def run_alone(recipe: Path, *command: object, world: int = 1) -> None:
+    """Run a recipe on CPU ranks, as Accelerate sees them."""
+    for code, _, error in tiny_run.launch(recipe, *command, world=world, check=False):
+        assert code == 0, error[-3000:]
+
+
+def assert_same_run(folder: Path, one: Path, within: float = 1e-5) -> None:
+    assert len(steps(one)) == STEPS
+    for step, wanted in zip(steps(folder), steps(one), strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], rel=within)
+        for name in {"tokens", "samples", "packs"} & set(wanted):
+            assert step[name] == wanted[name]
+
+
+def test_two_ranks_that_share_rows_train_as_one(tmp_path):
+    """By the recipe's own option: Accelerate refuses sp_size on CPUs."""
+    run = [small_inputs.model(tmp_path), *arguments(tmp_path, eval_every=100, save_every=100)]
+    run_alone(PRETRAIN, *run, "--output", tmp_path / "one")
+    run_alone(PRETRAIN, *run, "--output", tmp_path / "two", "--sequence-parallel", 2, world=2)
+    assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_recipe_starts_with_the_file(path, tmp_path):
-    """On two CPU ranks, where Accelerate does not shard: the launch, not the layout, is tried."""
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path,
-              "--num_processes", 2, "--num_machines", 1, "--machine_rank", 0,
-              "--main_process_port", 0, "--mixed_precision", "no"]  # fmt: skip
-    if path.stem == "hsdp":
-        launch += ["--parallelism_config_dp_replicate_size", 2,
-                   "--parallelism_config_dp_shard_size", 1]  # fmt: skip
-    arguments = ["--data", small_inputs.documents(tmp_path), "--budget", 128, "--steps", 2,
-                 small_inputs.model(tmp_path), "--warmup", 1, "--eval-every", 100,
-                 "--tokenizer", small_inputs.tokenizer(tmp_path), "--output", "run"]  # fmt: skip
-    command = list(map(str, [*launch, RECIPE, *arguments]))
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "run" / "checkpoint-2").is_dir() and "2 processes" in done.stdout
+@pytest.mark.parametrize(
+    ("name", "recipe", "sizes", "packs", "banner"),
+    [
+        ("ddp", PRETRAIN, {}, 2, "2 data-parallel ranks"),
+        ("fsdp2", WITH_HF, {}, 2, "2 data-parallel ranks"),
+        ("hsdp", WITH_HF, {"dp_replicate": 2, "dp_shard": 2}, 4, "4 data-parallel ranks"),
+        ("sp", PRETRAIN, {"dp_replicate": 1}, 1, "a group of 2 by sequence parallelism"),
+        ("sp", WITH_HF, {"dp_replicate": 2}, 2, "a group of 2 by sequence parallelism"),
+        ("tp", WITH_HF, {"dp_shard": 1}, 1, "a group of 2 by tensor parallelism"),
+        ("tp", WITH_HF, {"dp_shard": 2}, 2, "a group of 2 by tensor parallelism"),
+    ],
+)
+def test_the_ranks_of_the_file_train_as_one(tmp_path, name, recipe, sizes, packs, banner):
+    """Layouts as on GPUs, which Accelerate takes these CPU ranks for; with fewer ranks."""
+    base = small_inputs.checkpoint(tmp_path)
+    every = {"eval_every": 100} if recipe == PRETRAIN else {"log_every": 1}
+    run = [base, *arguments(tmp_path, save_every=STEPS, **every)]
+    run_alone(recipe, *run, "--output", tmp_path / "one", "--accumulation", packs)
+    world = packs * (2 if name in ("sp", "tp") else 1)
+    options = [*run, "--output", tmp_path / "run"]
+    out = launch(LAUNCH / f"{name}.yaml", tmp_path, world, recipe, *options, **sizes)
+    assert banner in out
+    assert_same_run(tmp_path / "run", tmp_path / "one", 1e-4)
+    optimizer = (tmp_path / "run" / f"checkpoint-{STEPS}").glob("optimizer*")
+    assert bool(list(optimizer)) == (name != "tp")
+
+
+def test_what_tensor_parallelism_does_not_allow_is_refused(monkeypatch):
+    from nopad.recipes.pretrain import create_accelerator
+    from nopad.recipes.support.data_and_model import load_model
+    from nopad.recipes.support.hf_runner import train_with_hf
+
+    anything: Any = SimpleNamespace
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with simulated.ranks(2), pytest.raises(ValueError, match="loads a checkpoint with weights"):
+        load_model(anything(model=None, attention="nopad"), None)
+    with pytest.raises(ValueError, match="start a new run with the folder of a checkpoint"):
+        options = anything(resume="run"), anything()
+        train_with_hf(*options, anything(), anything(tp_size=2), None, None)
+    accelerator = anything(parallelism_config=anything(tp_size=2), num_processes=1,
+                           distributed_type="NO", log_with=None)  # fmt: skip
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: accelerator)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the recipe changes it
+    with pytest.raises(ValueError, match="use recipes/train_hf"):
+        create_accelerator(
+            anything(precision="no", accumulation=1, log_with=None, output=None, seed=0)
+        )
 
 
 def test_the_slurm_script_starts_torchrun_on_all_machines_and_resumes(tmp_path):
@@ -68,7 +170,7 @@ def test_the_slurm_script_starts_torchrun_on_all_machines_and_resumes(tmp_path):
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2"}
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(tmp_path / "run"), **job}
-    script = ROOT / "recipes" / "launch" / "slurm.sh"
+    script = LAUNCH / "slurm.sh"
 
     def started() -> list[str]:
         command = ["bash", str(script), "--data", "a b.jsonl"]

@@ -34,11 +34,12 @@ def other_weights(device):
     return model
 
 
+TRAINED = {"DDP", "SP", "TP"}
 FAULTS = {
     "none": (contextlib.nullcontext, set(doctor_distributed.CHECKS)),
     "data": (lambda: patch.object(doctor_distributed, "_dataset", same_packs), {"packs"}),
     "weights": (lambda: patch.object(doctor_distributed, "_model", other_weights), {"generation"}),
-    "count": (lambda: patch.object(PackedLoader, "_items", lambda *_: 100.0), {"packs", "DDP"}),
+    "count": (lambda: patch.object(PackedLoader, "_items", lambda *_: 100.0), TRAINED | {"packs"}),
 }
 """By name: how to put the fault in place, and the checks to run with it."""
 
