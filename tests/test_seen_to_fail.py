@@ -327,6 +327,20 @@ FAULTS = {
         "trainer/layouts/test_front_end_layouts.py", "nopad.runtime.fsdp_hooks",
         "fsdp_hook_ids = lambda module: {module._get_fsdp_state()._pre_forward_hook_handle.id}",
     ),
+    "the start check leaves parameters gathered": (
+        "trainer/layouts/test_front_end_layouts.py", "nopad.trainer.monitoring.preflight",
+        "reshard = lambda model: None",
+    ),
+    "a layout that was told is forgotten before the first batch": (
+        "trainer/layouts/test_model_parallel.py::"
+        "test_accelerate_s_loader_counts_its_replicas_before_it_is_read",
+        "nopad.trainer.with_accelerate.loader",
+        "PackedAccelerateLoader._find_layout = lambda self: find_layout()",
+    ),
+    "the sizes of a launch are not read": (
+        "recipes/test_launch.py::test_accelerate_reads_what_the_file_says",
+        "nopad.runtime.layout_detection", "_accelerate_sizes = lambda: iter(())",
+    ),
     "ids are checked in the first step only": (
         "trainer/test_bad_input.py::"
         "test_an_id_outside_the_vocabulary_is_refused_in_every_batch",

@@ -16,6 +16,9 @@ RECIPE=${RECIPE:-recipes/pretrain.py}
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
+# Otherwise restarted workers may connect to dead ones (pytorch/pytorch#135712).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 # The recipe finds its last intact checkpoint; workers that torchrun restarts do so by themselves.
 if [ -e "$RUN/run.json" ]; then PLACE=(--resume "$RUN"); else PLACE=(--output "$RUN"); fi
 

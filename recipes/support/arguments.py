@@ -41,7 +41,14 @@ def parse_with_config(
 
 def resume_if_restarted(explicit: dict[str, Any]) -> None:
     """Set `resume` in a worker that torchrun has started again, if its run has a folder already."""
-    if "resume" in explicit or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) < 1:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) < 1:
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # pytorch/pytorch#135712
+        raise ValueError(
+            "--max-restarts: restarted workers would connect to dead ones; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and pass --rdzv-backend=c10d to torchrun"
+        )
+    if "resume" in explicit:
         return
     if "output" not in explicit:
         raise ValueError(

@@ -30,6 +30,7 @@ def start(folder: Path, name: str) -> subprocess.Popen:
                  "--tokenizer", small_inputs.tokenizer(folder), "--eval-every", "100",
                  "--output", name]  # fmt: skip
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = [*TORCHRUN, RECIPE, *arguments]
     return subprocess.Popen(list(map(str, command)), cwd=folder, env=env)
 

@@ -12,8 +12,13 @@ def documents(folder: Path, count: int = 300) -> Path:
     return _write_rows(folder / "ids.jsonl", rows)
 
 
-def texts(folder: Path, count: int = 60) -> Path:
-    rows = [{"text": " ".join(f"w{(i + j) % 90}" for j in range(3 + i % 9))} for i in range(count)]
+def texts(folder: Path, count: int = 60, words: int = 3) -> Path:
+    """Write texts of `words` words and up to 8 more; of 90, some can be held out."""
+    lengths = [words + i % 9 for i in range(count)]
+    rows = [
+        {"text": " ".join(f"w{(i + j) % 90}" for j in range(length))}
+        for i, length in enumerate(lengths)
+    ]
     return _write_rows(folder / "texts.jsonl", rows)
 
 

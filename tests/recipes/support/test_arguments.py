@@ -218,6 +218,10 @@ def test_yaml_that_grows_or_contradicts_itself_is_refused_at_once(tmp_path, text
 def test_workers_that_were_restarted_resume_the_run_in_their_folder(tmp_path, monkeypatch):
     output = ["--output", str(tmp_path / "run")]
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        pretrain.parse_args(output)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     with pytest.raises(ValueError, match="--max-restarts needs --output"):
         pretrain.parse_args([])
     assert pretrain.parse_args(["--steps", "5", *output]).resume is None
