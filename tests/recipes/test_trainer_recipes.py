@@ -105,20 +105,20 @@ def test_a_torn_last_checkpoint_is_resumed_from_the_one_beside_it(tmp_path, monk
 
 
 def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypatch, capsys):
-    from nopad.recipes.support import hf_runner
+    from nopad import collators
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    arguments = hf_runner.training_arguments
+    collator = collators.PackedCollator
 
-    def signalled(args):
+    def signalled(**settings):
         os.kill(os.getpid(), signal.SIGUSR1)
-        return arguments(args)
+        return collator(**settings)
 
-    monkeypatch.setattr(hf_runner, "training_arguments", signalled)
+    monkeypatch.setattr(collators, "PackedCollator", signalled)
     run_main("train_hf", [*small_args(tmp_path), "--steps", "5"])
     assert "stopped, continue with --resume: runs/train_hf-1, step 1" in capsys.readouterr().out
-    monkeypatch.setattr(hf_runner, "training_arguments", arguments)
+    monkeypatch.setattr(collators, "PackedCollator", collator)
     run_main("train_hf", ["--resume"])
     assert "done: runs/train_hf-1, step 5" in capsys.readouterr().out
 
