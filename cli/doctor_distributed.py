@@ -230,7 +230,11 @@ def check_tensor_parallel(device: torch.device) -> str:
         whole.config.to_json_file(f"{folder}/config.json")
         save_file(whole.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         model = AutoModelForCausalLM.from_pretrained(
-            folder, distributed_config=shards, dtype=torch.float32, attn_implementation="nopad"
+            folder,
+            distributed_config=shards,
+            dtype=torch.float32,
+            attn_implementation="nopad",
+            trust_remote_code=False,
         )
     completions = ""
     if layout.data_size == 1:  # otherwise the weights are sharded by FSDP as well

@@ -65,6 +65,16 @@ def training_arguments(args: argparse.Namespace):
     )
 
 
+def prepare_saving(args: argparse.Namespace, settings, model) -> None:
+    """Save weights alone with tensor parallelism: the Trainer saves no sharded optimizer."""
+    settings.save_only_model = (model.tp_size or 1) > 1
+    if settings.save_only_model and args.resume:
+        raise ValueError(
+            "the HF Trainer does not resume a run with tensor parallelism: start a new run with "
+            "the folder of a checkpoint as MODEL"
+        )
+
+
 def train_with_hf(
     args: argparse.Namespace,
     settings,
@@ -85,12 +95,7 @@ def train_with_hf(
     from nopad.trainer.with_hf import PackedTrainer, StopCallback
     from transformers import TrainerCallback
 
-    settings.save_only_model = (model.tp_size or 1) > 1  # the Trainer saves no sharded optimizer
-    if settings.save_only_model and args.resume:
-        raise ValueError(
-            "the HF Trainer does not resume a run with tensor parallelism: start a new run with "
-            "the folder of a checkpoint as MODEL"
-        )
+    prepare_saving(args, settings, model)
 
     class StartCallback(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):

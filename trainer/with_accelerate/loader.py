@@ -47,6 +47,10 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     After `load_state` it continues by itself: do not use `skip_first_batches`.
     """
 
+    _joined: Layout | None = None
+    """The layout whose group of ranks that share rows was joined."""
+    _sequence_group: Any = None
+
     def __init__(
         self,
         accelerator: Accelerator,
@@ -95,8 +99,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         )
         self.gradient_state = GradientState()
         self.fuses_layers, self._needs_check = fused, check
-        self._sequence_parallel, self._sequence_group = sequence_parallel, None
-        self._joined: Layout | None = None
+        self._sequence_parallel = sequence_parallel
         self.fused_layers: list[FusedLayers] = []
         """What was fused in each prepared model."""
         self._sped_up: dict[int, str] = {}
@@ -136,6 +139,9 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             self.finite_check.flush()
         finally:
             self.end()
+
+    def _place(self, find: Callable[[], Layout] | None = None) -> None:
+        super()._place(find or self._find_layout)
 
     def _find_layout(self) -> Layout:
         # Before `prepare` no model is known: then all that are alive count.
