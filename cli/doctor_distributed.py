@@ -220,7 +220,7 @@ def check_tensor_parallel(device: torch.device) -> str:
     """Train and generate with layers that the ranks of a group share."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     axis = _group_axis()
     layout = Layout(rank(), world_size(), tensor=axis)

@@ -258,7 +258,8 @@ class Pretraining:
 
         loss = torch.stack(losses).mean()
         counts = loss.new_tensor([sum(tokens), sum(samples), len(losses)])
-        counts /= self.loader.layout.replica_size  # sequence-parallel ranks count the same packs
+        # Sequence-parallel ranks count the same packs.
+        counts *= self.loader.packs_at_a_time / self.accelerator.num_processes
         # One collective and one transfer per step.
         loss, *counts = self.accelerator.reduce(torch.cat([loss[None], counts]), "sum").tolist()
         loss /= self.accelerator.num_processes

@@ -155,7 +155,7 @@ def tensor_parallel() -> dict[str, Any]:
     """
     from nopad.runtime import find_layout, world_size
     from torch import nn
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     size = find_layout(nn.Module()).tensor.size
     if size == 1:

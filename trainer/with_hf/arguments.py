@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from transformers import TrainingArguments
-from transformers.training_args import ParallelismConfig
+from transformers import TrainingArguments, training_args
 
 from ...packing import PackedDataset
 
@@ -148,7 +147,10 @@ def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
     """
     config: Any = getattr(args, "parallelism_config", None)
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        config = ParallelismConfig()  # what `accelerate launch` has written to the environment
+        # What `accelerate launch` has written to the environment; Accelerate itself is not a
+        # library of this front end.
+        accelerate: Any = training_args
+        config = accelerate.ParallelismConfig()
     if config is None or config.sp_size == 1:
         return size
     if size not in (1, config.sp_size):
