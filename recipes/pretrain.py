@@ -259,7 +259,7 @@ class Pretraining:
         loss = torch.stack(losses).mean()
         counts = loss.new_tensor([sum(tokens), sum(samples), len(losses)])
         # Sequence-parallel ranks count the same packs.
-        counts *= self.loader.packs_at_a_time / self.accelerator.num_processes
+        counts *= self.meter.ranks / self.accelerator.num_processes
         # One collective and one transfer per step.
         loss, *counts = self.accelerator.reduce(torch.cat([loss[None], counts]), "sum").tolist()
         loss /= self.accelerator.num_processes
