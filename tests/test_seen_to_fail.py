@@ -470,6 +470,10 @@ FAULTS = {
         "cli/test_doctor_distributed.py", "nopad.cli.doctor_distributed",
         "_require = lambda condition, fault: None",
     ),
+    "models stay in eval mode": (
+        "trainer/test_train_mode.py", "nopad.trainer.train_mode",
+        "ensure_train_mode = lambda model: None",
+    ),
     "an argument is not explained": (
         "test_reference.py::test_every_argument_is_explained", "nopad.packing.dataset",
         "PackedDataset.__doc__ = 'Packs of a source.'",

@@ -39,6 +39,7 @@ from ..monitoring.preflight import (
     describe_speedups,
     print_banner,
 )
+from ..train_mode import ensure_train_mode
 
 
 class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
@@ -69,7 +70,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         """Take device and accumulation steps from the accelerator.
 
         The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`; one
-        that is attached already stays).
+        that is attached already stays). A model in eval mode, as `from_pretrained` returns it, is
+        put into training mode when the first iteration starts.
 
         Args:
             accelerator: the one that prepares model and optimizer; nothing else of it changes.
@@ -182,8 +184,9 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return [lm for lm in map(unwrap_peft, models) if hasattr(lm, "get_output_embeddings")]
 
     def _speed_up(self, model: Any) -> str:
-        """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
+        """Prepare a model for training, unless it was done; return a line for the banner."""
         if id(model) not in self._sped_up:
+            ensure_train_mode(model)
             loss = getattr(model, "nopad_loss", None) or attach_loss(model)
             if loss.row_shards is None:
                 loss.share_rows(self._sequence_group)

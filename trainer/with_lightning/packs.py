@@ -37,6 +37,7 @@ from ..monitoring.preflight import (
 )
 from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
+from ..train_mode import ensure_train_mode
 from .data_module import LightningPackedLoader, PackedDataModule
 from .finite_saves import guard_saves
 from .hooks import causal_lm, has_causal_lm, pl
@@ -115,6 +116,7 @@ class PackedCallback(pl.Callback):
         if self._loss is None:  # the module has created its model in `configure_model`
             self._prepare_model(trainer, pl_module, "fit")
         model = causal_lm(pl_module)
+        ensure_train_mode(model)
         if self.check:
             with trainer.precision_plugin.forward_context():
                 layout = self.data.layout(trainer)

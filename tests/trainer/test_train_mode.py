@@ -1,0 +1,42 @@
+"""Every front end trains in training mode, also a model that `from_pretrained` has returned."""
+
+from __future__ import annotations
+
+import front_ends
+import pytest
+import tiny_run
+from nopad.trainer.train_mode import ensure_train_mode
+
+
+def modes_of_last_forward(model) -> dict[str, bool]:
+    """Note the mode of every module when the model runs."""
+    seen: dict[str, bool] = {}
+
+    def note(_, *args) -> None:
+        seen.update({name: module.training for name, module in model.named_modules()})
+
+    model.register_forward_pre_hook(note)
+    return seen
+
+
+@pytest.mark.parametrize("front_end", front_ends.FIRST_STEP)
+def test_a_model_in_eval_mode_is_trained_in_training_mode(front_end, tmp_path):
+    model = tiny_run.model().eval()
+    seen = modes_of_last_forward(model)
+    front_ends.FIRST_STEP[front_end](model, tiny_run.dataset(), tmp_path)
+    assert seen and all(seen.values())
+
+
+@pytest.mark.parametrize("front_end", ["accelerate", "lightning"])
+def test_parts_that_are_in_eval_mode_on_purpose_stay_so(front_end, tmp_path):
+    model = tiny_run.model().train()
+    model.model.layers[0].eval()
+    seen = modes_of_last_forward(model)
+    front_ends.FIRST_STEP[front_end](model, tiny_run.dataset(), tmp_path)
+    assert seen[""] and not seen["model.layers.0.mlp"]
+
+
+def test_a_model_without_trainable_parameters_keeps_its_mode():
+    teacher = tiny_run.model().eval().requires_grad_(False)
+    ensure_train_mode(teacher)
+    assert not teacher.training

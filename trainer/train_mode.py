@@ -1,0 +1,20 @@
+"""Training mode at the start of a run: `from_pretrained` returns models in eval mode.
+
+In eval mode dropout, LoRA's dropout and Transformers' gradient checkpointing are off. The HF
+Trainer calls `train()` before every step; Lightning and Accelerate keep the mode they find.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def ensure_train_mode(model: nn.Module) -> None:
+    """Call `train()` on a model that is in eval mode as a whole.
+
+    A model in training mode stays as it is, since parts of it may be in eval mode on purpose. So
+    does one without trainable parameters, such as a teacher.
+    """
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if is_trained and not model.training:
+        model.train()
