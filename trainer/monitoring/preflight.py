@@ -24,6 +24,7 @@ from ...runtime import Layout, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit
 from ..fsdp_unshard import reshard
+from .cpu_precision import describe_slow_bf16
 from .packing_check import measure_difference, measure_leak, measure_shard_difference
 
 MAX_PLANNED = 1 << 20
@@ -56,7 +57,7 @@ def check_run(
     )
     ranks = [] if layout is None or layout.world_size == 1 else [layout.describe()]
     cached = [] if data.token_cache is None else data.token_cache.messages
-    return [model_line, *ranks, *_describe_plan(data), *cached]
+    return [model_line, *ranks, *_describe_plan(data), *cached, *describe_slow_bf16(model)]
 
 
 def print_banner(lines: list[str]) -> None:

@@ -43,6 +43,18 @@ def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):
         check_run(tiny_run.model(), PackedDataset([*rows, [1] * 100], budget=128))
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_banner_tells_that_bf16_is_slow_on_a_cpu_without_it(has_bf16, monkeypatch):
+    from nopad.trainer.monitoring import cpu_precision
+
+    monkeypatch.setattr(cpu_precision, "cpu_supports_bf16", lambda: has_bf16)
+    model, data = tiny_run.model(), tiny_run.dataset()
+    assert not [line for line in check_run(model, data) if "bf16" in line]
+    with torch.autocast("cpu", torch.bfloat16):
+        lines = [line for line in check_run(model, data) if "pass bf16=False" in line]
+    assert len(lines) == (not has_bf16)
+
+
 def test_a_model_that_cannot_be_packed_is_refused():
     from transformers import MambaConfig, MambaForCausalLM
 
