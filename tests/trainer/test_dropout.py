@@ -93,13 +93,16 @@ RESUMED = {"hf": hf, "accelerate": accelerate, "lightning": lightning}
 
 
 @pytest.mark.parametrize("trainer", RESUMED)
-def test_a_resumed_run_drops_what_the_uninterrupted_one_drops(trainer, tmp_path):
+def test_a_resumed_run_drops_what_the_uninterrupted_one_drops(trainer, tmp_path, capsys):
     run = RESUMED[trainer]
     *losses, weights = run(tmp_path / "whole", STEPS, False)
     *first, _ = run(tmp_path / "parts", SAVED, False)
     *second, resumed = run(tmp_path / "parts", STEPS, True)
     assert first + second == losses
     assert resumed == weights
+    names = {"hf": "checkpoint-2, pack 4", "lightning": "last.ckpt, pack 2"}
+    line = f"nopad: resumed from {names.get(trainer, 'parts, pack 2')}\n"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_evaluations_by_loss_leave_the_dropout_of_the_training_alone(tmp_path):

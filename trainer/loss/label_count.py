@@ -1,4 +1,4 @@
-"""Asynchronous label count of a batch: started before the forward, read without a device sync.
+"""Label counts of a batch: the asynchronous one is read without a device sync.
 
     forward starts ─▶ count on the device ─▶ copy to the host ─ ─ ─ ─ ┐
          └─▶ layers ─▶ ... ─▶ layers ─▶ loss: the count has arrived ◀─┘
@@ -8,6 +8,8 @@ until the answer is back.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,3 +29,15 @@ def count_labels(targets: Tensor) -> HostCopy | None:
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return HostCopy((targets != IGNORE_INDEX).sum())
+
+
+def loss_weight(batch: dict[str, Any]) -> float:
+    """Return the sum of the loss weights of a batch; its number of labels, if it has none.
+
+    >>> loss_weight({"labels": torch.tensor([[IGNORE_INDEX, 5, IGNORE_INDEX, 7]])})
+    2.0
+    """
+    weights = batch.get("loss_weights")
+    if weights is None:
+        weights = batch["labels"][..., 1:] != IGNORE_INDEX  # the first label has no prediction
+    return float(weights.sum())

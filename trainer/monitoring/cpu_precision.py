@@ -18,8 +18,8 @@ def describe_slow_bf16(model: nn.Module) -> list[str]:
     if parameter.device.type != "cpu" or not _computes_in_bf16(parameter) or cpu_supports_bf16():
         return []
     return [
-        "this CPU has no bf16 instructions, so bf16 is many times slower than fp32: pass bf16=False "
-        '(HF, TRL), mixed_precision="no" (Accelerate) or precision="32-true" (Lightning)'
+        "this CPU has no bf16 instructions, so bf16 is many times slower than fp32: pass "
+        'bf16=False (HF, TRL), mixed_precision="no" (Accelerate) or precision="32-true" (Lightning)'
     ]
 
 

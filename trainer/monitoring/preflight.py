@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -65,6 +66,12 @@ def print_banner(lines: list[str]) -> None:
     if rank() == 0:
         for line in lines:
             tqdm.write(f"nopad: {line}")
+
+
+def print_resumed(checkpoint: Any, data: PackedDataset) -> None:
+    """Print, on the first rank, where a run continues: at the position that was just loaded."""
+    index = data.state_dict()["position"]["index"]
+    print_banner([f"resumed from {Path(checkpoint).name}, pack {index:,}"])
 
 
 def describe_speedups(loss: Any, fused: Any) -> str:

@@ -38,6 +38,7 @@ from ..monitoring.preflight import (
     check_run,
     describe_speedups,
     print_banner,
+    print_resumed,
 )
 from ..train_mode import ensure_train_mode
 
@@ -224,6 +225,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 "with a new Accelerator"
             )
         load_data_state(self, Path(folder), self._state_file)
+        print_resumed(folder, self.dataset)
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:

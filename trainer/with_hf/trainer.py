@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ...packing import IGNORE_INDEX, PackedDataset
+from ...packing import PackedDataset
 from ...runtime import (
     barrier,
     find_layout,
@@ -39,18 +39,26 @@ from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_loss
+from ..loss.label_count import loss_weight
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
     check_first_batches,
     check_run,
     describe_speedups,
     print_banner,
+    print_resumed,
 )
 from ..monitoring.throughput import ThroughputMeter
 from .arguments import adapt_arguments, check_arguments, take_sequence_parallel
 from .console import PackTag, shorten_lines
 from .epochs import EpochCallback
 from .eval_set import TrainerEvaluationLoader
+from .generation_only import (
+    check_has_evaluation,
+    evaluate_by_generation,
+    evaluates_by_generation,
+    lacks_eval_set,
+)
 from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
 from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
@@ -70,7 +78,8 @@ class PackedTrainerMixin(_Base):
     the last trained pack, with `num_train_epochs` it trains the next epochs.
 
     An evaluation set that is not a `PackedDataset` is packed with the settings of the training
-    data; its text is tokenized with `processing_class`.
+    data; its text is tokenized with `processing_class`. Without one, `eval_strategy` runs the
+    evaluations by generation that have `every=None`.
 
     Args:
         model: as in the HF Trainer: a causal LM, or a path to one.
@@ -145,7 +154,10 @@ class PackedTrainerMixin(_Base):
             self._count_steps(args, data)
         self._loss_options["label_smoothing"] = adapt_arguments(args)
         accepted = accepted_dataset(type(self), data, args)
+        has_none = lacks_eval_set(args, kwargs.get("eval_dataset"))
+        kwargs |= {"eval_dataset": accepted} if has_none else {}  # `train` checks again
         super().__init__(model, args, self.packed_collator, accepted, **kwargs)
+        self.eval_dataset = None if has_none else self.eval_dataset
         made: Any = self.model  # by now, from a path or model_init as well
         if settings is not None:
             data = pack_training_set(data, made, self.processing_class, settings)
@@ -211,6 +223,7 @@ class PackedTrainerMixin(_Base):
             self._counted_steps = count_again(self.args, data)
         if self._resume_from is not None:
             load_data_state(self._loader, self._resume_from)
+            print_resumed(self._resume_from, data)
             if counts_epochs:
                 self._counted_steps = last_step(self.args, data, self._resume_from)
         if counts_epochs:
@@ -244,6 +257,7 @@ class PackedTrainerMixin(_Base):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        check_has_evaluation(self)
         if kwargs.get("trial", args[0] if args else None) is not None:
             self.train_dataset.rewind()  # trials of a hyperparameter search train on the same data
         elif self._resume_from is None and self._loader is not None:
@@ -297,11 +311,13 @@ class PackedTrainerMixin(_Base):
             super()._maybe_log_save_evaluate(*args, **kwargs)
             self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if eval_dataset is None and self.eval_dataset is None and evaluates_by_generation(self):
+            return evaluate_by_generation(self)
         needs_logits = self.compute_metrics is not None
         logits = self.attached_loss.logits_kept() if needs_logits else nullcontext()
         with self._paused_meter(), logits:
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         only_losses = self.args.prediction_loss_only
@@ -324,7 +340,7 @@ class PackedTrainerMixin(_Base):
             return None
         # The stock method waits for the device when it copies the count there. Ranks of a sequence-
         # parallel group all count: `compute_loss` multiplies by them as well.
-        total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
+        total = sum_over_ranks(sum(map(loss_weight, batch_samples))).clamp(min=1)
         total = total / self.get_tp_size()
         if "loss_weights" in batch_samples[0]:
             return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
@@ -376,14 +392,6 @@ class PackedTrainerMixin(_Base):
             write_manifest(folder)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
-
-
-def _loss_weight(batch: Batch) -> float:
-    """Return the sum of the loss weights of a batch; its number of labels, if it has none."""
-    weights = batch.get("loss_weights")
-    if weights is None:
-        weights = batch["labels"][..., 1:] != IGNORE_INDEX  # the first label has no prediction
-    return float(weights.sum())
 
 
 class PackedTrainer(PackedTrainerMixin, Trainer):

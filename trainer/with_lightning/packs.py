@@ -34,6 +34,7 @@ from ..monitoring.preflight import (
     check_run,
     describe_speedups,
     print_banner,
+    print_resumed,
 )
 from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
@@ -123,6 +124,8 @@ class PackedCallback(pl.Callback):
                 banner = check_run(model, self.data.train_dataset, self.data.collator, layout)
             print_banner([*banner, describe_speedups(self._loss, self._fused_layers)])
             self.data.checked_model = model
+        if trainer.ckpt_path is not None and self._rng_states is not None:
+            print_resumed(trainer.ckpt_path, self.data.train_dataset)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_meter(pl_module)

@@ -47,6 +47,39 @@ def test_the_hf_trainer_logs_and_keeps_the_best_checkpoint(tmp_path):
     assert [p.name for p in (tmp_path / "joint").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
+@pytest.mark.parametrize("kind", ["hf", "trl"])
+def test_the_trainer_s_own_evaluation_may_be_by_generation_alone(tmp_path, kind):
+    from hf_child import trainer
+    from nopad.trainer.with_hf import EvalCallback
+    from trl_run import trl_trainer
+
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "acc"}
+    settings |= {"gradient_accumulation_steps": 1} if kind == "trl" else {}
+    settings |= {"greater_is_better": True, "save_only_model": True, "save_strategy": "steps"}
+    data = tiny_run.dataset(epochs=None)
+    if kind == "trl":
+        run = trl_trainer(tmp_path, tiny_run.model(), data, **settings)
+    else:
+        run, _ = trainer(tmp_path, data, 1, **settings)
+    run.add_callback(EvalCallback(run, GenerationEval(scores(0.5, 0.4, 0.3))))
+    run.train()
+    logged = [(h["step"], h["eval_acc"]) for h in run.state.log_history if "eval_acc" in h]
+    assert logged == [(2, 0.5), (4, 0.4)]
+    assert run.state.best_global_step == 2
+    assert run.evaluate()["eval_acc"] == 0.3
+
+
+def test_an_evaluation_of_nothing_is_refused_before_the_first_step(tmp_path):
+    from hf_child import trainer
+    from nopad.trainer.with_hf import EvalCallback
+
+    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, eval_strategy="steps")
+    run.add_callback(EvalCallback(run, GenerationEval(scores(0.5), every=1)))
+    with pytest.raises(ValueError, match="eval_strategy='steps' has nothing to evaluate"):
+        run.train()
+
+
 def fit(folder, data, *callbacks, **settings):
     """Train a tiny model with Lightning."""
     import lightning.pytorch as pl
