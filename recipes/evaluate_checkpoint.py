@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> Report:
         width = max(map(len, report.metrics))
         print("\n".join(f"{name:{width}}  {value:.6g}" for name, value in report.metrics.items()))
         print(json.dumps(report.metrics))
-        if report.metrics["eval/unfinished"] == len(examples):
+        if report.metrics["eval/timed_out"] == len(examples):
             message = f"no example finished within {args.deadline} s: raise --deadline"
             print(f"evaluate_checkpoint: {message}", file=sys.stderr)
     return report

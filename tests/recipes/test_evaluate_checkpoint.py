@@ -106,7 +106,7 @@ def test_a_deadline_that_lets_nothing_finish_is_status_one(checkpoint, data, cap
     argv = [str(checkpoint), "--data", str(data), "--prompt", "{question}"]
     assert evaluate_checkpoint.run([*argv, "--reference", "{answer}", "--deadline", "1e-6"]) == 1
     output = capsys.readouterr()
-    assert json.loads(output.out.splitlines()[-1])["eval/unfinished"] == 5
+    assert json.loads(output.out.splitlines()[-1])["eval/timed_out"] == 5
     assert (
         output.err.strip()
         == "evaluate_checkpoint: no example finished within 1e-06 s: raise --deadline"

@@ -71,7 +71,8 @@ class GenerationEval:
             every: optimizer steps between evaluations; None: only when the trainer evaluates. In
                 both cases it also runs after the last step, unless the run is stopped before.
             name: inserted between `eval/` and the metric's name; needed for several evaluations.
-            deadline: seconds one evaluation may take; unfinished completions are not scored.
+            deadline: seconds one evaluation may take; completions that are not finished by then are
+                not scored, and counted as `timed_out`.
             max_time_share: largest share of the run's time; evaluations that would exceed it run
                 on fewer examples or are skipped.
             num_samples: completions shown in the table.
@@ -119,8 +120,8 @@ class GenerationEval:
         with preserve_rng(), nullcontext() if meter is None else meter.paused():
             values, rows, error = self._run_on_all_ranks(plan, model)
         seconds = time.monotonic() - start
-        unfinished = 0 if self._examples is None else int(values.get("unfinished", 0))
-        self.budget.record(plan.num_examples - unfinished if values else None, seconds)
+        timed_out = 0 if self._examples is None else int(values.get("timed_out", 0))
+        self.budget.record(plan.num_examples - timed_out if values else None, seconds)
         return self._report(step, values, rows, seconds, plan.note, error)
 
     def reports(self, name: str) -> bool:

@@ -26,8 +26,11 @@ class ReportWriter:
         self.console = console
         self._has_warned = False
 
-    def write(self, report: Report, loggers: Iterable[Any]) -> None:
-        """Send a report's rows to every logger that takes text or tables."""
+    def write(self, report: Report, loggers: Iterable[Any], metrics: bool = True) -> None:
+        """Send a report's rows to every logger that takes text or tables.
+
+        metrics: print its metrics, too; off where the trainer has printed them.
+        """
         is_shown = self.console
         columns, data = table(report.rows)
         tag = full_name(report.name, "samples")
@@ -38,8 +41,8 @@ class ReportWriter:
             elif hasattr(logger, "add_text"):
                 logger.add_text(tag, markdown(report.rows), report.step)
                 is_shown = True
-        if self.console and (report.metrics or report.rows):
-            tqdm.write("\n".join(report_lines(report)))
+        if self.console and ((metrics and report.metrics) or report.rows or report.error):
+            tqdm.write("\n".join(report_lines(report, metrics)))
         if report.rows and not is_shown and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -60,8 +63,10 @@ def table_logger(logger: Any, inner: str) -> Any:
     return client if hasattr(client, "add_text") else None
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: Report, metrics: bool = True) -> list[str]:
     """Return the lines of a `report` for the console: metrics, the first error, completions.
+
+    metrics: with the metrics.
 
     >>> row = TableRow("2+2=", "4", "4")
     >>> report = Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])
@@ -70,8 +75,9 @@ def report_lines(report: Report) -> list[str]:
       '2+2=' -> '4'
     """
     prefix = full_name(report.name, "")
-    values = ", ".join(f"{k.removeprefix(prefix)} {v:.4g}" for k, v in report.metrics.items())
-    title = f"after {report.step} steps{report.name and f', {report.name}'}: {values}"
+    pairs = report.metrics.items() if metrics else ()
+    values = ", ".join(f"{k.removeprefix(prefix)} {v:.4g}" for k, v in pairs)
+    title = f"after {report.step} steps{report.name and f', {report.name}'}: {values}".rstrip()
     errors = [] if report.error is None else [f"  error: {' '.join(report.error.split())}"]
     completions = [
         f"  {_tail(row.prompt, 60)!r} -> {row.completion[:MAX_CHARACTERS]!r}" for row in report.rows

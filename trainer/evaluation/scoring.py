@@ -1,4 +1,4 @@
-"""Apply metrics to completions, and count the failed and unfinished ones.
+"""Apply metrics to completions, and count those that failed, timed out or were truncated.
 
     completion ─┬─▶ error or past the deadline: counted
                 └─▶ metrics ─▶ means, and rows of the table of completions
@@ -15,8 +15,9 @@ from typing import Any
 from .metrics import Metric
 from .report import Example, TableRow
 
-COUNTERS = ("examples", "failed", "unfinished", "new_tokens")
-"""Reported beside the metrics."""
+COUNTERS = ("examples", "failed", "timed_out", "truncated", "new_tokens")
+"""Reported beside the metrics: examples that were scored, that failed, that the deadline ended; of
+the scored ones those that ended at `max_tokens`; and all generated tokens."""
 
 
 def score_completions(
@@ -26,15 +27,16 @@ def score_completions(
     completions: list[Any],
 ) -> tuple[dict[str, float], list[TableRow], str | None]:
     """Return the mean of each metric with the counters, the table rows, and the first error."""
-    error, rows, failed, unfinished = None, [], 0, 0
+    error, rows, failed, timed_out, truncated = None, [], 0, 0, 0
     scores: dict[str, list[float]] = {name: [] for name in metrics}
     for index, example, completion in zip(indices, examples, completions, strict=True):
         if completion.error is not None:
             failed += 1
             error = error or f"example {index}: {completion.error}"
         elif completion.finish_reason == "deadline":
-            unfinished += 1
+            timed_out += 1
         else:
+            truncated += completion.finish_reason == "length"
             values, metric_error = _apply(metrics, index, example, completion)
             error = error or metric_error
             for name, value in values.items():
@@ -42,8 +44,8 @@ def score_completions(
             rows.append(_table_row(example, completion, values))
     means = {name: sum(values) / len(values) for name, values in scores.items() if values}
     new = sum(len(completion.token_ids) for completion in completions)
-    counters = dict(zip(COUNTERS, (len(rows), failed, unfinished, new), strict=True))
-    return means | counters, rows, error
+    counts = (len(rows), failed, timed_out, truncated, new)
+    return means | dict(zip(COUNTERS, counts, strict=True)), rows, error
 
 
 def to_floats(results: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:

@@ -52,3 +52,12 @@ def shorten_lines(trainer: Trainer) -> None:
         trainer.callback_handler.callbacks = [
             short() if type(callback) is stock else callback for callback in callbacks
         ]
+
+
+def prints_logs(trainer: Trainer) -> bool:
+    """Return whether what is logged now appears on the terminal."""
+    return any(
+        isinstance(callback, PrinterCallback)
+        or (isinstance(callback, ProgressCallback) and callback.training_bar is not None)
+        for callback in trainer.callback_handler.callbacks
+    )

@@ -21,6 +21,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
+from .console import prints_logs
 
 
 class EvalCallback(TrainerCallback):
@@ -32,7 +33,7 @@ class EvalCallback(TrainerCallback):
         Args:
             trainer: the trainer that this callback is added to.
             evaluations: one or several; each needs a name of its own if there are several.
-            console: also print metrics and completions.
+            console: also print completions, and metrics where the trainer does not.
         """
         self.trainer = trainer
         self.evaluations = check_unique_names(evaluations)
@@ -132,7 +133,7 @@ class EvalCallback(TrainerCallback):
             wandb = getattr(callback, "_wandb", None)
             if wandb is not None and wandb.run is not None:
                 loggers.append(_WandbTables(wandb))
-        self._writer.write(report, loggers)
+        self._writer.write(report, loggers, metrics=not prints_logs(self.trainer))
 
 
 class _WandbTables:

@@ -34,13 +34,14 @@ def test_a_conversation_is_shown_as_one_and_no_reference_as_nothing():
     ]
 
 
-def test_what_failed_or_came_late_is_counted_and_does_not_count():
+def test_what_failed_came_late_or_was_cut_off_is_counted():
     def some(prompts, params, deadline):
-        return [Done("a"), Done("", "too long", "error"), Done("c", None, "deadline"), Done("d")]
+        late, cut = Done("c", None, "deadline"), Done("d", None, "length")
+        return [Done("a"), Done("", "too long", "error"), late, cut]
 
     report = GenerationEval(some, EXAMPLES, {"exact": equal}).run(1)
-    counts = [report.metrics[f"eval/{k}"] for k in ("exact", "examples", "failed", "unfinished")]
-    assert counts == [1.0, 2, 1, 1]
+    names = ("exact", "examples", "failed", "timed_out", "truncated")
+    assert [report.metrics[f"eval/{k}"] for k in names] == [1.0, 2, 1, 1, 1]
     assert report.error == "example 1: too long"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import tiny_run
 import torch
+from echo_eval import EXAMPLES, echo, equal
 from hf_child import trainer
-from nopad.trainer.with_hf import PackedTrainer
+from nopad.trainer.evaluation import GenerationEval
+from nopad.trainer.with_hf import EvalCallback, PackedTrainer
 from transformers import ProgressCallback, TrainingArguments
 from trl_run import trl_trainer
 
@@ -47,6 +49,21 @@ def test_the_progress_bar_s_lines_are_short_too(tmp_path):
     assert type(bar).__name__ == "ShortProgress"
     run.remove_callback(ProgressCallback)
     assert not [c for c in run.callback_handler.callbacks if isinstance(c, ProgressCallback)]
+
+
+@pytest.mark.parametrize("printed", [True, False])
+def test_the_metrics_of_an_evaluation_are_printed_once(tmp_path, capsys, printed):
+    from transformers import PrinterCallback
+
+    run, _ = trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1)
+    if not printed:
+        run.remove_callback(PrinterCallback)
+    evaluation = GenerationEval(echo, EXAMPLES, {"same": equal}, every=1, num_samples=1)
+    run.add_callback(EvalCallback(run, evaluation, console=True))
+    run.train()
+    out = capsys.readouterr().out
+    assert out.count("same") == 1 and out.count("'a' -> 'a'") == 1
+    assert ("after 1 steps:\n" in out) == printed
 
 
 @pytest.mark.parametrize("keep", [False, True])
