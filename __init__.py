@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         preference_log_probs,
     )
     from .trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
-    from .trainer.with_hf import PackedTrainer, PackedTrainerMixin
+    from .trainer.with_hf import PackedSFTTrainer, PackedTrainer, PackedTrainerMixin
     from .trainer.with_lightning import PackedCallback, PackedDataModule
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "PackedCollator",
     "PackedDataModule",
     "PackedDataset",
+    "PackedSFTTrainer",
     "PackedTrainer",
     "PackedTrainerMixin",
     "Packer",
@@ -72,7 +73,7 @@ _ROOMS = {
         "preference_log_probs",
     ),
     "trainer.with_accelerate": ("AccelerateEval", "PackedAccelerateLoader"),
-    "trainer.with_hf": ("PackedTrainer", "PackedTrainerMixin"),
+    "trainer.with_hf": ("PackedSFTTrainer", "PackedTrainer", "PackedTrainerMixin"),
     "trainer.with_lightning": ("PackedCallback", "PackedDataModule"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}

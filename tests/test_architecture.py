@@ -52,6 +52,7 @@ ONLY_IN = {
     ("attention", "kernels"): "attention/backends/",
     ("attention", "cudnn"): "attention/backends/",
     ("trainer", "transformers"): "trainer/with_hf/",
+    ("trainer", "trl"): "trainer/with_hf/",
     ("trainer", "accelerate"): "trainer/with_accelerate/",
     ("trainer", "lightning"): "trainer/with_lightning/",
     ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
@@ -73,7 +74,10 @@ LAYERS = {
     "trainer": [
         {"with_hf", "with_lightning", "with_accelerate"}, {"evaluation"}, {"monitoring"},
         {"data"}, {"loss", "fused"},
-        {"checkpoint_manifest", "checkpoint_rotation", "fsdp_unshard", "graceful_stop"},
+        {
+            "checkpoint_manifest", "checkpoint_rotation", "fsdp_unshard", "graceful_stop",
+            "train_mode",
+        },
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},

@@ -8,7 +8,7 @@ import warm_python
 def test_modules_that_need_an_extra_name_it():
     code = """
         import importlib, sys
-        for name in ("lm_eval", "lightning", "pytorch_lightning"):
+        for name in ("lm_eval", "lightning", "pytorch_lightning", "trl"):
             sys.modules[name] = None  # as if it were not there
         ours = ("inference.harness", "cli.lm_eval_command", "trainer.with_lightning")
         for module in ours:
@@ -16,6 +16,10 @@ def test_modules_that_need_an_extra_name_it():
                 importlib.import_module(f"nopad.{module}")
             except ImportError as missing:
                 print(missing)
+        try:
+            from nopad import PackedSFTTrainer
+        except ImportError as missing:
+            print(missing)
         from nopad.__main__ import main
         for command in (["lm_eval"], ["eval", "hub/name", "--tasks", "x"]):
             print(main(command))
@@ -27,6 +31,7 @@ def test_modules_that_need_an_extra_name_it():
         lacking,
         lacking,
         "lightning is not installed: pip install 'nopad[lightning]'",
+        "trl is not installed: pip install 'nopad[trl]'",
         "2",
         "2",
     ]

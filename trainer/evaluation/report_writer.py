@@ -64,9 +64,7 @@ def table_logger(logger: Any, inner: str) -> Any:
 
 
 def report_lines(report: Report, metrics: bool = True) -> list[str]:
-    """Return the lines of a `report` for the console: metrics, the first error, completions.
-
-    metrics: with the metrics.
+    """Return the lines of a `report` for the console: `metrics`, the first error, completions.
 
     >>> row = TableRow("2+2=", "4", "4")
     >>> report = Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])

@@ -1,12 +1,31 @@
-"""HF Trainer and trainers derived from it, TRL's among them: packs, loss, evaluation, signals."""
+"""HF Trainer and trainers derived from it, TRL's among them: packs, loss, evaluation, signals.
+
+`PackedSFTTrainer` needs TRL, so it is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from .evaluation import EvalCallback
 from .stopping import StopCallback
 from .trainer import PackedTrainer, PackedTrainerMixin
 
+if TYPE_CHECKING:
+    from .sft_trainer import PackedSFTTrainer
+
 __all__ = [
     "EvalCallback",
+    "PackedSFTTrainer",
     "PackedTrainer",
     "PackedTrainerMixin",
     "StopCallback",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PackedSFTTrainer":
+        from .sft_trainer import PackedSFTTrainer
+
+        return PackedSFTTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

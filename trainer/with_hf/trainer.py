@@ -1,7 +1,7 @@
 """Packs in the HF Trainer and trainers derived from it, such as TRL's SFTTrainer.
 
     class PackedTrainer(PackedTrainerMixin, Trainer): pass          # defined here
-    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer): pass    # define it yourself
+    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer): pass    # in sft_trainer.py
 
     PackedTrainer(model, args, train_dataset=PackedDataset(...)).train(resume_from_checkpoint=True)
 

@@ -11,12 +11,9 @@ from nopad.packing import PackedDataset
 def trl_trainer(folder: Path, model, data: PackedDataset, more=None, **settings):
     """TRL's SFTTrainer on packs; `more` is the trainer's, the settings are its arguments'."""
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
-    from nopad.trainer.with_hf import PackedTrainerMixin
+    from nopad.trainer.with_hf import PackedSFTTrainer
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-
-    class PackedSFTTrainer(PackedTrainerMixin, sft.SFTTrainer):
-        pass
 
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
