@@ -71,8 +71,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         """Take device and accumulation steps from the accelerator.
 
         The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`; one
-        that is attached already stays). A model in eval mode, as `from_pretrained` returns it, is
-        put into training mode when the first iteration starts.
+        that is attached already stays). A model in eval mode is put into training mode.
 
         Args:
             accelerator: the one that prepares model and optimizer; nothing else of it changes.

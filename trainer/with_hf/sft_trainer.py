@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .trainer import PackedTrainerMixin
 
 if TYPE_CHECKING:
-    from trl import SFTTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
 else:
     try:
         from trl import SFTTrainer

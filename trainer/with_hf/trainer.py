@@ -187,7 +187,7 @@ class PackedTrainerMixin(_Base):
         )
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 
-    def _reject_skip_prepare_without_labels(self, *_: Any) -> None:
+    def _reject_skip_prepare_without_labels(self, *_: Any, **__: Any) -> None:
         # TRL looks for columns of masks in evaluation sets; PackedDataset refuses them itself.
         return
 
