@@ -105,26 +105,31 @@ class Harness:
         return self.lm.engine
 
     def __call__(self, deadline: float | None = None) -> dict[str, float]:
-        """Evaluate; return every metric of every task and group.
+        """Evaluate; return every metric of every task and group, without standard errors.
 
         Args:
             deadline: seconds after which TimeoutError is raised.
         """
-        results = self.results(deadline)["results"]
+        results = self._evaluate(deadline, bootstrap_iters=0)["results"]
         return {
             f"{task}/{_metric_name(name)}": float(value)
             for task, values in results.items()
             for name, value in values.items()
-            if _is_number(value)
+            if _is_number(value) and name != "sample_len"
         }
 
     def results(self, deadline: float | None = None, samples: bool = False) -> dict[str, Any]:
-        """Evaluate; return the results as `lm_eval` does.
+        """Evaluate; return the results as `lm_eval` does, with standard errors.
 
         Args:
             deadline: seconds after which TimeoutError is raised.
             samples: include every sample.
         """
+        return self._evaluate(deadline, samples, bootstrap_iters=1000)
+
+    def _evaluate(
+        self, deadline: float | None, samples: bool = False, *, bootstrap_iters: int
+    ) -> dict[str, Any]:
         until = float("inf") if deadline is None else time.monotonic() + deadline
         with (
             _one_evaluation,
@@ -143,7 +148,7 @@ class Harness:
                 system_instruction=self._system,
                 apply_chat_template=self._chat,
                 fewshot_as_multiturn=self._chat,
-                bootstrap_iters=1000,
+                bootstrap_iters=bootstrap_iters,
             )
         assert results is not None
         return dict(results)

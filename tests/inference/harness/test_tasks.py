@@ -242,8 +242,9 @@ def test_standard_errors_are_drawn_in_this_process_and_told_to_nobody(
     monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
     harness = Harness(*small, ["tiny_last"], limit=6, include_path=str(tmp_path))
     capsys.readouterr()
-    metrics = harness()
-    assert metrics["tiny_last/perplexity_stderr"] > 0 and metrics["tiny_last/acc_stderr"] >= 0
+    metrics = harness.results()["results"]["tiny_last"]
+    assert metrics["perplexity_stderr,none"] > 0 and metrics["acc_stderr,none"] >= 0
+    assert set(harness()) == {"tiny_last/acc", "tiny_last/perplexity"}, "what a training logs"
     assert capsys.readouterr().out == "" and "DISABLE_MULTIPROC" not in os.environ
 
 
