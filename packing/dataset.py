@@ -25,7 +25,7 @@ from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
 from .encoding.token_cache import TokenCache
-from .ordering.mixture import StoppingStrategy, parse_mixture
+from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
 from .pipeline import (
@@ -157,6 +157,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         )  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
+        self.source_names = source_names(pairs)
         self.skipped = SkippedRows()
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)

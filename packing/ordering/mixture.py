@@ -20,6 +20,7 @@ When a source is exhausted, as in `datasets.interleave_datasets`:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -133,6 +134,20 @@ def parse_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
                 f"{str(part)[:40]} is not a source: pass documents as lists or dicts of token ids"
             )
     return pairs
+
+
+def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
+    """Return a name for each source of a mixture: that of its file or folder, or its number.
+
+    >>> source_names([("web/", 2), ("new/code.jsonl", 1), ("old/code.jsonl", 1), ([[5, 6]], 1)])
+    ['web', 'code.jsonl', 'code.jsonl_2', 'source_3']
+    """
+    names: list[str] = []
+    for number, (source, _) in enumerate(pairs):
+        name = Path(source).name if isinstance(source, str | Path) else ""
+        name = name or f"source_{number}"
+        names.append(f"{name}_{number}" if name in names else name)
+    return names
 
 
 def _weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ Evaluations run inside `meter.paused()`, so that their time does not count in th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ class ThroughputMeter:
         wait_seconds: Callable[[], float] | None = None,
         overflow_counts: Callable[[], dict[str, int]] | None = None,
         by_source: bool = True,
+        source_names: Sequence[str] = (),
     ):
         """Configure what is measured.
 
@@ -59,8 +60,9 @@ class ThroughputMeter:
             overflow_counts: returns the samples split, truncated and dropped, see
                 `PackedLoader.overflow_counts`.
             by_source: report the loss by source, if token losses are added.
+            source_names: the names of the sources: `PackedDataset.source_names`.
         """
-        self.ranks, self.by_source = ranks, by_source
+        self.ranks, self.by_source, self.source_names = ranks, by_source, source_names
         self.flops, self.peak = flops, peak
         self._wait_seconds = wait_seconds or (lambda: 0.0)
         self._overflow_counts = overflow_counts or dict
@@ -81,6 +83,7 @@ class ThroughputMeter:
             wait_seconds=lambda: loader.wait_seconds,
             overflow_counts=loader.overflow_counts,
             by_source=loader.dataset.settings["weights"] is not None,
+            source_names=loader.dataset.source_names,
         )
 
     def reset(self) -> None:
@@ -158,5 +161,6 @@ class ThroughputMeter:
             rates["mfu"] = self._flops / seconds / self.peak
         for source, losses_and_counts in sorted(self._source_losses.items()):
             total, count = torch.stack(losses_and_counts).sum(0).tolist()
-            rates[f"loss_source_{source}"] = total / max(1.0, count)
+            names = dict(enumerate(self.source_names))
+            rates[f"loss_{names.get(source, f'source_{source}')}"] = total / max(1.0, count)
         return rates

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import tiny_run
 import torch
@@ -77,9 +79,11 @@ def test_the_time_of_an_evaluation_is_in_no_rate(monkeypatch):
     assert meter.seconds() == 4
 
 
-def test_a_pack_of_one_source_counts_in_the_loss_of_a_mixture():
+def test_a_pack_of_one_source_counts_in_the_loss_of_a_mixture(tmp_path):
     rows = ([{"input_ids": [1, 2, 3, 4]}] * 8, [{"input_ids": [5, 6, 7]}] * 8)
-    data = PackedDataset([(rows[0], 1), (rows[1], 1)], budget=4)
+    file = tmp_path / "code.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[0]))
+    data = PackedDataset([(str(file), 1), (rows[1], 1)], budget=4)
     model = tiny_run.model()
     loss, loader = attach_loss(model), PackedLoader(data)
     meter = ThroughputMeter.of(loader, model)
@@ -88,7 +92,7 @@ def test_a_pack_of_one_source_counts_in_the_loss_of_a_mixture():
         meter.add(loader.last_pack, batch["labels"], loss.token_losses)
         assert len(set(loader.last_pack.sources.tolist())) == 1
     rates = meter.read()
-    for source, row in ((0, rows[0][0]), (1, rows[1][0])):
+    for source, row in (("code.jsonl", rows[0][0]), ("source_1", rows[1][0])):
         alone = float(model(**PackedCollator()([row])).loss)
-        assert abs(rates[f"loss_source_{source}"] - alone) < 1e-5
+        assert abs(rates[f"loss_{source}"] - alone) < 1e-5
     assert rates["split"] == rates["dropped"] == 0
