@@ -157,8 +157,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         )  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
-        self.source_names = source_names(pairs)
-        self.skipped = SkippedRows()
+        self.skipped, self.source_names = SkippedRows(), source_names(pairs)
         opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
