@@ -8,30 +8,47 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n\n?)?^( *)```python\n(.*?)^ *```$", re.S | re.M)
+TAB = re.compile(r'^=== "', re.M)
+FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.S | re.M)
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
-def python_blocks(text: str) -> list[str]:
+def python_blocks(text: str) -> list[tuple[int | None, str]]:
     """The Python blocks of a page that are not marked as `<!-- not run: REASON -->`.
 
+    Each with the number of the tab it is in, or None.
+
     >>> python_blocks("```python\\na = 1\\n```\\n<!-- not run: slow -->\\n```python\\nb\\n```")
-    ['a = 1\\n']
+    [(None, 'a = 1\\n')]
     """
-    found = BLOCK.findall(text)
-    return [
-        re.sub(rf"^{indent}", "", code, flags=re.M) for marked, indent, code in found if not marked
-    ]
+    blocks = []
+    for found in BLOCK.finditer(text):
+        is_marked, indent, code = found.groups()
+        if not is_marked:
+            tab = len(TAB.findall(text[: found.start()])) if indent else None
+            blocks.append((tab, re.sub(rf"^{indent}", "", code, flags=re.M)))
+    return blocks
 
 
 def run_blocks(page: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """Run a page's blocks one after the other, for two steps each; return the names they define."""
-    for number, block in enumerate(python_blocks(page.read_text(encoding="utf-8"))):
+    """Run a page's blocks one after the other, for two steps each; return the names they define.
+
+    A tab begins with the names from before the tabs: its reader has not read the others. Files
+    that the page shows with a title are written first.
+    """
+    text = page.read_text(encoding="utf-8")
+    for name, content in FILE.findall(text):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content, encoding="utf-8")
+    last_tab, names_in_tab = None, names
+    for number, (tab, block) in enumerate(python_blocks(text)):
+        if tab != last_tab:
+            last_tab, names_in_tab = tab, names if tab is None else dict(names)
         code = re.sub(r"\bmax_steps=\d+", "max_steps=2", block)
-        code = re.sub(r"\bevery=\d+", "every=1", code)
-        exec(compile(code, f"{page.name}, block {number + 1}", "exec"), names)
+        exec(compile(code, f"{page.name}, block {number + 1}", "exec"), names_in_tab)
     return names
 
 
