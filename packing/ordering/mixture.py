@@ -145,7 +145,7 @@ def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
     names: list[str] = []
     for number, (source, _) in enumerate(pairs):
         name = Path(source).name if isinstance(source, str | Path) else ""
-        name = name or f"source_{number}"
+        name = name.partition("?")[0] or f"source_{number}"  # a URL's query may hold a key
         names.append(f"{name}_{number}" if name in names else name)
     return names
 

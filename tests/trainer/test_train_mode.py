@@ -5,7 +5,11 @@ from __future__ import annotations
 import front_ends
 import pytest
 import tiny_run
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from nopad.trainer.train_mode import ensure_train_mode
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
 
 
 def modes_of_last_forward(model) -> dict[str, bool]:
@@ -34,6 +38,23 @@ def test_parts_that_are_in_eval_mode_on_purpose_stay_so(front_end, tmp_path):
     seen = modes_of_last_forward(model)
     front_ends.FIRST_STEP[front_end](model, tiny_run.dataset(), tmp_path)
     assert seen[""] and not seen["model.layers.0.mlp"]
+
+
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_a_loop_that_validates_keeps_eval_mode(no_grad):
+    """Before the training without gradients, or after it has started."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(tiny_run.model().eval())
+    loader, validation = (PackedAccelerateLoader(accelerator, tiny_run.dataset()) for _ in "tv")
+    if not no_grad:
+        next(iter(loader))
+        assert model.training
+        model.eval()
+    with torch.set_grad_enabled(not no_grad):
+        next(iter(validation))
+    assert not model.training
 
 
 def test_a_model_without_trainable_parameters_keeps_its_mode():

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
@@ -124,6 +126,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Batch]:
         self._place()
         self._join_group()
+        self._start_training()
         speedups = [self._speed_up(model) for model in self._causal_lms()]
         if self._needs_check:
             self._needs_check = False
@@ -156,6 +159,16 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             assert self.layout is not None
             self._joined, self._sequence_group = self.layout, join_sequence_group(self.layout)
 
+    def _start_training(self) -> None:
+        """Put models into training mode, once: afterwards their mode is the loop's own."""
+        if not torch.is_grad_enabled():  # a loop that validates, in eval mode
+            return
+        started = self.accelerator.__dict__.setdefault("nopad_started", WeakSet())
+        for model in self._causal_lms():
+            if model not in started:
+                started.add(model)
+                ensure_train_mode(model)
+
     def _add_losses(self, models: list[Any]) -> None:
         """Add the losses of the batch that was trained last to the check."""
         for model in models:
@@ -184,9 +197,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return [lm for lm in map(unwrap_peft, models) if hasattr(lm, "get_output_embeddings")]
 
     def _speed_up(self, model: Any) -> str:
-        """Prepare a model for training, unless it was done; return a line for the banner."""
+        """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
         if id(model) not in self._sped_up:
-            ensure_train_mode(model)
             loss = getattr(model, "nopad_loss", None) or attach_loss(model)
             if loss.row_shards is None:
                 loss.share_rows(self._sequence_group)
