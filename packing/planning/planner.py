@@ -53,7 +53,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[1, 3], [4], [0, 4], [2]], [6, 2, 8, 5, 3, 3], [0, 0, 0, 0, 8, 0])
+    ([[1, 3], [0], [4], [2, 4]], [6, 2, 5, 8, 3, 3], [0, 0, 0, 0, 0, 8])
     """
     lengths = np.asarray(lengths)
     if pool is None:
