@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from .load_pretrained import load_tokenizer
 from .options import (
     add_data_options,
+    add_length_options,
     as_cli_message,
     count,
     data_kwargs,
+    length_kwargs,
     parser,
     png_path,
-    positive,
     writable_path,
 )
 from .terminal import console, has_color, printable, progress, table
@@ -87,16 +88,14 @@ def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
     from .counted_rows import open_counted
 
     options = data_kwargs(args)
-    source = open_counted(args.data, tokenizer, args.text_column, options, advance)
+    source = open_counted(args.data, tokenizer, options, advance)
     return PackedDataset(
         source,
         tokenizer=tokenizer,
-        text_column=args.text_column,
-        budget=args.budget,
-        overflow=args.overflow,
         seed=args.seed,
         rank=0,
         world_size=1,
+        **length_kwargs(args),
         **options,
     )
 
@@ -107,11 +106,8 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     what = "jsonl, parquet, text or token files, a saved `datasets` folder or a hub name"
     add("data", metavar="DATA", help=what)
     add("--tokenizer", help="folder or hub name; not needed for token ids")
-    add("--text-column", default="text", help="column with the text")
     add_data_options(add)
-    add("--budget", type=positive, default=8192, help="maximum tokens per pack")
-    add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
-        help="what to do with samples longer than a pack")  # fmt: skip
+    add_length_options(add, budget=8192, overflow="split")
     add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
@@ -166,7 +162,7 @@ def _report(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum()),
         bins=length_bins(lengths),
-        rows=budget_rows(lengths, args.budget, args.overflow),
+        rows=budget_rows(lengths, **length_kwargs(args)),
         budget=args.budget,
         packs=[pack.lengths for pack in packs[: args.packs]],
         texts=texts,

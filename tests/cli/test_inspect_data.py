@@ -101,6 +101,20 @@ def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
     assert "or choose --overflow (split, truncate or drop)" in capsys.readouterr().err
 
 
+def test_rows_of_another_layout_and_a_shorter_length_are_inspected(
+    checkpoint_dir, tmp_path, capsys
+):
+    row = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+    given = [str(tmp_path / "chats.jsonl"), "--tokenizer", str(checkpoint_dir), "--budget", "64"]
+    assert main(["inspect", *given]) == 2
+    assert "pass --format sharegpt" in capsys.readouterr().err
+    given += ["--format", "sharegpt", "--max-length", "8"]
+    assert main(["inspect", *given]) == 0
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("    64"))
+    assert line.split()[4] == "5", "all are longer than --max-length"
+
+
 def test_an_end_that_is_no_token_is_told_of_the_option(checkpoint_dir, tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
     given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(checkpoint_dir)]
@@ -255,9 +269,9 @@ def test_a_terminal_has_colour_unless_it_is_switched_off(terminal, data, capsys)
 
 
 def test_rows_are_counted_while_they_are_tokenized_and_stay_the_same(data):
-    options = {"add_eos": True, "glob": None, "dtype": None}
+    options = {"add_eos": True, "glob": None, "dtype": None, "text_column": "text"}
     done: list[int] = []
-    source = open_counted(str(data), None, "text", options, done.append)
+    source = open_counted(str(data), None, options, done.append)
     assert isinstance(source, CountedRows)
     counted, plain = (PackedDataset(each, budget=128, seed=3) for each in (source, str(data)))
     assert sum(done) == 200
