@@ -45,6 +45,8 @@ MAX_STREAM_PACKS = 256
 TERMINAL_CHARS, PAGE_CHARS = 160, 1200
 """Characters to show of a span of text."""
 BAR_WIDTH = 40
+MAX_WIDTH = 100
+"""Columns of the map of packs, also in a pipe."""
 
 
 def main(argv: list[str]) -> int:
@@ -79,6 +81,9 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     _print(report)  # last: its reader may close the pipe
     for pack in packs[: args.decode]:
         _print_pack(pack, tokenizer)
+    for name, path in (("report", args.html), ("map", args.png)):
+        if path:
+            console().print(f"\n{name}: {printable(path)}", soft_wrap=True)
     return 0
 
 
@@ -200,19 +205,26 @@ def _print(report: DataReport) -> None:
     out.print(lengths)
     out.print("")
     out.print(_budget_table(report.rows, report.budget))
+    out.print("")
+    out.print("fill: share of the positions that hold tokens, in packs and in padded batches")
     chosen = next((row for row in report.rows if row.budget == report.budget), None)
     if chosen is not None:
         out.print(
-            f"\npadded batches of {report.budget:,} positions would be {1 - chosen.padded:.1%} "
-            f"padding and take {chosen.step_ratio:.1f} times the steps\n"
+            f"padded batches of {report.budget:,} positions would be {1 - chosen.padded:.1%} "
+            f"padding and take {chosen.step_ratio:.1f} times the steps"
         )
-    width = max(20, min(out.width, 120) - 32)
-    out.print(draw_packs(report.packs, report.budget, width, has_color(out)), no_wrap=True)
+    if report.packs:
+        out.print(
+            f"\nthe first packs of {report.budget:,} tokens: a block is a sample, blank is unused",
+            style="bold",
+        )
+        width = max(20, min(out.width, MAX_WIDTH) - 32)
+        out.print(draw_packs(report.packs, report.budget, width), no_wrap=True)
 
 
 def _budget_table(rows: Sequence[BudgetRow], budget: int) -> Any:
     """Return a table of packs, fill and too long samples for several budgets."""
-    names = ("budget", "packs", "fill", "samples/pack", "longer than a pack", "padded fill")
+    names = ("budget", "packs", "fill", "samples/pack", "too long", "padded fill")
     made = table(*names, right=names)
     for row in rows:
         cells = [
@@ -238,7 +250,8 @@ def _print_pack(pack: Pack, tokenizer: Any) -> None:
     from .data_report import labelled_samples
 
     out = console()
-    out.print(f"\n{_pack_title(pack)}", style="bold")
+    mark = "green" if has_color(out) else "[[in brackets]]"
+    out.print(f"\n{_pack_title(pack)} ({mark})", style="bold")
     samples = labelled_samples(pack, tokenizer, TERMINAL_CHARS)
     for length, spans in samples:
         line = Text(f"  {length:5} tokens  ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -35,6 +36,8 @@ def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
     assert "padded batches of 128 positions would be " in out
     assert out.count(" samples\n") == 4 and "\x1b" not in out
     assert "pack 0: " in out and "[[" in out
+    assert "a block is a sample, blank is unused\n" in out and "in padded batches\n" in out
+    assert out.endswith(f"\nreport: {page}\n")
     assert page.read_text().count("% samples") == 0 and page.read_text().count('class="map"') == 1
 
 
@@ -135,7 +138,7 @@ def test_only_what_counts_stands_in_brackets(capsys):
 
 
 def test_the_map_draws_every_token_once():
-    row = pack_map.draw_pack([100, 28], budget=128, width=64, color=False).plain
+    row = pack_map.draw_pack([100, 28], budget=128, width=64).plain
     assert len(row) == 64 and row.count("█") == 50 and row.count("▓") == 14
 
 
@@ -263,9 +266,14 @@ def test_a_terminal_has_colour_unless_it_is_switched_off(terminal, data, capsys)
         assert main(["inspect", str(data), "--budget", "128"]) == 0
         return capsys.readouterr().out
 
-    assert "\x1b[48;5;" in (out := shown()) and "[[" not in out
+    out = shown()
+    assert "\x1b[38;5;" in out and "[[" not in out
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out)
+    assert "0 ██" in plain and "█▓" in plain, "the map is there without its colours"
+    assert max(map(len, plain.splitlines()[:20])) <= 80
     terminal("NO_COLOR", "1")
-    assert "\x1b[48" not in (out := shown()) and "[[" in out and "▓" in out
+    out = shown()
+    assert "\x1b[38" not in out and "[[" in out and "▓" in out
 
 
 def test_rows_are_counted_while_they_are_tokenized_and_stay_the_same(data):
