@@ -17,13 +17,12 @@ from typing import Any
 
 from nopad.packing.encoding import Encoder
 from nopad.packing.sources import RowSource, open_source
+from nopad.recipes.support.data_and_model import EVAL_TEMPERATURE, EVAL_TOKENS
 from nopad.trainer.evaluation import Example, GenerationEval
 
 ONE_IN = 50
 PROMPT_CHARS, REFERENCE_CHARS = 160, 40
 """A text's first characters are the prompt; the next ones are the reference."""
-TEMPERATURE, MAX_TOKENS = 0.5, 48
-"""Greedy completions of a small model repeat themselves, so that its scores jump up and down."""
 
 
 class ExcludingRows(RowSource):
@@ -166,7 +165,7 @@ def continuation_eval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
         {metric.__name__: metric} if scored else {},
-        SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS, seed=seed),
+        SamplingParams(temperature=EVAL_TEMPERATURE, max_tokens=EVAL_TOKENS, seed=seed),
         every=every,
         monitor=metric.__name__ if scored else None,
     )
