@@ -213,14 +213,13 @@ def _trainers_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
 
     They check the same before the first step, and repair the masks of stock attention.
     """
-    right = [result for result in results if result.is_right_in_trainers]
+    good = [result for result in results if result.verdict == "isolated"]
+    repaired = [result.name for result in results if result.is_repaired]
     faults = _faults(result for result in results if not result.is_right_in_trainers)
-    if right:
-        names = ", ".join(map(_with_condition, right))
-        text = f"right with {names}" + (f"; refused with {faults}" if faults else "")
-    else:
-        text = f"refused with {faults}" if faults else "not known"
-    return f"With nopad's trainers: {text}.", bool(right)
+    parts = [f"right with {', '.join(map(_with_condition, good))}"] if good else []
+    parts += [f"right with {', '.join(repaired)} by repairing the masks"] if repaired else []
+    parts += [f"refused with {faults}"] if faults else []
+    return f"With nopad's trainers: {'; '.join(parts) or 'not known'}.", bool(good or repaired)
 
 
 def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
@@ -247,8 +246,6 @@ def _faults(results: Iterable[IsolationResult]) -> str:
 
 
 def _with_condition(result: IsolationResult) -> str:
-    if result.is_repaired:
-        return f"{result.name} (its masks are repaired)"
     return f"{result.name} (needs {result.condition})" if result.condition else result.name
 
 

@@ -102,7 +102,7 @@ def create_accelerator(args: argparse.Namespace):
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
             f"{accelerator.distributed_type.value} clips gradients by its own settings, not by "
-            "--clip: choose DDP or FSDP in `accelerate config`, or use recipes/train_hf.py"
+            "--clip: choose DDP or FSDP in `accelerate config`, or use nopad train-hf"
         )
     if getattr(accelerator.parallelism_config, "tp_size", 1) > 1:
         raise ValueError("tensor parallelism: use recipes/train_hf.py, which loads models for it")

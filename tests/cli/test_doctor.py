@@ -50,7 +50,7 @@ def test_a_leak_is_told_with_its_cure_and_status_one(capsys):
     assert verdicts(text) == {"nopad": "isolated", "sdpa": "LEAK"}
     text = " ".join(text.split())
     assert "right with nopad; not with sdpa (documents leak); nopad.attention.doc" in text
-    assert text.endswith("trainers: right with nopad, sdpa (its masks are repaired).")
+    assert text.endswith("trainers: right with nopad; right with sdpa by repairing the masks.")
 
 
 def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
