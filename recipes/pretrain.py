@@ -19,9 +19,9 @@ import sys
 
 from nopad.cli import count, number_above_0, number_from_0, positive
 from nopad.cli import parser as command_parser
+from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
-    EVAL_SAMPLING,
     add_data_and_model_options,
     eval_metric,
     load_data,
@@ -51,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=positive, default=240, help="steps between checkpoints")
     add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
     add("--eval-every", type=positive, default=80,
-        help=f"steps between evaluations; completions are {EVAL_SAMPLING}")  # fmt: skip
+        help=f"steps between evaluations; completions are {eval_sampling.DESCRIPTION}")  # fmt: skip
     add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
         "default: beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")

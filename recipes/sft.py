@@ -16,9 +16,9 @@ from pathlib import Path
 
 from nopad.cli import add_model_argument, checkpoint_path, count, load_tokenizer, positive
 from nopad.cli import parser as command_parser
+from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
-    EVAL_SAMPLING,
     add_packing_options,
     check_vocab_size,
     error_context,
@@ -43,8 +43,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_packing_options(add, budget=2048, overflow="error")  # a split answer loses its question
     add("--eval-every", type=positive, help="steps between evaluations; default: 100")
     add("--eval-examples", type=count, default=32, help="conversations to hold out for evaluation, "
-        f"about one in 50, at least one: their last answer is {EVAL_SAMPLING}, and compared "
-        "(matched: the part of it that the text starts with); 0: none")  # fmt: skip
+        f"about one in 50, at least one: their last answer is {eval_sampling.DESCRIPTION}, and "
+        "compared (matched: the part of it that the text starts with); 0: none")  # fmt: skip
     add_hf_options(parser, "sft", learning_rate=2e-5)
     args = parse_with_config(parser, argv, "sft")
     for name, value in (("MODEL", args.model), ("--data", args.data)):

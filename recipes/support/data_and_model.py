@@ -24,10 +24,6 @@ from nopad.cli import (
 )
 
 NUM_STDLIB_EXAMPLES = 96
-EVAL_TEMPERATURE, EVAL_TOKENS = 0.5, 48
-"""Greedy completions of a small model repeat themselves, so that its scores jump up and down."""
-EVAL_SAMPLING = f"sampled with temperature {EVAL_TEMPERATURE}, at most {EVAL_TOKENS} new tokens"
-"""For --help."""
 
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:

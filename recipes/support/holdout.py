@@ -17,7 +17,7 @@ from typing import Any
 
 from nopad.packing.encoding import Encoder
 from nopad.packing.sources import RowSource, open_source
-from nopad.recipes.support.data_and_model import EVAL_TEMPERATURE, EVAL_TOKENS
+from nopad.recipes.support import eval_sampling
 from nopad.trainer.evaluation import Example, GenerationEval
 
 ONE_IN = 50
@@ -165,7 +165,9 @@ def continuation_eval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
         {metric.__name__: metric} if scored else {},
-        SamplingParams(temperature=EVAL_TEMPERATURE, max_tokens=EVAL_TOKENS, seed=seed),
+        SamplingParams(
+            temperature=eval_sampling.TEMPERATURE, max_tokens=eval_sampling.MAX_TOKENS, seed=seed
+        ),
         every=every,
         monitor=metric.__name__ if scored else None,
     )
