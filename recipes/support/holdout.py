@@ -54,7 +54,7 @@ def row_digest(row: Any) -> str:
 
 
 def hold_out(
-    data: Any, count: int, column: str = "text", format: str | None = None
+    data: Any, count: int, column: str = "text", format: Any = None
 ) -> tuple[Any, list[Example]]:
     """Return the data without at most `count` rows, and those rows as examples.
 
