@@ -19,6 +19,7 @@ from nopad.cli import (
     length_kwargs,
     load_tokenizer,
     load_weights,
+    positive,
     resolve_path,
     short_error,
 )
