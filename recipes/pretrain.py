@@ -19,10 +19,10 @@ import sys
 
 from nopad.cli import count, number_above_0, number_from_0, positive
 from nopad.cli import parser as command_parser
-from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_data_and_model_options,
+    add_eval_option,
     eval_metric,
     load_data,
     load_model,
@@ -50,8 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_run_options(add, "pretrain")
     add("--save-every", type=positive, default=240, help="steps between checkpoints")
     add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
-    add("--eval-every", type=positive, default=80,
-        help=f"steps between evaluations; completions are {eval_sampling.DESCRIPTION}")  # fmt: skip
+    add_eval_option(add, every=80)
     add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
         "default: beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")

@@ -12,7 +12,6 @@ from argparse import Namespace
 from nopad.cli import count, number_from_0, positive
 from nopad.cli import parser as command_parser
 from nopad.recipes.support import data_and_model as setup
-from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.run_dir import RunDir, RunProgress, add_run_options
 from nopad.recipes.support.run_recipe import as_user_error, hold_signals, run_recipe
@@ -33,8 +32,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, "pretrain_lightning")
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
-    add("--eval-every", type=positive, default=50,
-        help=f"steps between evaluations; completions are {eval_sampling.DESCRIPTION}")  # fmt: skip
+    setup.add_eval_option(add, every=50)
     return parse_with_config(parser, argv, "pretrain_lightning")
 
 

@@ -23,6 +23,7 @@ from nopad.cli import (
     resolve_path,
     short_error,
 )
+from nopad.recipes.support import eval_sampling
 
 NUM_STDLIB_EXAMPLES = 96
 
@@ -48,6 +49,12 @@ def add_packing_options(add: Any, budget: int, overflow: str = "split") -> None:
     add("--sequence-parallel", type=positive, default=1, metavar="RANKS",
         help="ranks that share the tokens of each pack; or sp_size of accelerate")  # fmt: skip
     add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
+
+
+def add_eval_option(add: Any, every: int) -> None:
+    """Add the option of evaluations during pretraining."""
+    add("--eval-every", type=positive, default=every,
+        help=f"steps between evaluations; completions are {eval_sampling.DESCRIPTION}")  # fmt: skip
 
 
 def load_data(args: argparse.Namespace, num_held_out: int = 32):
