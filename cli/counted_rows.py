@@ -32,7 +32,6 @@ class CountedRows(RowSource):
 def open_counted(
     data: str,
     tokenizer: Any,
-    text_column: str,
     options: dict[str, Any],
     advance: Callable[[int], None],
 ) -> Any:
@@ -40,10 +39,10 @@ def open_counted(
 
     options: those of `data_kwargs`.
     """
-    encoder = Encoder(tokenizer, text_column=text_column, add_eos=options["add_eos"])
+    encoder = Encoder(tokenizer, add_eos=options["add_eos"])
     opened = open_source(
         data,
-        text_column=text_column,
+        text_column=options["text_column"],
         eos_token_id=encoder.eos_token_id,
         glob=options["glob"],
         dtype=options["dtype"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,12 @@ MAX_ROW = 1200
 """Tokens in a row of the check: eager attention takes memory by their square."""
 ROOM = 32
 """Tokens of the documents beside the one that exceeds a length."""
+MAX_WIDTH, MAX_NOTE = 100, 80
+"""Columns of the report, also in a pipe, and characters of a note."""
+LEGEND = """\
+a pack against its documents one by one (eager attention), largest differences
+leak: logits of the other documents when one is replaced; engine: paged cache
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,16 @@ class IsolationResult:
     """isolated, LEAK, WRONG, refused, or not run."""
     packed: PackedDifferences | None = None
     paged: float | None = None
+    """Logits of generation over the paged cache against those of the packed row."""
     note: str = ""
+    condition: str = ""
+    """What training needs to be right."""
+    is_repaired: bool = False
+    """Whether `document_mask`, which our trainers use, makes it right."""
+
+    @property
+    def is_right_in_trainers(self) -> bool:
+        return self.verdict == "isolated" or self.is_repaired
 
     @property
     def is_bad(self) -> bool:
@@ -68,17 +84,36 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
         return IsolationResult(name, "refused", note=reason)
     try:
         model = with_attention(oracle, name)
+        _check_backward(model)
         packed = _check_all_rows(model, oracle)
         paged = check_paged(model) if name == "nopad" else None
     except Exception as error:  # models and kernel libraries raise many types
-        return IsolationResult(name, "not run", note=_shortened(error))
+        return IsolationResult(name, "not run", note=_short_reason(error))
     limit = tolerance(model)
     verdict = "LEAK" if packed.leak > limit else "isolated" if packed.within(limit) else "WRONG"
     if paged is not None and not paged <= limit:  # also true for NaN
         verdict = "WRONG"
-    notes = [_advice(model, oracle, verdict, limit), *_length_notes(model)]
-    notes += _dropout_notes(config or oracle.config) if name == "nopad" else []
-    return IsolationResult(name, verdict, packed, paged, "; ".join(filter(None, notes)))
+    is_bad = verdict != "isolated"
+    notes = [*_unseen_lengths(model), *(_cache_notes(model, limit) if not is_bad else ())]
+    conditions = _conditions(model, config or oracle.config) if name == "nopad" else []
+    return IsolationResult(
+        name,
+        verdict,
+        packed,
+        paged,
+        note="; ".join(notes),
+        condition=" and ".join(conditions),
+        is_repaired=is_bad and name != "nopad" and _is_repaired(model, oracle, limit),
+    )
+
+
+def _check_backward(model: Any) -> None:
+    """Raise if flex_attention cannot train here: its own error follows seconds of compilation."""
+    if model.config._attn_implementation == "flex_attention" and model.device.type == "cpu":
+        from torch.nn.attention.flex_attention import flex_attention
+
+        tiny = torch.zeros(1, 1, 16, 16, requires_grad=True)
+        flex_attention(tiny, tiny, tiny)
 
 
 def _check_all_rows(model: Any, oracle: Any, repair: bool = False) -> PackedDifferences:
@@ -96,31 +131,27 @@ def _check_all_rows(model: Any, oracle: Any, repair: bool = False) -> PackedDiff
     return worst
 
 
-def _length_notes(model: Any) -> list[str]:
-    """Name the longest document, and lengths that no document of the check exceeds."""
-    config = model.config.get_text_config()
-    limit = sequence_limit(config) if config._attn_implementation == "nopad" else None
-    notes = [] if limit is None else [f"documents of at most {limit.length}: {limit.reason}"]
-    unseen = [str(n) for n in landmark_lengths(config) if n >= MAX_ROW - ROOM]
-    if unseen:
-        notes.append(f"not examined beyond {', '.join(unseen)} tokens: --tiny does it in small")
-    return notes
+def _unseen_lengths(model: Any) -> list[str]:
+    """Name the lengths that no document of the check exceeds."""
+    unseen = [
+        str(n) for n in landmark_lengths(model.config.get_text_config()) if n >= MAX_ROW - ROOM
+    ]
+    return [f"not examined beyond {', '.join(unseen)} tokens: use --tiny"] if unseen else []
 
 
-def _advice(model: Any, oracle: Any, verdict: str, limit: float) -> str:
-    """Say what fixes a leak, or what would cause one."""
-    is_stock = model.config._attn_implementation in ("sdpa", "eager")
-    if verdict != "isolated":
-        return _try_repair(model, oracle, limit) if is_stock else ""
+def _cache_notes(model: Any, limit: float) -> list[str]:
+    """Name the setting of the batch without which documents leak."""
     leaks = not check_default_cache(model) <= limit
-    return "leaks if the batch lacks use_cache=False" if leaks else ""
+    return ["needs use_cache=False in the batch (our collators set it)"] if leaks else []
 
 
-def _dropout_notes(config: Any) -> list[str]:
-    """Name attention dropout, which nopad refuses in training; the checks run without it."""
+def _conditions(model: Any, config: Any) -> list[str]:
+    """Name the longest document, and attention dropout: nopad refuses what exceeds them."""
+    limit = sequence_limit(model.config.get_text_config())
+    longest = [] if limit is None else [f"documents of at most {limit.length} tokens"]
     text_config = config.get_text_config()
     rates = ((name, getattr(text_config, name, None)) for name in ATTENTION_DROPOUTS)
-    return [f"trains only with {name}=0 (it is {rate})" for name, rate in rates if rate]
+    return longest + [f"{name}=0 instead of {rate}" for name, rate in rates if rate]
 
 
 def with_attention(model: Any, name: str) -> Any:
@@ -143,38 +174,79 @@ def tolerance(model: Any) -> float:
     return 1e-3 if model.dtype == torch.float32 else 0.25
 
 
-def _try_repair(model: Any, oracle: Any, limit: float) -> str:
-    """Say whether nopad's wrapper of the stock masks fixes it."""
+def _is_repaired(model: Any, oracle: Any, limit: float) -> bool:
+    """Whether nopad's wrapper of the stock masks makes it right."""
     try:
-        is_fixed = _check_all_rows(model, oracle, repair=True).within(limit)
-    except Exception as error:
-        return f"document_mask failed: {_shortened(error)}"
-    if is_fixed:
-        return "fixed by nopad.attention.document_mask"
-    return "not fixed by nopad.attention.document_mask"
+        return _check_all_rows(model, oracle, repair=True).within(limit)
+    except Exception:  # a model may fail with masks that it does not expect
+        return False
 
 
 def report(out: Console, name: str, model: Any, results: list[IsolationResult]) -> None:
-    """Print the table, and a sentence that says which implementations to use."""
+    """Print the table, notes, and where each implementation may be used."""
+    out.width = min(out.width, MAX_WIDTH)
     count = sum(p.numel() for p in model.parameters())
     kind = f"{type(model).__name__}, {count:,} parameters, {model.device.type}"
     out.print(printable(f"{name}: {kind}"), style="bold")
-    out.print("largest differences from the documents one by one, with eager attention:\n")
-    made = table("attention", "verdict", "leak", "logits", "loss", "gradients", "paged", "note")
+    out.print(LEGEND)
+    made = table("attention", "verdict", "leak", "logits", "loss", "gradients", "engine")
     for result in results:
         cells = [Text(printable(cell)) for cell in _table_row(result)]
         cells[1].stylize(VERDICT_STYLES.get(result.verdict, "dim"))
         made.add_row(*cells)
     out.print(made)
     out.print("")
-    bad = [result.name for result in results if result.is_bad]
-    good = [result.name for result in results if result.verdict == "isolated"]
-    if bad:
-        out.print(f"Do not train packed batches with {', '.join(bad)}.", style="bold red")
-    if good:
-        out.print(f"Packed documents are isolated with {', '.join(good)}.", style="green")
-    if not bad and not good:
-        out.print("Nothing was checked: no implementation named in --attn runs here.")
+    notes: dict[str, list[str]] = {}
+    for result in results:
+        if result.note and result.verdict != "refused":
+            notes.setdefault(result.note, []).append(result.name)
+    for note, names in notes.items():
+        out.print(printable(f"{', '.join(names)}: {note}"), style="dim")
+    if notes:
+        out.print("")
+    for line, is_good in (_own_loop_verdict(results), _trainers_verdict(results)):
+        out.print(printable(line), style="green" if is_good else "bold red")
+
+
+def _trainers_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
+    """Say with which attention nopad's trainers are right, and why they refuse the others.
+
+    They check the same before the first step, and repair the masks of stock attention.
+    """
+    good = [result for result in results if result.verdict == "isolated"]
+    repaired = [result.name for result in results if result.is_repaired]
+    faults = _faults(result for result in results if not result.is_right_in_trainers)
+    parts = [f"right with {', '.join(map(_with_condition, good))}"] if good else []
+    parts += [f"right with {', '.join(repaired)} by repairing the masks"] if repaired else []
+    parts += [f"refused with {faults}"] if faults else []
+    return f"With nopad's trainers: {'; '.join(parts) or 'not known'}.", bool(good or repaired)
+
+
+def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
+    """Say which attention is right in a loop of the user's own, where nothing repairs the masks."""
+    good = [result for result in results if result.verdict == "isolated"]
+    faults = _faults(result for result in results if result.is_bad)
+    if not good and not faults:
+        return "Nothing was checked: no implementation named in --attn runs here.", False
+    parts = [f"right with {', '.join(map(_with_condition, good))}"] if good else []
+    parts += [f"not with {faults}"] if faults else []
+    if any(result.is_repaired for result in results):
+        parts += ["nopad.attention.document_mask around the forward repairs this"]
+    return f"In a loop of your own with PackedCollator: {'; '.join(parts)}.", not faults
+
+
+def _faults(results: Iterable[IsolationResult]) -> str:
+    """Name the implementations that are refused or wrong, by reason."""
+    said = {"LEAK": "documents leak", "WRONG": "results differ"}
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.verdict != "not run":
+            reasons.setdefault(said.get(result.verdict, result.note), []).append(result.name)
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+
+
+def _with_condition(result: IsolationResult) -> str:
+    return f"{result.name} (needs {result.condition})" if result.condition else result.name
 
 
 def _table_row(result: IsolationResult) -> tuple[str, ...]:
@@ -185,8 +257,20 @@ def _table_row(result: IsolationResult) -> tuple[str, ...]:
         else [None] * 5
     )
     cells = ["-" if x is None else f"{x:.1e}" if x else "0" for x in numbers]
-    return (result.name, result.verdict, *cells, result.note)
+    return (result.name, result.verdict, *cells)
 
 
-def _shortened(error: Exception) -> str:
-    return textwrap.shorten(short_error(error), 160, placeholder=" ...")
+def _short_reason(error: Exception) -> str:
+    """Say in a few words why an implementation did not run; libraries write paragraphs.
+
+    >>> _short_reason(ValueError("GPT does not support Flash Attention 2 yet. Please request ..."))
+    'GPT does not support it'
+    """
+    text = short_error(error)
+    if isinstance(error, ImportError) and "FlashAttention" in text:
+        return "flash-attn is not installed"
+    if "does not support backward on CPU" in text:
+        return "no backward on a CPU"
+    if " does not support " in text and "Please request" in text:
+        return f"{text.split()[0]} does not support it"
+    return textwrap.shorten(text.split(". ")[0], MAX_NOTE, placeholder=" ...")

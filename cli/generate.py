@@ -7,9 +7,11 @@
 
 A text file has one prompt per line. A .jsonl file (or --jsonl) has one JSON object per line, with
 "prompt" (text or token ids) or "messages", and optionally sampling parameters such as "max_tokens".
-A .json file is a list of prompts or such objects. A terminal shows prompts and completions for
-people; a pipe or --output gets one JSON object per completion, in the order of the prompts. Exit
-status: 0 on success, 1 if a request failed, 2 if the command could not start.
+A .json file is a list of prompts or such objects. The messages of a chat are followed by a new turn
+of the assistant, also if the last turn is the assistant's: remove answers that the model should
+give itself. A terminal shows prompts and completions for people; a pipe or --output gets one JSON
+object per completion, with its prompt, in the order of the prompts. Exit status: 0 on success, 1 if
+a request failed, 2 if the command could not start.
 """
 
 from __future__ import annotations
@@ -66,11 +68,11 @@ def _generate(args: argparse.Namespace) -> int:
         completions = engine.generate(prompts, params, deadline=args.deadline, progress=advance)
     out = console()
     if args.output:
-        _write_output(args.output, "".join(_output_lines(completions, args.text)))
+        _write_output(args.output, "".join(_output_lines(prompts, completions, args.text)))
     elif out.is_terminal and not args.text:
         _print_completions(out, prompts, completions)
     else:
-        sys.stdout.write(printable("".join(_output_lines(completions, args.text))))
+        sys.stdout.write(printable("".join(_output_lines(prompts, completions, args.text))))
     if args.stats:
         print(json.dumps(_rounded(engine.stats.summary()), indent=1), file=sys.stderr)
     if args.trace:
@@ -203,13 +205,16 @@ def _is_token_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
 
 
-def _output_lines(completions: list[Completion], only_text: bool) -> Iterator[str]:
-    for index, completion in enumerate(completions):
+def _output_lines(
+    prompts: list[Any], completions: list[Completion], only_text: bool
+) -> Iterator[str]:
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         for sample_index, each in enumerate((completion, *completion.others)):
             if only_text:
                 yield f"{each.text if each.error is None else f'[{each.error}]'}\n"
             else:
-                yield json.dumps(_record(index, sample_index, each), ensure_ascii=False) + "\n"
+                record = {"index": index, "sample_index": sample_index, "prompt": prompt}
+                yield json.dumps(record | _record(each), ensure_ascii=False) + "\n"
 
 
 def _print_completions(out: Console, prompts: list[Any], completions: list[Completion]) -> None:
@@ -238,9 +243,9 @@ def _prompt_text(prompt: Any) -> str:
     return " ".join(map(str, prompt)) + " "
 
 
-def _record(index: int, sample_index: int, completion: Completion) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": index, "sample_index": sample_index, "text": completion.text}
-    record |= {"token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
+def _record(completion: Completion) -> dict[str, Any]:
+    record: dict[str, Any] = {"text": completion.text, "token_ids": completion.token_ids}
+    record["finish_reason"] = completion.finish_reason
     if completion.logprobs is not None:
         record["logprobs"] = [entry.logprob for entry in completion.logprobs]
         if any(entry.top_logprobs for entry in completion.logprobs):

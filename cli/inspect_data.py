@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from .load_pretrained import load_tokenizer
 from .options import (
     add_data_options,
+    add_length_options,
     as_cli_message,
     count,
     data_kwargs,
+    length_kwargs,
     parser,
     png_path,
-    positive,
     writable_path,
 )
 from .terminal import console, has_color, printable, progress, table
@@ -44,6 +45,8 @@ MAX_STREAM_PACKS = 256
 TERMINAL_CHARS, PAGE_CHARS = 160, 1200
 """Characters to show of a span of text."""
 BAR_WIDTH = 40
+MAX_WIDTH = 100
+"""Columns of the map of packs, also in a pipe."""
 
 
 def main(argv: list[str]) -> int:
@@ -78,6 +81,9 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     _print(report)  # last: its reader may close the pipe
     for pack in packs[: args.decode]:
         _print_pack(pack, tokenizer)
+    for name, path in (("report", args.html), ("map", args.png)):
+        if path:
+            console().print(f"\n{name}: {printable(path)}", soft_wrap=True)
     return 0
 
 
@@ -87,16 +93,14 @@ def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
     from .counted_rows import open_counted
 
     options = data_kwargs(args)
-    source = open_counted(args.data, tokenizer, args.text_column, options, advance)
+    source = open_counted(args.data, tokenizer, options, advance)
     return PackedDataset(
         source,
         tokenizer=tokenizer,
-        text_column=args.text_column,
-        budget=args.budget,
-        overflow=args.overflow,
         seed=args.seed,
         rank=0,
         world_size=1,
+        **length_kwargs(args),
         **options,
     )
 
@@ -107,11 +111,8 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     what = "jsonl, parquet, text or token files, a saved `datasets` folder or a hub name"
     add("data", metavar="DATA", help=what)
     add("--tokenizer", help="folder or hub name; not needed for token ids")
-    add("--text-column", default="text", help="column with the text")
     add_data_options(add)
-    add("--budget", type=positive, default=8192, help="maximum tokens per pack")
-    add("--overflow", default="split", choices=["split", "truncate", "drop", "error"],
-        help="what to do with samples longer than a pack")  # fmt: skip
+    add_length_options(add, budget=8192, overflow="split")
     add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
@@ -166,7 +167,7 @@ def _report(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum()),
         bins=length_bins(lengths),
-        rows=budget_rows(lengths, args.budget, args.overflow),
+        rows=budget_rows(lengths, **length_kwargs(args)),
         budget=args.budget,
         packs=[pack.lengths for pack in packs[: args.packs]],
         texts=texts,
@@ -204,19 +205,26 @@ def _print(report: DataReport) -> None:
     out.print(lengths)
     out.print("")
     out.print(_budget_table(report.rows, report.budget))
+    out.print("")
+    out.print("fill: share of the positions that hold tokens, in packs and in padded batches")
     chosen = next((row for row in report.rows if row.budget == report.budget), None)
     if chosen is not None:
         out.print(
-            f"\npadded batches of {report.budget:,} positions would be {1 - chosen.padded:.1%} "
-            f"padding and take {chosen.step_ratio:.1f} times the steps\n"
+            f"padded batches of {report.budget:,} positions would be {1 - chosen.padded:.1%} "
+            f"padding and take {chosen.step_ratio:.1f} times the steps"
         )
-    width = max(20, min(out.width, 120) - 32)
-    out.print(draw_packs(report.packs, report.budget, width, has_color(out)), no_wrap=True)
+    if report.packs:
+        out.print(
+            f"\nthe first packs of {report.budget:,} tokens: a block is a sample, blank is unused",
+            style="bold",
+        )
+        width = max(20, min(out.width, MAX_WIDTH) - 32)
+        out.print(draw_packs(report.packs, report.budget, width), no_wrap=True)
 
 
 def _budget_table(rows: Sequence[BudgetRow], budget: int) -> Any:
     """Return a table of packs, fill and too long samples for several budgets."""
-    names = ("budget", "packs", "fill", "samples/pack", "longer than a pack", "padded fill")
+    names = ("budget", "packs", "fill", "samples/pack", "too long", "padded fill")
     made = table(*names, right=names)
     for row in rows:
         cells = [
@@ -242,7 +250,8 @@ def _print_pack(pack: Pack, tokenizer: Any) -> None:
     from .data_report import labelled_samples
 
     out = console()
-    out.print(f"\n{_pack_title(pack)}", style="bold")
+    mark = "green" if has_color(out) else "[[in brackets]]"
+    out.print(f"\n{_pack_title(pack)} ({mark})", style="bold")
     samples = labelled_samples(pack, tokenizer, TERMINAL_CHARS)
     for length, spans in samples:
         line = Text(f"  {length:5} tokens  ")

@@ -14,11 +14,18 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 ARGUMENT = re.compile(
-    r"""(?<![\w/])(add_eos|attn_implementation|budget|device|dtype|glob|max_steps|memory|"""
-    r"""num_train_epochs|on_error|overflow|text_column|tokenizer)="""
+    r"""(?<![\w/])(add_eos|attn_implementation|budget|device|dtype|format|glob|max_length|"""
+    r"""max_steps|memory|num_train_epochs|on_error|overflow|text_column|tokenizer)="""
     r"""(?:"([^"]+)"|('[^']+'|-?\w+(?:\.\d+)?))?"""
 )
 """A Python keyword argument in a message, with its value if there is one."""
+PYTHON_ADVICE = {
+    "pass a function as format=": "convert the rows to text or messages first",
+    "; check=False skips this check": "",
+}
+"""Advice that has no option, and what to say instead."""
+ROW_FORMATS = ("alpaca", "sharegpt")
+OVERFLOWS = ("split", "truncate", "drop", "error")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -75,6 +82,10 @@ def add_model_options(add: Any) -> None:
 
 def add_data_options(add: Any) -> None:
     """Add the options of reading data, except its path."""
+    add("--text-column", default="text", help="column with the text")
+    add("--format", choices=ROW_FORMATS,
+        help="layout of the rows: alpaca (instruction, input, output) or sharegpt (conversations); "
+        "default: text, messages, prompt and completion, or input_ids")  # fmt: skip
     add("--glob", help="files to read in a folder, such as '*.jsonl'")
     add("--on-error", default="raise", choices=("raise", "skip"),
         help="stop at a row that cannot be used, or skip it")  # fmt: skip
@@ -85,6 +96,25 @@ def add_data_options(add: Any) -> None:
     add("--dtype", choices=("uint16", "uint32"), help="dtype of the tokens in a flat .bin file")
 
 
+def add_length_options(add: Any, budget: int, overflow: str) -> None:
+    """Add the options of the lengths of packs and samples."""
+    add("--budget", type=positive, default=budget, help="maximum tokens per pack")
+    add("--max-length", type=positive,
+        help="maximum tokens per sample, if fewer than --budget")  # fmt: skip
+    add("--overflow", default=overflow, choices=OVERFLOWS,
+        help="what to do with a longer sample")  # fmt: skip
+
+
+def length_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of lengths as arguments of `PackedDataset`."""
+    if args.max_length is not None and args.max_length > args.budget:
+        raise ValueError(
+            f"--max-length {args.max_length} is longer than a pack of --budget {args.budget}: "
+            "omit it, or raise --budget"
+        )
+    return {"budget": args.budget, "max_length": args.max_length, "overflow": args.overflow}
+
+
 def data_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     """Return the data options as arguments of `PackedDataset`; raise for one without effect."""
     if args.data and (path := Path(os.path.expanduser(args.data))).is_file():
@@ -93,7 +123,14 @@ def data_kwargs(args: argparse.Namespace) -> dict[str, Any]:
         if args.dtype is not None and path.suffix != ".bin":
             raise ValueError(f"--dtype {args.dtype} is for flat .bin files; omit it")
     add_eos = True if args.add_eos is None else args.add_eos
-    return {"glob": args.glob, "on_error": args.on_error, "add_eos": add_eos, "dtype": args.dtype}
+    return {
+        "text_column": args.text_column,
+        "format": args.format,
+        "glob": args.glob,
+        "on_error": args.on_error,
+        "add_eos": add_eos,
+        "dtype": args.dtype,
+    }
 
 
 def as_cli_message(message: object, **renamed: str) -> str:
@@ -110,7 +147,11 @@ def as_cli_message(message: object, **renamed: str) -> str:
         flag = "--" + str(renamed.get(name, name)).replace("_", "-")
         return f"{flag} {'none' if value == 'False' else value}" if value else flag
 
-    return ARGUMENT.sub(option, str(message))
+    text = str(message)
+    for advice, instead in PYTHON_ADVICE.items():
+        text = text.replace(advice, instead)
+    text = re.sub(r"PackedDataset\((\w+=[^()]*)\)", r"\1", text)
+    return ARGUMENT.sub(option, text)
 
 
 def _eos(text: str) -> int | bool:

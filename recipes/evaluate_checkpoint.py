@@ -1,12 +1,12 @@
 """Evaluate a saved checkpoint by generation, with prompts and references from a file.
 
-    python recipes/evaluate_checkpoint.py runs/pretrain-1/checkpoint-200 \\
+    python -m nopad.recipes.evaluate_checkpoint runs/pretrain-1/checkpoint-200 \\
         --data test.jsonl --prompt "Question: {question}\\nAnswer:" --reference "{answer}" \\
         --regex "#### (-?[0-9.,]+)"
 
 This is the evaluation that runs during training (`GenerationEval`), so the metrics are the same.
 Several processes divide the prompts:
-`torchrun --nproc_per_node 4 recipes/evaluate_checkpoint.py ...`
+`torchrun --nproc_per_node 4 -m nopad.recipes.evaluate_checkpoint ...`
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from nopad.cli import parser as command_parser
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_data_and_model_options,
+    add_eval_option,
     eval_metric,
     load_data,
     load_model,
@@ -49,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_run_options(add, "pretrain")
     add("--save-every", type=positive, default=240, help="steps between checkpoints")
     add("--keep", type=positive, help="number of newest checkpoints to keep; default: all")
-    add("--eval-every", type=positive, default=80, help="steps between evaluations")
+    add_eval_option(add, every=80)
     add("--prompt", action="append", help="prompt to continue in evaluations, may be repeated; "
         "default: beginnings of held-out documents")  # fmt: skip
     add("--log-with", choices=["tensorboard", "wandb"], help="tracker of losses and rates")
@@ -100,7 +101,7 @@ def create_accelerator(args: argparse.Namespace):
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
             f"{accelerator.distributed_type.value} clips gradients by its own settings, not by "
-            "--clip: choose DDP or FSDP in `accelerate config`, or use recipes/train_hf.py"
+            "--clip: choose DDP or FSDP in `accelerate config`, or use nopad train-hf"
         )
     if getattr(accelerator.parallelism_config, "tp_size", 1) > 1:
         raise ValueError("tensor parallelism: use recipes/train_hf.py, which loads models for it")

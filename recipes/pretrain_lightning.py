@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, "pretrain_lightning")
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
-    add("--eval-every", type=positive, default=50, help="steps between evaluations")
+    setup.add_eval_option(add, every=50)
     return parse_with_config(parser, argv, "pretrain_lightning")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nopad.cli import add_model_argument, checkpoint_path, count, load_tokenizer, positive
 from nopad.cli import parser as command_parser
+from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_packing_options,
@@ -39,13 +40,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chat-template", help="Jinja file, for a tokenizer without a chat template")
     add("--lora", type=count, default=0, metavar="RANK",
         help="train LoRA adapters of this rank; 0 trains all weights")  # fmt: skip
-    add("--overflow", default="error", choices=["error", "truncate", "split", "drop"],
-        help="how to treat a conversation longer than the budget")  # fmt: skip
-    add_packing_options(add, budget=2048)
+    add_packing_options(add, budget=2048, overflow="error")  # a split answer loses its question
     add("--eval-every", type=positive, help="steps between evaluations; default: 100")
     add("--eval-examples", type=count, default=32, help="conversations to hold out for evaluation, "
-        "about one in 50, at least one: generate their last answer and compare; "
-        "0: none")  # fmt: skip
+        f"about one in 50, at least one: their last answer is {eval_sampling.DESCRIPTION}, and "
+        "compared (matched: the part of it that the text starts with); 0: none")  # fmt: skip
     add_hf_options(parser, "sft", learning_rate=2e-5)
     args = parse_with_config(parser, argv, "sft")
     for name, value in (("MODEL", args.model), ("--data", args.data)):
@@ -62,10 +61,11 @@ def load_data(args: argparse.Namespace):
     if args.chat_template:
         with error_context(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-    source = open_data(args, tokenizer, args.text_column)
-    source, examples = hold_out(source, args.eval_examples, args.text_column)
+    source = open_data(args, tokenizer)
+    source, examples = hold_out(source, args.eval_examples, args.text_column, args.format)
+    data = packed_dataset(args, source, tokenizer)  # first: rows that cannot be used are an error
     check_evaluation(args, examples)
-    return tokenizer, packed_dataset(args, source, tokenizer, args.overflow), examples
+    return tokenizer, data, examples
 
 
 def check_evaluation(args: argparse.Namespace, examples: list) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def test_the_readme_is_short_and_names_every_command():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
     assert [name for name in COMMANDS if f"nopad {name} " not in text] == []
+
+
+def test_every_extra_is_explained_where_one_installs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    missing = [name for name in project["optional-dependencies"] if f"\n| `{name}` |" not in page]
+    assert missing == []
 
 
 def test_every_option_in_the_pages_is_one_of_its_command(capsys):

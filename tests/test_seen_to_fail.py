@@ -474,6 +474,11 @@ FAULTS = {
         "trainer/test_train_mode.py", "nopad.trainer.train_mode",
         "ensure_train_mode = lambda model: None",
     ),
+    "the doctor knows of no repair": (
+        "cli/test_doctor.py::"
+        "test_what_is_said_of_our_trainers_is_what_their_check_before_the_first_step_does",
+        "nopad.cli.doctor_isolation", "_is_repaired = lambda *_: False",
+    ),
     "an argument is not explained": (
         "test_reference.py::test_every_argument_is_explained", "nopad.packing.dataset",
         "PackedDataset.__doc__ = 'Packs of a source.'",

@@ -50,7 +50,9 @@ class BudgetRow:
         return (self.fill or 1.0) / self.padded
 
 
-def budget_rows(lengths: np.ndarray, budget: int, overflow: Any) -> list[BudgetRow]:
+def budget_rows(
+    lengths: np.ndarray, budget: int, overflow: Any, max_length: int | None = None
+) -> list[BudgetRow]:
     """Return the figures of a quarter, half, one and two times the budget, where that is possible.
 
     >>> [(row.budget, row.packs, row.fill) for row in budget_rows(np.full(64, 32), 128, "split")]
@@ -58,10 +60,10 @@ def budget_rows(lengths: np.ndarray, budget: int, overflow: Any) -> list[BudgetR
     """
     rows = []
     for each in (budget // 4, budget // 2, budget, budget * 2):
-        num_long = int((lengths > each).sum())
+        num_long = int((lengths > min(each, max_length or each)).sum())
         if not 1 <= each <= MAX_BUDGET or (overflow == "error" and num_long):
             continue
-        plan = pack_lengths(lengths, each, overflow=overflow)
+        plan = pack_lengths(lengths, each, overflow=overflow, max_length=max_length)
         fill = per_pack = None
         if len(plan):
             fill = int(plan.lengths.sum()) / (len(plan) * each)

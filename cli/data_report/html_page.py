@@ -115,7 +115,7 @@ def _range(each: Bin) -> str:
 
 
 def _budgets(rows: Sequence[BudgetRow], budget: int) -> str:
-    names = ("packs", "samples per pack", "longer than a pack")
+    names = ("packs", "samples per pack", "too long")
     columns = "".join(f"<th>{name}</th>" for name in names)
     head = f'<tr><th>budget</th><th class="wide">fill</th>{columns}</tr>'
     lines = []

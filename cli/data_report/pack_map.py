@@ -2,7 +2,7 @@
 
     0 ████████████▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒░░░ 100.0 %   4 samples
 
-Samples differ in color in a terminal, and in shade elsewhere.
+Samples differ in shade, and in color where a terminal has color.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ IMAGE_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2"
 SHADES = "█▓▒░"
 
 
-def draw_pack(lengths: Sequence[int] | np.ndarray, budget: int, width: int, color: bool) -> Text:
+def draw_pack(lengths: Sequence[int] | np.ndarray, budget: int, width: int) -> Text:
     """Draw one pack; unused budget is blank.
 
-    >>> draw_pack([4, 2], budget=8, width=8, color=False).plain
+    >>> draw_pack([4, 2], budget=8, width=8).plain
     '████▓▓  '
     """
     from rich.text import Text
@@ -33,21 +33,19 @@ def draw_pack(lengths: Sequence[int] | np.ndarray, budget: int, width: int, colo
     edges = np.round(np.cumsum([0, *lengths]) * width / budget).astype(int)
     drawn = Text()
     for index, cells in enumerate(np.diff(edges).tolist()):
-        if color:
-            drawn.append(" " * cells, f"on color({COLORS[index % len(COLORS)]})")
-        else:
-            drawn.append(SHADES[index % len(SHADES)] * cells)
+        shade, color = SHADES[index % len(SHADES)], COLORS[index % len(COLORS)]
+        drawn.append(shade * cells, f"color({color})")
     return drawn.append(" " * (width - int(edges[-1])))
 
 
-def draw_packs(packs: Sequence[np.ndarray], budget: int, width: int, color: bool) -> Text:
+def draw_packs(packs: Sequence[np.ndarray], budget: int, width: int) -> Text:
     """Draw packs, each given as the lengths of its samples, one per line."""
     from rich.text import Text
 
     rows = []
     for index, lengths in enumerate(packs):
         fill = f"{np.sum(lengths) / budget:6.1%}"
-        blocks = draw_pack(lengths, budget, width, color)
+        blocks = draw_pack(lengths, budget, width)
         rows.append(Text.assemble(f"{index:5} ", blocks, f" {fill} {len(lengths):4} samples"))
     return Text("\n").join(rows)
 

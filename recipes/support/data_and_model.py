@@ -6,24 +6,24 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nopad.cli import (
     add_data_options,
+    add_length_options,
     add_model_argument,
     attention_name,
     count,
     data_kwargs,
     has_weights,
+    length_kwargs,
     load_tokenizer,
     load_weights,
     positive,
     resolve_path,
     short_error,
 )
-
-if TYPE_CHECKING:
-    from nopad.packing.planning import Overflow
+from nopad.recipes.support import eval_sampling
 
 NUM_STDLIB_EXAMPLES = 96
 
@@ -39,17 +39,22 @@ def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> 
     add_packing_options(add, budget)
 
 
-def add_packing_options(add: Any, budget: int) -> None:
+def add_packing_options(add: Any, budget: int, overflow: str = "split") -> None:
     """Add the options of reading and packing that every recipe has."""
-    add("--text-column", default="text", help="column with the text")
     add_data_options(add)
-    add("--budget", type=positive, default=budget, help="maximum tokens per pack")
+    add_length_options(add, budget, overflow)
     add("--workers", type=count, default=0, help="data loading processes per rank")
     add("--attention", type=attention_name, default="nopad",
         help="attention implementation: nopad, flash_attention_2, sdpa, ...")  # fmt: skip
     add("--sequence-parallel", type=positive, default=1, metavar="RANKS",
         help="ranks that share the tokens of each pack; or sp_size of accelerate")  # fmt: skip
     add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
+
+
+def add_eval_option(add: Any, every: int) -> None:
+    """Add the option of evaluations during pretraining."""
+    add("--eval-every", type=positive, default=every,
+        help=f"steps between evaluations; completions are {eval_sampling.DESCRIPTION}")  # fmt: skip
 
 
 def load_data(args: argparse.Namespace, num_held_out: int = 32):
@@ -65,8 +70,8 @@ def load_data(args: argparse.Namespace, num_held_out: int = 32):
     tokenizer = load_tokenizer(name) if name else stdlib_corpus.tokenizer(stdlib()[0])
     with error_context(args.data or "the standard library"):
         if args.data is not None:
-            source = open_data(args, tokenizer, args.text_column)
-            source, examples = hold_out(source, num_held_out, args.text_column)
+            source = open_data(args, tokenizer)
+            source, examples = hold_out(source, num_held_out, args.text_column, args.format)
         else:
             texts, examples = stdlib()
             rows = [{args.text_column: text} for text in texts]
@@ -76,17 +81,17 @@ def load_data(args: argparse.Namespace, num_held_out: int = 32):
     return tokenizer, dataset, examples or (stdlib()[1] if num_held_out else [])
 
 
-def open_data(args: argparse.Namespace, tokenizer, column: str):
+def open_data(args: argparse.Namespace, tokenizer):
     """Open `--data` as one source, from which rows can be held out."""
     if not args.data:
         raise ValueError("--data is empty: pass a file or a folder, or omit it")
     from nopad.packing.encoding import Encoder
     from nopad.packing.sources import TokenStore, open_source
 
-    encoder = Encoder(tokenizer, text_column=column, add_eos=data_kwargs(args)["add_eos"])
+    encoder = Encoder(tokenizer, add_eos=data_kwargs(args)["add_eos"])
     opened = open_source(
         args.data,
-        text_column=column,
+        text_column=args.text_column,
         eos_token_id=encoder.eos_token_id,
         glob=args.glob,
         dtype=args.dtype,
@@ -94,18 +99,16 @@ def open_data(args: argparse.Namespace, tokenizer, column: str):
     return TokenStore(opened) if isinstance(opened, list) else opened
 
 
-def packed_dataset(args: argparse.Namespace, source, tokenizer, overflow: Overflow = "split"):
+def packed_dataset(args: argparse.Namespace, source, tokenizer):
     """Build an endless dataset of packs."""
     from nopad.packing import PackedDataset
 
     return PackedDataset(
         source,
         tokenizer=tokenizer,
-        text_column=args.text_column,
-        budget=args.budget,
-        overflow=overflow,
         seed=args.seed,
         epochs=None,
+        **length_kwargs(args),
         **data_kwargs(args),
     )
 

@@ -25,6 +25,7 @@ def add_hf_options(parser: argparse.ArgumentParser, recipe: str, learning_rate: 
     add = parser.add_argument_group("run").add_argument
     add_run_options(add, recipe)
     add("--save-every", type=positive, default=100, help="steps between checkpoints")
+    add("--keep", type=positive, default=2, help="number of newest checkpoints to keep")
     add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--log-with", default="none", help="tensorboard, wandb, ...")
 
@@ -59,7 +60,7 @@ def training_arguments(args: argparse.Namespace):
         dataloader_num_workers=args.workers,
         seed=args.seed,
         save_steps=args.save_every,
-        save_total_limit=2,
+        save_total_limit=args.keep,
         logging_steps=args.log_every,
         report_to=args.log_with,
     )

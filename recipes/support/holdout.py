@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
+from nopad.packing.encoding import Encoder
 from nopad.packing.sources import RowSource, open_source
+from nopad.recipes.support import eval_sampling
 from nopad.trainer.evaluation import Example, GenerationEval
 
 ONE_IN = 50
 PROMPT_CHARS, REFERENCE_CHARS = 160, 40
 """A text's first characters are the prompt; the next ones are the reference."""
-TEMPERATURE, MAX_TOKENS = 0.5, 48
-"""Greedy completions of a small model repeat themselves, so that its scores jump up and down."""
 
 
 class ExcludingRows(RowSource):
@@ -53,19 +53,32 @@ def row_digest(row: Any) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def hold_out(data: Any, count: int, column: str = "text") -> tuple[Any, list[Example]]:
-    """Return the data without at most `count` rows, and those rows as examples."""
+def hold_out(
+    data: Any, count: int, column: str = "text", format: Any = None
+) -> tuple[Any, list[Example]]:
+    """Return the data without at most `count` rows, and those rows as examples.
+
+    column, format: how the rows are read, as in `PackedDataset`.
+    """
     source = open_source(data, text_column=column)
     if count == 0 or not isinstance(source, RowSource):
         return data, []
-    examples = pick_examples((row.value for row in source.read(0, 1)), count, column)
+    rows = (row.value for row in source.read(0, 1))
+    examples = pick_examples(rows, count, column, Encoder(None, format=format).format)
     return ExcludingRows(source, examples), list(examples.values())
 
 
-def pick_examples(rows: Iterable[Any], count: int, column: str = "text") -> dict[str, Example]:
+def pick_examples(
+    rows: Iterable[Any],
+    count: int,
+    column: str = "text",
+    convert: Callable[[Any], Any] | None = None,
+) -> dict[str, Example]:
     """Pick about one in fifty rows, the first `count` that have a reference, by digest.
 
     At least one is picked, unless no other row with a reference would be left.
+
+    convert: turns a row of another layout into one with text, messages or prompt and completion.
     """
     examples: dict[str, Example] = {}
     smallest: tuple[str, Example] | None = None
@@ -73,7 +86,7 @@ def pick_examples(rows: Iterable[Any], count: int, column: str = "text") -> dict
     for row in islice(rows, 4 * ONE_IN * count):  # do not read all of data without references
         if len(examples) == count:
             break
-        example, digest = row_example(row, column), row_digest(row)
+        example, digest = row_example(row, column, convert), row_digest(row)
         if example is None:
             continue
         seen.add(digest)
@@ -84,7 +97,9 @@ def pick_examples(rows: Iterable[Any], count: int, column: str = "text") -> dict
     return examples or ({} if smallest is None or len(seen) < 2 else dict([smallest]))
 
 
-def row_example(row: Any, column: str = "text") -> Example | None:
+def row_example(
+    row: Any, column: str = "text", convert: Callable[[Any], Any] | None = None
+) -> Example | None:
     """Turn a row into a prompt and a reference; None if it has no reference.
 
     The reference is the completion, the last answer of a conversation, or how a text continues.
@@ -92,6 +107,11 @@ def row_example(row: Any, column: str = "text") -> Example | None:
     >>> row_example({"prompt": "1 + 1 =", "completion": " 2"})
     Example(prompt='1 + 1 =', reference=' 2')
     """
+    if convert is not None:
+        try:
+            row = convert(row)
+        except ValueError:
+            return None  # malformed: the encoder raises and names the row
     if isinstance(row, str):
         return prefix_example(row)
     if not isinstance(row, dict):
@@ -145,7 +165,9 @@ def continuation_eval(
         DataParallelEngine(Engine(model, tokenizer)).generate,
         examples,
         {metric.__name__: metric} if scored else {},
-        SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS, seed=seed),
+        SamplingParams(
+            temperature=eval_sampling.TEMPERATURE, max_tokens=eval_sampling.MAX_TOKENS, seed=seed
+        ),
         every=every,
         monitor=metric.__name__ if scored else None,
     )

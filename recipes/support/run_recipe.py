@@ -81,7 +81,7 @@ def user_message(error: Exception) -> str:
     if isinstance(error, ImportError):
         extra = next((extra for package, extra in EXTRAS.items() if package in message), None)
         return f"{message.rstrip('.')}: pip install 'nopad[{extra}]'" if extra else message
-    return message.replace("set its chat_template", "pass sft.py --chat-template FILE")
+    return message.replace("set its chat_template", "pass --chat-template FILE to nopad sft")
 
 
 @contextmanager

@@ -2,14 +2,26 @@
 
 import json
 import logging
+import re
 import warnings
 
 import pytest
+from nopad.attention.hf import PackedDifferences, sequence_limit
 from nopad.cli import doctor_parity
-from nopad.cli.doctor import main
-from nopad.cli.doctor_isolation import check_isolation
+from nopad.cli.doctor import _load, _quiet, main
+from nopad.cli.doctor_isolation import (
+    MAX_NOTE,
+    IsolationResult,
+    check_isolation,
+    report,
+    with_attention,
+)
 from nopad.cli.load_pretrained import load_model
+from nopad.cli.terminal import console
 from nopad.cli.tiny_model import tiny_config
+from nopad.packing import PackedDataset
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.monitoring import check_run
 from odd_models import odd_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -28,16 +40,17 @@ def test_a_model_that_packs_rightly_passes(capsys):
     assert (logging.getLogger("nopad").level, list(warnings.filters)) == (level, filters)
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "isolated", "sdpa": "isolated", "eager": "isolated"}
-    leaky = [line.split()[0] for line in text.splitlines() if "use_cache=False" in line]
-    assert leaky == ["sdpa", "eager"], "the default use_cache leaks in the stock masks only"
+    assert "sdpa, eager: needs use_cache=False in the batch (our collators set it)" in text
+    assert text.endswith("With nopad's trainers: right with nopad, sdpa, eager.\n")
 
 
 def test_a_leak_is_told_with_its_cure_and_status_one(capsys):
     assert main(["opt", "--attn", "nopad,sdpa"]) == 1
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "isolated", "sdpa": "LEAK"}
-    assert "fixed by nopad.attention.document_mask" in text
-    assert "Do not train packed batches with sdpa." in text
+    text = " ".join(text.split())
+    assert "right with nopad; not with sdpa (documents leak); nopad.attention.doc" in text
+    assert text.endswith("trainers: right with nopad; right with sdpa by repairing the masks.")
 
 
 def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
@@ -56,8 +69,57 @@ def test_what_is_refused_is_told_with_the_reason(capsys):
 
 def test_what_does_not_run_here_is_told(capsys):
     assert main(["llama", "--attn", "flash_attention_2,eager"]) == 0
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "not run" in rows["flash_attention_2"] and not rows["flash_attention_2"].endswith(" d")
+    text = capsys.readouterr().out
+    assert verdicts(text) == {"flash_attention_2": "not", "eager": "isolated"}
+    assert "flash_attention_2: flash-attn is not installed\n" in text
+
+
+def test_flex_attention_is_not_compiled_where_it_cannot_train(monkeypatch):
+    monkeypatch.setattr("nopad.cli.doctor_isolation.check_packed", None)  # would be called
+    with _quiet():
+        model, config = _load("llama", tiny=False)
+    result = check_isolation(model, "flex_attention", config)
+    assert (result.verdict, result.note) == ("not run", "no backward on a CPU")
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom", "mamba", "llama4_text"])
+def test_what_is_said_of_our_trainers_is_what_their_check_before_the_first_step_does(kind):
+    with _quiet():
+        oracle, config = _load(kind, tiny=False)
+    for name in ("nopad", "eager"):
+        result = check_isolation(oracle, name, config)
+        if result.verdict == "refused":
+            continue
+        model = with_attention(oracle, name)
+        attach_loss(model)
+        longest = sequence_limit(model.config) if name == "nopad" else None
+        data = PackedDataset(
+            [[5] * 40] * 4, budget=64, max_length=longest.length if longest else None
+        )
+        trains = True
+        try:
+            check_run(model, data)
+        except ValueError:
+            trains = False
+        assert trains == result.is_right_in_trainers, (kind, name)
+
+
+def test_a_report_fits_a_hundred_columns_in_a_pipe_and_eighty_on_a_terminal(terminal, capsys):
+    results = [
+        IsolationResult("flash_attention_2", "not run", note="n" * MAX_NOTE),
+        IsolationResult("sdpa", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5)),
+        IsolationResult("nopad", "refused", note="a long reason " * 9),
+    ]
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
+    terminal("NO_COLOR", "1")
+    for is_terminal, width in ((False, 100), (True, 80)):
+        terminal("COLUMNS", "80")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rich.console.Console.is_terminal", is_terminal)
+            report(console(), "llama", model, results)
+        lines = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out).splitlines()
+        assert 70 < max(map(len, lines)) <= width
+        assert any(line.split()[:3] == ["sdpa", "LEAK", "1.5e+00"] for line in lines)
 
 
 def test_an_attention_that_nobody_knows_is_refused():
@@ -67,9 +129,8 @@ def test_an_attention_that_nobody_knows_is_refused():
 
 def test_attention_dropout_that_training_would_refuse_is_told(tmp_path, capsys):
     assert main(["gpt2", "--attn", "nopad,eager"]) == 0
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "trains only with attn_pdrop=0 (it is 0.1)" in rows["nopad"]
-    assert "attn_pdrop" not in rows["eager"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("right with nopad (needs attn_pdrop=0 instead of 0.1), eager.")
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llama4", "mllama"])
@@ -175,13 +236,13 @@ def test_an_unreadable_model_is_one_line_and_status_two(name, capsys, monkeypatc
 def test_rows_beyond_the_lengths_of_a_model_are_examined(kind):
     oracle = odd_model(kind)
     stock, ours = (check_isolation(oracle, name) for name in ("eager", "nopad"))
-    assert stock.verdict == "WRONG" and stock.note == "not fixed by nopad.attention.document_mask"
-    assert ours.verdict == "isolated" and "documents of at most 16" in ours.note
+    assert stock.verdict == "WRONG" and not stock.is_repaired
+    assert ours.verdict == "isolated" and "documents of at most 16" in ours.condition
 
 
 def test_lengths_that_are_too_long_for_the_check_are_named():
     result = check_isolation(odd_model("longrope", limit=4096), "eager")
-    assert "not examined beyond 4096 tokens: --tiny does it in small" in result.note
+    assert "not examined beyond 4096 tokens: use --tiny" in result.note
 
 
 def test_parity_keeps_within_the_chunks_of_a_model(capsys):

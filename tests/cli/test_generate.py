@@ -41,6 +41,7 @@ def test_prompts_of_the_command_line_come_back_completed(checkpoint, capsys):
     )
     done = lines(capsys.readouterr().out)
     assert status == 0 and [d["index"] for d in done] == [0, 1]
+    assert [d["prompt"] for d in done] == ["Once upon a time", "Lily"]
     assert done[0]["text"].startswith(", there was") and len(done[0]["token_ids"]) == 9
 
 
@@ -53,6 +54,7 @@ def test_files_of_prompts_are_read_and_results_written(checkpoint, tmp_path):
     assert main([checkpoint, *given, *more]) == 0
     done = lines(out.read_text())
     assert [(d["index"], d["sample_index"]) for d in done] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [d["prompt"] for d in done[1:3]] == ["Once", [1, 403, 407]]
     assert all(len(d["logprobs"]) == len(d["token_ids"]) for d in done)
     assert json.loads(trace.read_text())["traceEvents"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -35,6 +36,8 @@ def test_a_file_of_tokens_is_shown_whole(data, tmp_path, capsys):
     assert "padded batches of 128 positions would be " in out
     assert out.count(" samples\n") == 4 and "\x1b" not in out
     assert "pack 0: " in out and "[[" in out
+    assert "a block is a sample, blank is unused\n" in out and "in padded batches\n" in out
+    assert out.endswith(f"\nreport: {page}\n")
     assert page.read_text().count("% samples") == 0 and page.read_text().count('class="map"') == 1
 
 
@@ -101,6 +104,20 @@ def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
     assert "or choose --overflow (split, truncate or drop)" in capsys.readouterr().err
 
 
+def test_rows_of_another_layout_and_a_shorter_length_are_inspected(
+    checkpoint_dir, tmp_path, capsys
+):
+    row = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+    given = [str(tmp_path / "chats.jsonl"), "--tokenizer", str(checkpoint_dir), "--budget", "64"]
+    assert main(["inspect", *given]) == 2
+    assert "pass --format sharegpt" in capsys.readouterr().err
+    given += ["--format", "sharegpt", "--max-length", "8"]
+    assert main(["inspect", *given]) == 0
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("    64"))
+    assert line.split()[4] == "5", "all are longer than --max-length"
+
+
 def test_an_end_that_is_no_token_is_told_of_the_option(checkpoint_dir, tmp_path, capsys):
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
     given = [str(tmp_path / "text.jsonl"), "--tokenizer", str(checkpoint_dir)]
@@ -121,7 +138,7 @@ def test_only_what_counts_stands_in_brackets(capsys):
 
 
 def test_the_map_draws_every_token_once():
-    row = pack_map.draw_pack([100, 28], budget=128, width=64, color=False).plain
+    row = pack_map.draw_pack([100, 28], budget=128, width=64).plain
     assert len(row) == 64 and row.count("█") == 50 and row.count("▓") == 14
 
 
@@ -249,15 +266,20 @@ def test_a_terminal_has_colour_unless_it_is_switched_off(terminal, data, capsys)
         assert main(["inspect", str(data), "--budget", "128"]) == 0
         return capsys.readouterr().out
 
-    assert "\x1b[48;5;" in (out := shown()) and "[[" not in out
+    out = shown()
+    assert "\x1b[38;5;" in out and "[[" not in out
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out)
+    assert "0 ██" in plain and "█▓" in plain, "the map is there without its colours"
+    assert max(map(len, plain.splitlines()[:20])) <= 80
     terminal("NO_COLOR", "1")
-    assert "\x1b[48" not in (out := shown()) and "[[" in out and "▓" in out
+    out = shown()
+    assert "\x1b[38" not in out and "[[" in out and "▓" in out
 
 
 def test_rows_are_counted_while_they_are_tokenized_and_stay_the_same(data):
-    options = {"add_eos": True, "glob": None, "dtype": None}
+    options = {"add_eos": True, "glob": None, "dtype": None, "text_column": "text"}
     done: list[int] = []
-    source = open_counted(str(data), None, "text", options, done.append)
+    source = open_counted(str(data), None, options, done.append)
     assert isinstance(source, CountedRows)
     counted, plain = (PackedDataset(each, budget=128, seed=3) for each in (source, str(data)))
     assert sum(done) == 200

@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from nopad.cli import generate, inspect_data
@@ -128,3 +129,19 @@ def test_output_goes_anywhere(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert main(command) in (0, 2) and sys.stdout.encoding == "utf-8"
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_layouts_and_overflows_of_the_command_line_are_those_of_the_api():
+    from nopad.cli import options
+    from nopad.packing.encoding import row_format
+    from nopad.packing.planning import Overflow
+
+    assert tuple(row_format.ROW_FORMATS) == options.ROW_FORMATS
+    assert set(get_args(Overflow)) == set(options.OVERFLOWS)
+
+
+def test_advice_that_is_python_is_not_given_on_the_command_line():
+    message = "a turn is from 'x': pass a function as format=; check=False skips this check"
+    assert as_cli_message(message).endswith("'x': convert the rows to text or messages first")
+    message = "lower the budget to 16, or pass PackedDataset(max_length=16)"
+    assert as_cli_message(message) == "lower the budget to 16, or pass --max-length 16"

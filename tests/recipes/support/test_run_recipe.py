@@ -106,7 +106,7 @@ def test_chats_for_a_tokenizer_without_a_template_are_told_of_the_option(
     assert status_of("sft", argv) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("sft: chats.jsonl, line 1: messages need a tokenizer with a chat temp")
-    assert "this one has none: pass sft.py --chat-template FILE, or use" in last
+    assert "this one has none: pass --chat-template FILE to nopad sft, or use" in last
 
 
 def test_a_signal_in_the_last_save_is_not_answered_with_another_step(capfd):
