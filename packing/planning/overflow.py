@@ -34,6 +34,8 @@ class Counts:
     dropped_tokens: int = 0
     packs: int = 0
     packed_tokens: int = 0
+    sequences: int = 0
+    """Samples and parts of split samples in the packs."""
 
     @property
     def pending_tokens(self) -> int:

@@ -149,11 +149,11 @@ class Packer:
         if parent_counts is not None and parent_counts[segments].any():
             pack.parent_label_counts = parent_counts[segments]
         begun = [samples[number] for number in numbers[starts == 0].tolist()]
-        self._count_pack(int(lengths.sum()), begun)
+        self._count_pack(lengths, begun)
         return pack
 
-    def _count_pack(self, tokens: int, begun: list[Sample]) -> None:
-        """Count a pack of these tokens, in which these samples begin."""
+    def _count_pack(self, lengths: np.ndarray, begun: list[Sample]) -> None:
+        """Count a pack of sequences of these lengths, in which these samples begin."""
         counts, arrived, longest = self.packed_counts, self.counts, self.planner.max_segment
         cut = [len(sample) - longest for sample in begun if len(sample) > longest]
         if self.planner.settings["overflow"] == "truncate":
@@ -164,7 +164,8 @@ class Packer:
         counts.items += len(begun) + arrived.dropped - counts.dropped
         counts.dropped, counts.dropped_tokens = arrived.dropped, arrived.dropped_tokens
         counts.packs += 1
-        counts.packed_tokens += tokens
+        counts.sequences += len(lengths)
+        counts.packed_tokens += int(lengths.sum())
         counts.tokens = counts.packed_tokens + counts.truncated_tokens + counts.dropped_tokens
 
     def state_dict(self) -> dict:

@@ -26,7 +26,7 @@ from .segments import Segments
 from .window_fit import MAX_DEFERRALS, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 8
+VERSION = 9
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 
@@ -189,6 +189,7 @@ class Planner:
         plan = Plan(*pending.take(order).columns, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())
+        self.counts.sequences += len(plan.items)
         return plan
 
     @property
