@@ -12,7 +12,6 @@ by number; a resume reads their tokens again from the source.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
 
 import numpy as np
 
@@ -174,7 +173,7 @@ class Packer:
         return {
             "planner": self.planner.state_dict(),
             "pending_tokens": [[number, self._pending_tokens[number]] for number in partial],
-            "packed_counts": list(astuple(self.packed_counts)),
+            "packed_counts": self.packed_counts.as_list(),
         }
 
     def _partly_packed(self) -> list[int]:

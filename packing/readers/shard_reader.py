@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ class ShardReader:
     def _counters(self) -> dict:
         """Return what was packed and skipped up to the pack in `_next`."""
         return {
-            "counts": list(astuple(self.packer.packed_counts)),
+            "counts": self.packer.packed_counts.as_list(),
             "packed_tokens": self._packed_tokens.tolist(),
             "skipped": self.skipped.rows,
         }
