@@ -305,6 +305,9 @@ class ShardReader:
             self._restore(decompress_state(cursor["state"]))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
+        own = self._counters()
+        if any(len(cursor[name]) != len(own[name]) for name in ("counts", "packed_tokens")):
+            raise ValueError(f"the state of shard {self.shard} counts other things than this one")
         self._last_cursor = {**cursor, "shard": self.shard}
         # The packs since a snapshot were made from the samples of one feed.
         last = self.packer.counts.items + 2 * FEED_ROWS * len(self.rows)

@@ -151,8 +151,15 @@ class StreamedPacks:
     def report(self, cursors: Mapping[int, dict]) -> dict:
         """Report the packs up to the cursors; the reasons are those of rows read in this process.
 
-        Rows that were skipped or dropped count with the pack after them.
+        Rows that were skipped or dropped count with the pack after them; those of a shard without
+        any pack when it has ended.
         """
+        without_packs = {
+            number: shard.last_cursor()
+            for number, shard in self._shards.items()
+            if shard.ended and not shard.packer.counts.packs
+        }
+        cursors = {**without_packs, **cursors}
         skipped = SkippedRows(sum(cursor["skipped"] for cursor in cursors.values()))
         for shard in self._shards.values():
             skipped.reasons += shard.skipped.reasons
