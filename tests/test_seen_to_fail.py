@@ -53,7 +53,8 @@ FAULTS = {
         "trainer/data/test_optimizer_steps.py::"
         "test_every_step_of_one_rank_has_packs_with_labels_alone",
         "nopad.trainer.data.loader",
-        "right = take_packs\ntake_packs = lambda packs, count, keep_empty: right(packs, count, True)",
+        "right = take_packs\n"
+        "take_packs = lambda packs, count, keep_empty: right(packs, count, True)",
     ),
     "a step may be empty on all ranks": (
         "trainer/data/test_optimizer_steps.py::test_a_step_that_is_empty_on_all_ranks_is_left_out",
