@@ -64,7 +64,7 @@ class StepBatches:
 
 def take_packs(
     packs: Iterator[tuple[Batch, PackInfo]], count: int, keep_empty: bool
-) -> tuple[list[tuple[Batch, PackInfo]], list[PackInfo]]:
+) -> tuple[list[tuple[Batch, PackInfo]], list[Any]]:
     """Return the next `count` batches, and all packs read for them: empty ones may be left out."""
     batches, read = [], []
     while len(batches) < count and (pair := next(packs, None)) is not None:
