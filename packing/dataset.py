@@ -247,7 +247,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
     def estimate(self) -> int | None:
         """Estimate the packs of one epoch; None for a stream of unknown size.
 
-        A stream is estimated from its first rows and its size in bytes.
+        Known lengths are counted. A stream is estimated from the first 256 rows of each source and
+        its size in bytes: as good as these rows are typical of the rest.
         """
         if isinstance(self.reader, PlannedPacks):
             return self.reader.count()
@@ -259,11 +260,14 @@ class PackedDataset(ResumablePasses, IterableDataset):
         return self.reader.store.lengths if isinstance(self.reader, PlannedPacks) else None
 
     def report(self, epoch: int | None = None) -> dict:
-        """Report counts of samples packed, split, truncated, dropped and skipped, and shares.
+        """Report counts of packs, of samples packed, split, truncated, dropped and skipped, shares.
 
         If lengths are known this is the plan of an epoch, by default the first of the current
-        pass. For a stream it is what this process has read or, if workers read, the states that
-        its trained packs carried; shares of weights that change are over all passes.
+        pass; `laps` says how often it reads each source. For a stream it is what this process has
+        trained on in the current pass, before a resume included: the packs passed to
+        `mark_trained`, as loaders do, or without that call those read. A sample counts when its
+        first token is packed. Reasons of skipped rows are those seen by this process, not by
+        workers; shares of weights that change are over all passes.
         """
         if isinstance(self.reader, PlannedPacks):
             epoch = self._start.position.epoch if epoch is None else epoch

@@ -49,6 +49,48 @@ FAULTS = {
         "set_ended = StreamedPacks.read\n"
         "StreamedPacks.read = lambda *a: (p for p in set_ended(*a) if len(p.tokens))",
     ),
+    "empty packs are batches": (
+        "trainer/data/test_optimizer_steps.py::"
+        "test_every_step_of_one_rank_has_packs_with_labels_alone",
+        "nopad.trainer.data.loader",
+        "right = take_packs\n"
+        "take_packs = lambda packs, count, keep_empty: right(packs, count, True)",
+    ),
+    "a step may be empty on all ranks": (
+        "trainer/data/test_optimizer_steps.py::test_a_step_that_is_empty_on_all_ranks_is_left_out",
+        "nopad.trainer.data.loader",
+        "skip_empty = iter",
+    ),
+    "the pool of a shard holds several epochs": (
+        "packing/readers/test_streamed.py::"
+        "test_documents_of_an_epoch_are_packed_before_those_of_the_next",
+        "nopad.packing.readers.shard_reader",
+        "feed = ShardReader._feed\n"
+        "def keep_pending(self):\n"
+        "    if self.end_epoch is None:\n"
+        "        self.packer.finish = lambda: iter(())\n"
+        "    return feed(self)\n"
+        "ShardReader._feed = keep_pending",
+    ),
+    "a stream reports what it has read ahead": (
+        "packing/readers/test_streamed.py::"
+        "test_the_report_of_a_stream_is_of_the_packs_that_were_trained",
+        "nopad.packing.readers.shard_reader",
+        "counters = ShardReader._counters\n"
+        "ShardReader._counters = lambda self: "
+        "{**counters(self), 'counts': self.packer.counts.as_list()}",
+    ),
+    "a resumed stream counts its epoch anew": (
+        "trainer/with_hf/test_epochs.py::test_the_epoch_of_a_stream_goes_on_after_a_resume",
+        "nopad.trainer.with_hf.epochs",
+        "EpochCallback.on_step_end = lambda *_, **__: None",
+    ),
+    "the banner says nothing of the sources": (
+        "trainer/monitoring/test_preflight.py::"
+        "test_the_banner_of_a_mixture_is_that_of_its_epoch",
+        "nopad.trainer.monitoring.preflight",
+        "_describe_mixture = lambda report: []",
+    ),
     "every source has one key": (
         "packing/encoding/test_token_cache.py", "nopad.packing.encoding.token_cache",
         "entry_key = lambda *_: 'one'",

@@ -34,6 +34,12 @@ class Counts:
     dropped_tokens: int = 0
     packs: int = 0
     packed_tokens: int = 0
+    sequences: int = 0
+    """Samples and parts of split samples in the packs."""
+
+    def as_list(self) -> list[int]:
+        """Return the counters in their order: `Counts(*counts.as_list())` has the same."""
+        return [getattr(self, name) for name in self.__slots__]
 
     @property
     def pending_tokens(self) -> int:

@@ -76,10 +76,13 @@ class Packer:
         self.pending: dict[int, Sample] = {}
         """The samples that are pending at least in part, by number of arrival."""
         self._pending_tokens: dict[int, int] = {}
+        self.packed_counts = Counts()
+        """Counts of the packs that were taken from `add` and `finish`, and of the samples that
+        begin in them; dropped samples count when they arrive."""
 
     @property
     def counts(self) -> Counts:
-        """Counts of samples packed, split, truncated and dropped so far."""
+        """Counts of samples that have arrived, and of all packs decided so far."""
         return self.planner.counts
 
     def add(self, samples: Iterable[Sample]) -> Iterator[Pack]:
@@ -144,7 +147,25 @@ class Packer:
         pack = Pack(tokens, labels, cu_seqlens, budget, numbers, sources, first_positions)
         if parent_counts is not None and parent_counts[segments].any():
             pack.parent_label_counts = parent_counts[segments]
+        begun = [samples[number] for number in numbers[starts == 0].tolist()]
+        self._count_pack(lengths, begun)
         return pack
+
+    def _count_pack(self, lengths: np.ndarray, begun: list[Sample]) -> None:
+        """Count a pack of sequences of these lengths, in which these samples begin."""
+        counts, arrived, longest = self.packed_counts, self.counts, self.planner.max_segment
+        cut = [len(sample) - longest for sample in begun if len(sample) > longest]
+        if self.planner.settings["overflow"] == "truncate":
+            counts.truncated += len(cut)
+            counts.truncated_tokens += sum(cut)
+        elif not self.planner.cuts_stream:
+            counts.split += len(cut)
+        counts.items += len(begun) + arrived.dropped - counts.dropped
+        counts.dropped, counts.dropped_tokens = arrived.dropped, arrived.dropped_tokens
+        counts.packs += 1
+        counts.sequences += len(lengths)
+        counts.packed_tokens += int(lengths.sum())
+        counts.tokens = counts.packed_tokens + counts.truncated_tokens + counts.dropped_tokens
 
     def state_dict(self) -> dict:
         """Return what is needed to continue, without any tokens."""
@@ -152,6 +173,7 @@ class Packer:
         return {
             "planner": self.planner.state_dict(),
             "pending_tokens": [[number, self._pending_tokens[number]] for number in partial],
+            "packed_counts": self.packed_counts.as_list(),
         }
 
     def _partly_packed(self) -> list[int]:
@@ -161,6 +183,7 @@ class Packer:
         """Continue from a `state`; `samples` are the pending ones, by number, read again."""
         self.planner.load_state_dict(state["planner"])
         partial = dict(state["pending_tokens"])
+        self.packed_counts = Counts(*state["packed_counts"])
         self.pending = dict(samples)
         self._pending_tokens = {n: partial.get(n, len(sample)) for n, sample in samples.items()}
         self._check_lengths()

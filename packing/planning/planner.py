@@ -26,7 +26,7 @@ from .segments import Segments
 from .window_fit import MAX_DEFERRALS, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 8
+VERSION = 9
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 
@@ -136,6 +136,8 @@ class Planner:
         """Tokens that a pack can hold, rounded down to `pad_to_multiple_of`."""
         self.max_segment = min(self.capacity, self.settings["max_length"] or self.capacity)
         """Tokens that a segment can have."""
+        self.cuts_stream = strategy == "concat" and self.max_segment == self.capacity
+        """Whether items are cut wherever a pack is full: none of them is too long."""
         self.pending = Segments.empty()
         """Segments that have no pack yet."""
         self._deferrals = np.zeros(0, np.int64)
@@ -150,8 +152,7 @@ class Planner:
         if shortest < 1:
             item = self.counts.items + int(np.argmin(lengths))
             raise ValueError(f"item {item} has length {shortest}: remove empty items")
-        cuts_stream = self.settings["strategy"] == "concat" and self.max_segment == self.capacity
-        if longest <= self.max_segment or cuts_stream:
+        if longest <= self.max_segment or self.cuts_stream:
             self.pending = self.pending.append_items(self.counts.items, lengths)
         else:
             segments = cut_items(lengths, self.max_segment, self.settings["overflow"], self.counts)
@@ -188,6 +189,7 @@ class Planner:
         plan = Plan(*pending.take(order).columns, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())
+        self.counts.sequences += len(plan.items)
         return plan
 
     @property

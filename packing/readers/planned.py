@@ -144,10 +144,14 @@ class PlannedPacks:
 
     def report(self, epoch: int, skipped: SkippedRows) -> dict:
         """Report an epoch from its plan, without reading tokens."""
-        tokens = np.zeros(len(self.weights), np.int64)
+        tokens, begun = np.zeros((2, len(self.weights)), np.int64)
         for plan in self.plans(epoch):
-            np.add.at(tokens, self.store.sources(plan.items), plan.lengths)
-        return build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
+            sources = self.store.sources(plan.items)
+            np.add.at(tokens, sources, plan.lengths)
+            np.add.at(begun, sources[plan.starts == 0], 1)
+        report = build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
+        documents = np.diff(self.store.source_bounds(len(self.weights)))
+        return {**report, "laps": (begun / np.maximum(1, documents)).tolist()}
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading tokens."""

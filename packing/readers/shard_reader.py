@@ -3,6 +3,9 @@
     rows of source 0 ─▶ encode ─┐
     rows of source 1 ─▶ encode ─┴▶ mixture ─▶ Packer ─▶ packs
 
+The packer is emptied at the end of an epoch: no document is packed before all documents of the
+epoch before it.
+
 The state names the samples that are pending in the packer by the rows they came from; a resume
 reads and encodes those rows again. It is taken before the packer is fed, and a pack's cursor
 counts the packs since then, so a resume feeds the same samples again and skips these packs.
@@ -20,7 +23,7 @@ import numpy as np
 from ..encoding.encode_rows import encode_rows
 from ..encoding.encoder import Encoder
 from ..encoding.report import SkippedRows
-from ..ordering.mixture import Mixture, StoppingStrategy, Weight, has_schedule
+from ..ordering.mixture import Mixture, StoppingStrategy, Weight
 from ..pack import Pack
 from ..planning.overflow import max_sample_length
 from ..planning.packer import Packer
@@ -79,8 +82,10 @@ class ShardReader:
             for number, source in enumerate(settings.sources)
         ]
         self.skipped = SkippedRows()
-        self.finished = False
+        self.finished = epoch == end_epoch
         """Whether all rows were fed to the packer."""
+        self._epoch_ended = False
+        """Whether the packer was emptied, and the rows of the next epoch come next."""
         self._encoded: list[deque[tuple[int, Sample | RowError]]] = [deque() for _ in self.rows]
         self._row_of_sample: dict[int, tuple[int, int]] = {}
         """(source, row number) of each sample pending in the packer."""
@@ -94,9 +99,8 @@ class ShardReader:
         self._last_cursor: dict | None = None
         self._kept_tokens = 0
         self._drawn_at_lap_start = self.mixture.tokens_drawn.copy()
-        scheduled = has_schedule(settings.weights)
-        self._packed_tokens = np.zeros_like(self._drawn_at_lap_start) if scheduled else None
-        """Tokens of each source in the packs made, over all passes: where weights continue."""
+        self._packed_tokens = np.zeros_like(self._drawn_at_lap_start)
+        """Tokens of each source in the packs made; of weights that change, over all passes."""
 
     def next_pack(self) -> Pack | None:
         """Return the next pack, or None once the shard has ended."""
@@ -108,7 +112,8 @@ class ShardReader:
                 raise self._error
             return None
         self._look_ahead()
-        pack.cursor["ended"] = self.ended
+        if self.ended:  # rows may have been skipped or dropped after the last pack
+            pack.cursor |= {**self._counters(), "ended": True}
         self._last_cursor = pack.cursor
         return pack
 
@@ -139,32 +144,40 @@ class ShardReader:
             self._error = error
         if self._next is not None:
             self._packs_since += 1
-            if self._packed_tokens is not None:
-                np.add.at(self._packed_tokens, self._next.sources, self._next.lengths)
+            np.add.at(self._packed_tokens, self._next.sources, self._next.lengths)
             self._next.cursor = self._make_cursor()
 
     def _make_cursor(self) -> dict:
         """Return the cursor after the pack in `_next`."""
-        cursor = {
+        return {
             "shard": self.shard,
             "packs_since": self._packs_since,
             "state": self._snapshot,
             "ended": False,
+            **self._counters(),
         }
-        if self._packed_tokens is None:
-            return cursor
-        return {**cursor, "packed_tokens": self._packed_tokens.tolist()}
+
+    def _counters(self) -> dict:
+        """Return what was packed and skipped up to the pack in `_next`."""
+        return {
+            "counts": self.packer.packed_counts.as_list(),
+            "packed_tokens": self._packed_tokens.tolist(),
+            "skipped": self.skipped.rows,
+        }
 
     def _feed(self) -> Iterator[Pack]:
-        """Draw as many samples as the mixture allows, and pack them; at the end, pack the rest."""
+        """Pack as many samples as the mixture allows; at the end of an epoch, pack the rest."""
+        if self._epoch_ended:
+            self._next_epoch()
         drawn = self._draw()
         if drawn is None:
-            self.finished = True
-            return self.packer.finish()
-        first = self.packer.counts.items
-        for number, (source, row, _) in enumerate(drawn, first):
-            self._row_of_sample[number] = (source, row)
-        packs = self.packer.add(sample for _, _, sample in drawn)
+            self._epoch_ended, self.finished = True, self.epoch + 1 == self.end_epoch
+            packs = self.packer.finish()
+        else:
+            first = self.packer.counts.items
+            for number, (source, row, _) in enumerate(drawn, first):
+                self._row_of_sample[number] = (source, row)
+            packs = self.packer.add(sample for _, _, sample in drawn)
         self._row_of_sample = {n: self._row_of_sample[n] for n in self.packer.pending}
         for source, rows in enumerate(self.rows):
             pending = [row for origin, row in self._row_of_sample.values() if origin == source]
@@ -172,24 +185,21 @@ class ShardReader:
         return packs
 
     def _draw(self) -> list[tuple[int, int, Sample]] | None:
-        """Return the next (source, row, sample) of the mixture; None at the end of the run."""
-        while self.epoch != self.end_epoch:
+        """Return the next (source, row, sample) of the mixture; None at the end of an epoch."""
+        while True:
             choices, needed = self.mixture.draw([self._lengths(s) for s in range(len(self.rows))])
             if len(choices):
                 return [self._pop(source) for source in choices.tolist()]
             if needed >= 0 and self._refill(needed):
                 continue
             if needed < 0 or self.mixture.mark_exhausted(needed):
-                self._next_epoch()
-            elif self.mixture.stopping_strategy == "all_exhausted":
+                return None
+            if self.mixture.stopping_strategy == "all_exhausted":
                 self._check_lap(needed)
                 self._next_lap(needed)
-        return None
 
     def _next_epoch(self) -> None:
-        self.epoch += 1
-        if self.epoch == self.end_epoch:
-            return
+        self.epoch, self._epoch_ended = self.epoch + 1, False
         if self.end_epoch is None:
             self._check_epoch()
         self.mixture.restart()
@@ -275,21 +285,19 @@ class ShardReader:
             "mixture": self.mixture.state_dict(),
             "skipped": self.skipped.rows,
             "finished": self.finished,
+            "packed_tokens": self._packed_tokens.tolist(),
         }
-        if self._packed_tokens is not None:
-            state["packed_tokens"] = self._packed_tokens.tolist()
         return compress_state(state)
 
     def initial_cursor(self, cursor: dict) -> dict:
         """Return the cursor before the first pack of the pass after one that ended at a cursor."""
         # Packed tokens, not drawn ones: a resume moves where feeds begin, and so what is pending.
-        assert self._packed_tokens is not None
-        packed_tokens = cursor.get("packed_tokens", ())
+        packed_tokens = cursor["packed_tokens"]
         if len(packed_tokens) != len(self._packed_tokens):
             raise ValueError(f"the state of shard {self.shard} lacks the tokens of its packs")
         self.mixture.tokens_drawn[:] = self._packed_tokens[:] = packed_tokens
-        state = self._take_snapshot()
-        return {"packs_since": 0, "state": state, "ended": False, "packed_tokens": packed_tokens}
+        self._snapshot = self._take_snapshot()
+        return {name: value for name, value in self._make_cursor().items() if name != "shard"}
 
     def load_cursor(self, cursor: dict) -> None:
         """Continue after the pack that carried this cursor."""
@@ -297,6 +305,9 @@ class ShardReader:
             self._restore(decompress_state(cursor["state"]))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
+        own = self._counters()
+        if any(len(cursor[name]) != len(own[name]) for name in ("counts", "packed_tokens")):
+            raise ValueError(f"the state of shard {self.shard} counts other things than this one")
         self._last_cursor = {**cursor, "shard": self.shard}
         # The packs since a snapshot were made from the samples of one feed.
         last = self.packer.counts.items + 2 * FEED_ROWS * len(self.rows)
@@ -304,21 +315,14 @@ class ShardReader:
             if self.packer.counts.items > last or self.next_pack() is None:
                 raise ValueError(f"shard {self.shard} ends before the position of its state")
 
-    def load_counts(self, cursor: dict) -> None:
-        """Load only the counters of a cursor."""
-        state = decompress_state(cursor["state"])
-        self.skipped.rows = state["skipped"]
-        self.mixture.load_state_dict(state["mixture"])
-        self.packer.planner.load_state_dict(state["packer"]["planner"])
-
     def _restore(self, state: dict) -> None:
         self.epoch, self.finished = state["epoch"], state["finished"]
-        if not is_non_negative_int(self.epoch) or self.epoch > (self.end_epoch or self.epoch):
+        last = self.epoch if self.end_epoch is None else self.end_epoch - (not self.finished)
+        if not is_non_negative_int(self.epoch) or self.epoch > last:
             raise ValueError(f"shard {self.shard} is in epoch {self.epoch} of {self.end_epoch}")
         self.skipped.rows = state["skipped"]
         self.mixture.load_state_dict(state["mixture"])
-        if self._packed_tokens is not None:
-            self._packed_tokens[:] = state["packed_tokens"]
+        self._packed_tokens[:] = state["packed_tokens"]
         self._drawn_at_lap_start[:] = -1  # not in the state: the current lap is not checked
         samples, sources = increasing_from_text(state["samples"]), state["sources"]
         origins = ints_from_text(sources) if sources else np.zeros(len(samples), np.int64)

@@ -4,9 +4,11 @@
     pack k goes to rank k mod world_size
 
 The sequence of packs depends on S, not on the readers: any ranks x workers that divides S gives the
-same packs in the same order. A shard that ends before the others yields empty packs of weight zero.
-A single rank ends with its last shard, also before `max_packs`. Several ranks cannot know when the
-others end without communication, so the length of their run must be given in packs.
+same packs in the same order. The places of a shard that has ended stay empty. A single reader
+passes over them; one of several, which cannot know what the others have, gives empty packs of
+weight zero instead. A single rank ends with its last shard, also before `max_packs`. Several ranks
+cannot know when the others end without communication, so the length of their run must be given in
+packs.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from math import ceil
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
-from ..ordering.mixture import has_schedule
+from ..ordering.mixture import SCALE, Mixture, has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
+from ..planning.overflow import Counts
 from ..sample import Sample
+from ..sources.source import RowSource
 from ..state.run_state import check_packs_left
 from .shard_reader import ShardReader, StreamSettings
 
@@ -46,8 +50,9 @@ class StreamedPacks:
         self._check_share(position, share)
         index = share.next(base, position.index)
         shards = self._shards = self._open(position, share, index, cursors)
-        # Shards of which other readers do not know yet that they have ended: each gives a pack.
-        unended = {n for n in shards if share.stride > 1 and not cursors.get(n, {}).get("ended")}
+        # Shards of which the state does not know yet that they have ended: each gives a cursor.
+        unended = {n for n in shards if not cursors.get(n, {}).get("ended")}
+        passed: list[dict] = []
         end = sys.maxsize if self.max_packs is None else share.round_end(self.max_packs - 1, base)
         alone = share.world_size == 1  # several ranks do not know when the others end
         while index < end and not (alone and not unended and _all_ended(shards, share)):
@@ -58,9 +63,14 @@ class StreamedPacks:
                 if alone and _all_ended(shards, share) and shard.shard not in unended:
                     return
                 pack = Pack.of([], self.settings.packer["budget"], cursor=shard.last_cursor())
+            if share.stride == 1 and not len(pack.samples):
+                passed += [pack.cursor] if shard.shard in unended else []
+            else:
+                if passed:  # the next pack tells the state that these shards have no packs
+                    pack.cursor, passed = {**pack.cursor, "passed": passed}, []
+                pack.index = index
+                yield pack
             unended.discard(shard.shard)
-            pack.index = index
-            yield pack
             index += share.stride
 
     def resume_position(self, state: dict, epochs: int | None) -> Position:
@@ -113,43 +123,60 @@ class StreamedPacks:
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
 
     def estimate(self) -> int | None:
-        """Estimate the packs of an epoch from the first rows of each source and its size."""
-        tokens = 0.0
-        for source in self.settings.sources:
-            if source.num_bytes is None:  # it may be an iterator, which can be read only once
-                return None
-            rows = [row.value for row in islice(source.read(0, 1), ESTIMATE_ROWS)]
-            samples = self.settings.encoder.encode(rows)
-            sampled = sum(len(sample) for sample in samples if isinstance(sample, Sample))
-            if not rows:
-                return None
-            tokens += sampled * source.num_bytes / max(1, sum(len(str(row)) for row in rows))
-        return ceil(tokens / self.settings.packer["budget"])
+        """Estimate the packs of an epoch from the first rows of each source and its size.
+
+        It is wrong by as much as the first rows differ from the others. None: a size is unknown.
+        """
+        sizes = [self._estimate_tokens(source) for source in self.settings.sources]
+        if None in sizes:
+            return None
+        tokens, strategy = np.array(sizes, float), self.settings.stopping_strategy
+        fractions = Mixture(self.settings.weights, strategy).fractions[0] / SCALE
+        if strategy == "all_exhausted_without_replacement":
+            total = tokens[fractions > 0].sum()
+        else:  # an epoch ends with the first or the last source that has no documents left
+            ends = tokens[fractions > 0] / fractions[fractions > 0]
+            total = ends.min() if strategy == "first_exhausted" else ends.max()
+        return ceil(total / self.settings.packer["budget"])
+
+    def _estimate_tokens(self, source: RowSource) -> float | None:
+        if source.num_bytes is None:  # it may be an iterator, which can be read only once
+            return None
+        rows = [row.value for row in islice(source.read(0, 1), ESTIMATE_ROWS)]
+        rows = [row for row in rows if not isinstance(row, Exception)]
+        samples = self.settings.encoder.encode(rows)
+        sampled = sum(len(sample) for sample in samples if isinstance(sample, Sample))
+        return sampled * source.num_bytes / sum(len(str(row)) for row in rows) if rows else None
 
     def report(self, cursors: Mapping[int, dict]) -> dict:
-        """Report what this process read, or otherwise what the cursors contain."""
-        shards = list(self._shards.values())
-        for shard, cursor in cursors.items() if not shards else ():
-            shards.append(ShardReader(self.settings, shard, 0, None))
-            shards[-1].load_counts(cursor)
-        skipped = SkippedRows()
-        for shard in shards:
-            skipped.rows += shard.skipped.rows
+        """Report the packs up to the cursors; the reasons are those of rows read in this process.
+
+        Rows that were skipped or dropped count with the pack after them; those of a shard without
+        any pack when it has ended.
+        """
+        without_packs = {
+            number: shard.last_cursor()
+            for number, shard in self._shards.items()
+            if shard.ended and not shard.packer.counts.packs
+        }
+        cursors = {**without_packs, **cursors}
+        skipped = SkippedRows(sum(cursor["skipped"] for cursor in cursors.values()))
+        for shard in self._shards.values():
             skipped.reasons += shard.skipped.reasons
         no_tokens = np.zeros(len(self.settings.sources), int)
-        tokens = sum((shard.mixture.tokens_drawn for shard in shards), no_tokens)
-        counts = add_counts(shard.packer.counts for shard in shards)
+        tokens = sum((np.array(cursor["packed_tokens"]) for cursor in cursors.values()), no_tokens)
+        counts = add_counts(Counts(*cursor["counts"]) for cursor in cursors.values())
         return build_report(counts, tokens.tolist(), skipped, self.settings.packer["budget"])
 
     def _check_share(self, position: Position, share: RankShard) -> None:
         shards = self.settings.shards
         if shards % share.stride:
-            divisors = [n for n in range(1, shards + 1) if shards % n == 0]
-            near = sorted(divisors, key=lambda n: abs(n - share.stride))[:2]
+            *divisors, last = (str(n) for n in range(1, shards + 1) if shards % n == 0)
+            choices = f"{', '.join(divisors)} or {last}" if divisors else last
             raise ValueError(
-                f"{share.world_size} ranks x {share.num_workers} workers = {share.stride} readers "
-                f"do not divide {shards} shards: use {' or '.join(map(str, sorted(near)))} "
-                "readers, or another number of shards (which gives another sequence of packs)"
+                f"ranks x workers = {share.world_size} x {share.num_workers} = {share.stride} "
+                f"readers do not divide {shards} shards: use {choices} readers, or another number "
+                "of shards (which gives another sequence of packs)"
             )
         if share.world_size > 1 and position.end_epoch is not None and self.max_packs is None:
             raise ValueError(

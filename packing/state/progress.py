@@ -23,7 +23,9 @@ class Progress:
         """Count a pack as done."""
         self.num_packs += 1
         if "shard" in cursor:
-            self.cursors[cursor["shard"]] = {k: v for k, v in cursor.items() if k != "shard"}
+            for each in (*cursor.get("passed", ()), cursor):
+                kept = {k: v for k, v in each.items() if k not in ("shard", "passed")}
+                self.cursors[each["shard"]] = kept
             self.last = (index, self.position.epoch, self.position.epoch_start)
         else:
             self.last = (index, cursor["epoch"], cursor["epoch_start"])
@@ -31,13 +33,15 @@ class Progress:
     def check_next(self, index: int, cursor: dict, share: RankShard, shards: int) -> None:
         """Raise if a streamed pack is not this rank's next one: its shard's cursor would be lost.
 
-        Workers whose shards have all ended produce no packs: those may be missing.
+        The packs of shards that have ended may be missing.
         """
         if "shard" not in cursor:
             return
         first = share.next(self.position.index, self.position.index)
         expected = first if self.last is None else self.last[0] + share.stride
-        while expected < index and self.cursors.get(expected % shards, {}).get("ended"):
+        ended = {shard for shard, known in self.cursors.items() if known["ended"]}
+        ended |= {passed["shard"] for passed in cursor.get("passed", ())}
+        while expected < index and expected % shards in ended:
             expected += share.stride
         if index != expected:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The state of a run: small versioned JSON, the same on every rank.
 
-    {"version": 8, "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
+    {"version": 9, "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
      "finished": false,                                          whether the pass has ended
      "position": {"epoch", "epoch_start", "index", "end_epoch"}, packs below `index` were trained
      "shards": {"0": {...}, ...}}                                cursors, if lengths are unknown
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-VERSION = 8
+VERSION = 9
 """Incremented when the format changes, or when the same data and settings give other packs."""
 FIELDS = {
     "version", "settings", "fingerprint", "epochs", "position", "max_packs", "finished", "shards",
@@ -24,8 +24,8 @@ OPTIONAL = {"shards", "worker"}
 POSITION = ("epoch", "epoch_start", "index", "end_epoch")
 WORKER = ("id", "num_workers", "num_packs", "epoch", "epoch_start")
 LARGEST_EPOCH, LARGEST_INDEX = 1 << 31, 1 << 48
-CURSOR = ("packs_since", "state", "ended")
-"""The state of a shard is `state` after `packs_since` more packs."""
+CURSOR = ("packs_since", "state", "ended", "counts", "packed_tokens", "skipped")
+"""The state of a shard is `state` after `packs_since` more packs; the rest is for the report."""
 
 
 def check_state(state: Any, settings: dict, fingerprint: str) -> None:
@@ -118,17 +118,26 @@ def _check_shards(shards: Any, count: int) -> None:
     for name, cursor in shards.items():
         if name not in names:
             raise ValueError(f"the state names a shard {str(name)[:20]!r}, there are {count}")
-        if not isinstance(cursor, dict) or set(cursor) - {"packed_tokens"} != set(CURSOR):
+        if not isinstance(cursor, dict) or set(cursor) != set(CURSOR):
             raise ValueError(f"the state of shard {name} must have the fields {', '.join(CURSOR)}")
-        packs_since, packed_tokens = cursor["packs_since"], cursor.get("packed_tokens", [])
-        if not is_non_negative_int(packs_since) or not isinstance(cursor["ended"], bool):
+        _check_cursor(name, cursor)
+
+
+def _check_cursor(shard: str, cursor: dict) -> None:
+    if not isinstance(cursor["ended"], bool):
+        raise ValueError(
+            f"the state of shard {shard} has ended={cursor['ended']!r}: expected true or false"
+        )
+    for name in ("packs_since", "skipped"):
+        if not is_non_negative_int(cursor[name]):
             raise ValueError(
-                f"the state of shard {name} has packs_since={packs_since!r}, "
-                f"ended={cursor['ended']!r}: expected a non-negative integer, true or false"
+                f"the state of shard {shard} has {name}={cursor[name]!r}: "
+                "expected a non-negative integer"
             )
-        if not isinstance(packed_tokens, list) or not all(map(is_non_negative_int, packed_tokens)):
+    for name in ("counts", "packed_tokens"):
+        if not isinstance(cursor[name], list) or not all(map(is_non_negative_int, cursor[name])):
             raise ValueError(
-                f"the state of shard {name} has packed_tokens={packed_tokens!r}: "
+                f"the state of shard {shard} has {name}={cursor[name]!r}: "
                 "expected non-negative integers"
             )
 

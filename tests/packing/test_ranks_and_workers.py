@@ -102,7 +102,9 @@ def test_spawned_ranks_that_know_themselves_by_the_environment_share_the_packs(t
 
 
 def test_readers_that_do_not_divide_the_shards_are_told_what_does(make):
-    with pytest.raises(ValueError, match="= 3 readers do not divide 8 shards: use 2 or 4 readers"):
+    with pytest.raises(
+        ValueError, match="3 x 1 = 3 readers do not divide 8 shards: use 1, 2, 4 or 8 readers"
+    ):
         next(iter(make("sharded", 0, 3, epochs=None)))
 
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -37,47 +35,8 @@ from ...runtime import (
 )
 from .layout_check import check_first_step
 from .model_limits import ModelLimits
+from .optimizer_steps import Batch, PackInfo, StepBatches, mark_last, skip_empty, take_packs
 from .worker_watch import WorkerWatch
-
-Batch = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackInfo:
-    """Describes a pack whose tokens are in a batch: lengths, sources and position in the data."""
-
-    index: int
-    cursor: dict
-    budget: int
-    lengths: np.ndarray
-    loss_weight: float
-    """The pack's weight in the mean: its label tokens, or with `mean="sample"` its samples."""
-    sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
-    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """For each sequence, the index of its sample in its source."""
-
-    @classmethod
-    def of(cls, pack: Pack, batch: Batch) -> PackInfo:
-        weight = pack.num_label_tokens
-        if "loss_weights" in batch:
-            weight = float(batch["loss_weights"].sum())
-        ids = pack.sources, pack.samples
-        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, weight, *ids)
-
-    def __str__(self) -> str:
-        if not len(self.samples):
-            return f"pack {self.index}"
-        return f"pack {self.index} (up to sample {self.samples[-1]} of source {self.sources[-1]})"
-
-
-@dataclass(slots=True)
-class StepBatches:
-    """The batches of one optimizer step on this rank, and the data state after it."""
-
-    batches: list[tuple[Batch, PackInfo]]
-    state: dict
-    weight: HostCopy | None
-    """The loss weight of the step over all ranks: summed a step ahead, read when it is issued."""
 
 
 class PackedLoader:
@@ -168,7 +127,8 @@ class PackedLoader:
         self.dataset.start_next_pass()
         self.dataset.mark_trained()  # no step yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
-        for step, is_last in _mark_last(self._steps()):
+        steps = skip_empty(self._steps()) if self._may_be_empty() else self._steps()
+        for step, is_last in mark_last(steps):
             if is_last:  # trainers save before they ask for more, and resume with the next pass
                 step.state = self.dataset.end_pass()
             yield from self._issue(step, is_last)
@@ -243,22 +203,32 @@ class PackedLoader:
             self._overflow_counts = epoch, {**counts, "skipped": report["skipped"]["rows"]}
         return self._overflow_counts[1]
 
+    def _may_be_empty(self) -> bool:
+        """Return whether a step may have no tokens on any rank: all its shards may have ended."""
+        streams = self.dataset.lengths is None and self.dataset.epochs is not None
+        return streams and self.dataset.ranks()[1] > 1
+
     def _steps(self) -> Iterator[StepBatches]:
         packs, size = iter(self._loader), self.accumulation_steps
+        several_ranks, sums_tokens = self.dataset.ranks()[1] > 1, self._may_be_empty()
         workers = getattr(packs, "_workers", ())
         with WorkerWatch(workers, lambda: self._last_read or "nothing") as watch:
             while True:
                 start = time.perf_counter()
                 with watch.reading():
-                    batches = list(islice(packs, size))
+                    batches, read = take_packs(packs, size, keep_empty=several_ranks)
                 self.wait_seconds += time.perf_counter() - start
+                if not batches:
+                    self.dataset.mark_trained(*read)
                 if not batches or (len(batches) < size and self.drop_last):
                     return
                 self._last_read = batches[-1][1]
-                state = self.dataset.state_after(*(info for _, info in batches))
+                state = self.dataset.state_after(*read)
                 batches += [self._empty(batches[0][1]) for _ in range(size - len(batches))]
-                weight = sum(info.loss_weight for _, info in batches)
-                yield StepBatches(batches, state, self._sum_weights(weight))
+                weight = self._sum_weights(sum(info.loss_weight for _, info in batches))
+                tokens = sum(float(info.lengths.sum()) for _, info in batches)
+                total = HostCopy(sum_over_ranks(tokens)) if sums_tokens else None
+                yield StepBatches(batches, state, weight, total)
 
     def _sum_weights(self, weight: float) -> HostCopy | None:
         return HostCopy(sum_over_ranks(weight)) if self.count_items else None
@@ -285,7 +255,7 @@ class PackedLoader:
         extra = {}
         if self.count_items:
             extra["num_items_in_batch"] = self._items(step)
-        for (batch, info), ends_step in _mark_last(step.batches):
+        for (batch, info), ends_step in mark_last(step.batches):
             self.last_pack = info
             self.issued.append((info, step.state if ends_step else None))
             if ends_step:
@@ -378,23 +348,6 @@ class EvaluationLoader(PackedLoader):
         return self._items_per_pack
 
 
-T = TypeVar("T")
-
-
 def _collate(collator: Callable[[Pack], Batch], pack: Pack) -> tuple[Batch, PackInfo]:
     batch = collator(pack)
     return batch, PackInfo.of(pack, batch)
-
-
-def _mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Pair every item with whether it is the last.
-
-    >>> list(_mark_last("ab"))
-    [('a', False), ('b', True)]
-    """
-    iterator = iter(items)
-    for pending in iterator:
-        for item in iterator:
-            yield pending, False
-            pending = item
-        yield pending, True

@@ -7,6 +7,7 @@ nopad: 1,024 packs of 8192 tokens per epoch, fill 99.8%, 9.1 sequences per pack;
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,31 +187,64 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 
 def _describe_plan(data: PackedDataset) -> list[str]:
     """Describe the number of packs, their fill, and the samples that overflow."""
-    lengths, budget, max_packs = data.lengths, data.settings["budget"], data.max_packs
-    limit = data.settings["max_length"]
-    if lengths is None or not len(lengths):
+    budget, max_packs, limit = data.settings["budget"], data.max_packs, data.settings["max_length"]
+    if data.lengths is None or not len(data.lengths):
         total = "" if max_packs is None else f"{max_packs:,} "
         within = "" if limit is None else f", samples of at most {limit}"
-        return [f"{total}packs of {budget} tokens{within}; lengths are unknown before reading"]
-    planned = lengths[:MAX_PLANNED]
-    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
-    planner = Planner(**{name: data.settings[name] for name in names})
-    sequences = len(planner.feed(planned).items) + len(planner.finish().items)
-    counts, is_estimate = planner.counts, len(lengths) > len(planned)
-    packs = round(counts.packs * len(lengths) / len(planned))
-    per_epoch = f"{'about ' * is_estimate}{packs:,} packs of {budget} tokens per epoch"
+        packs = data.estimate() if data.lengths is None else None
+        expected = "" if packs is None else f"; estimated from the first rows, {packs:,} per epoch"
+        return [
+            f"{total}packs of {budget} tokens{within}; lengths are unknown before reading{expected}"
+        ]
+    report, about = _plan_report(data)
+    packs = report["packs"]
+    per_epoch = f"{'about ' if about else ''}{packs:,} packs of {budget} tokens per epoch"
     if max_packs is not None:
         per_epoch = f"{max_packs:,} packs in total, {per_epoch}"
-    fill = counts.packed_tokens / max(1, counts.packs * budget)
-    overflow = f"{counts.split:,} samples split"
-    if is_estimate:
-        overflow = f"of the first {len(planned):,} samples, {counts.split:,} split"
+    overflow = f"{report['split']:,} samples split"
+    if about:
+        overflow = f"of the first {about:,} samples, {report['split']:,} split"
     if limit is not None:
         overflow = f"samples of at most {limit} tokens: {overflow}"
     return [
-        f"{per_epoch}, fill {fill:.1%}, {sequences / max(1, counts.packs):.1f} sequences per pack; "
-        f"{overflow}, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
+        f"{per_epoch}, fill {report['fill']:.1%}, "
+        f"{report['sequences_per_pack']:.1f} sequences per pack; "
+        f"{overflow}, {report['truncated']:,} truncated, {report['dropped']:,} dropped",
+        *_describe_mixture(report),
     ]
+
+
+def _plan_report(data: PackedDataset) -> tuple[dict, int]:
+    """Return the report of an epoch, or of its first samples, and how many these are.
+
+    A mixture is planned completely: only its plan knows where an epoch ends.
+    """
+    lengths = data.lengths
+    assert lengths is not None
+    if data.settings["weights"] is not None or len(lengths) <= MAX_PLANNED:
+        report = data.report()
+        return {**report, "sequences_per_pack": report["sequences"] / max(1, report["packs"])}, 0
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
+    planner = Planner(**{name: data.settings[name] for name in names})
+    planner.feed(lengths[:MAX_PLANNED])
+    planner.finish()
+    report = asdict(planner.counts)
+    packs = max(1, report["packs"])
+    report["fill"] = report["packed_tokens"] / (packs * data.settings["budget"])
+    report["sequences_per_pack"] = report["sequences"] / packs
+    return {**report, "packs": round(packs * len(lengths) / MAX_PLANNED)}, MAX_PLANNED
+
+
+def _describe_mixture(report: dict) -> list[str]:
+    """Describe the share of each source, and how often an epoch reads it."""
+    if len(report.get("laps", ())) < 2:
+        return []
+    sources = zip(report["shares"], report["laps"], strict=True)
+    parts = (
+        f"source {number} has {share:.1%} of the tokens, read {laps:.2g} times"
+        for number, (share, laps) in enumerate(sources)
+    )
+    return [f"of an epoch, {'; '.join(parts)}"]
 
 
 def check_first_batches(loader: PackedLoader, model: Any) -> None:

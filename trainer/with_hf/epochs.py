@@ -5,6 +5,7 @@
     here        on_epoch_end, evaluate, save, log, on_epoch_begin after the steps between
 
 A step may train the last packs of an epoch and the first of the next: the epoch ends after it.
+A stream's epochs are not known: `state.epoch` is the fraction of `max_steps` there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class EpochCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         done = self._epochs_done()
-        state.epoch = state.epoch if done is None else done
+        # The stock loop would count from the start of a resumed run.
+        state.epoch = state.global_step / state.max_steps if done is None else done
 
     def ends_within_pass(self) -> bool:
         """Return, once, whether the last step ended an epoch and the stock loop goes on."""

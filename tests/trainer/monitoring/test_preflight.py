@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny_run
 import torch
@@ -24,13 +26,37 @@ def test_the_banner_says_what_runs_and_what_to_expect():
     assert "packs of 32 tokens per epoch, fill 9" in second and "0 dropped" in second
 
 
-def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch():
+def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch(tmp_path):
     rows = [[1, 2, 3, 4]] * 40
     _, line = check_run(tiny_run.model(), PackedDataset(rows, budget=8, max_packs=3))
     assert line.startswith("3 packs in total, 20 packs of 8 tokens per epoch, fill 100.0%")
     stream = PackedDataset(rows, budget=8, max_packs=3, pretokenize=False)
     _, line = check_run(tiny_run.model(), stream)
     assert line.startswith("3 packs of 8 tokens; lengths are unknown")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps({'input_ids': [1, 2, 3, 4]})}\n" * 40)
+    _, line = check_run(tiny_run.model(), PackedDataset(path, budget=8, pretokenize=False))
+    assert line.endswith("; estimated from the first rows, 21 per epoch")
+
+
+@pytest.mark.parametrize(
+    "stopping_strategy, packs, laps",
+    [
+        ("first_exhausted", 20, ["0.26", "1"]),
+        ("all_exhausted", 80, ["1", "4"]),
+        ("all_exhausted_without_replacement", 50, ["1", "1"]),
+    ],
+)
+def test_the_banner_of_a_mixture_is_that_of_its_epoch(stopping_strategy, packs, laps):
+    """Of 80 and 20 documents of one length, drawn in turn."""
+    mixture = [([[1, 2, 3, 4]] * 80, 1), ([[5, 6, 7, 8]] * 20, 1)]
+    data = PackedDataset(mixture, budget=8, stopping_strategy=stopping_strategy)
+    report = data.report()
+    assert report["packs"] == data.count() == pytest.approx(packs, abs=1)
+    _, plan, sources = check_run(tiny_run.model(), data)
+    assert plan.startswith(f"{data.count()} packs of 8 tokens per epoch, fill {report['fill']:.1%}")
+    assert [part.split()[-2] for part in sources.split(";")] == laps
+    assert f"source 1 has {report['shares'][1]:.1%} of the tokens" in sources
 
 
 def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):

@@ -75,6 +75,21 @@ def test_a_run_that_is_resumed_evaluates_after_the_epochs_that_are_left(tmp_path
     assert notes.evaluations == [4, 8, 12, 8, 12]
 
 
+def test_the_epoch_of_a_stream_goes_on_after_a_resume(tmp_path):
+    """A stream has no known length: its epoch is the fraction of the steps to train."""
+    at_steps = []
+    for checkpoint in (None, tmp_path / "checkpoint-3"):
+        notes = Notes()
+        data = PackedDataset(lambda: iter(tiny_run.samples(9)), budget=32, epochs=None)
+        saves = {"save_strategy": "steps", "save_steps": 3}
+        run, _ = trainer(tmp_path, data, 1, max_steps=6, **saves)
+        run.add_callback(notes)
+        run.train(resume_from_checkpoint=checkpoint)
+        assert run.state.log_history[-1]["epoch"] == 1
+        at_steps.append(notes.at_steps)
+    assert at_steps[0] == [step / 6 for step in range(1, 7)] and at_steps[1] == at_steps[0][3:]
+
+
 def test_steps_are_counted_with_the_arguments_of_each_trial(tmp_path, monkeypatch):
     run, _ = trainer(tmp_path, tiny_run.dataset(9), 1, num_train_epochs=1)
     trials = [
