@@ -18,6 +18,7 @@ import torch
 from ..packing import IGNORE_INDEX, Sample, make_sample, validate_token_ids
 from ..packing.encoding import Encoder
 from ..packing.planning import check_ints
+from ..packing.sources import drop_null_fields
 from .packed import PackedCollator
 
 ID_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -71,6 +72,8 @@ class PreferenceCollator:
         for name in ("pad_to_budget", "fixed_sequences", "stack"):
             if options.get(name):
                 raise ValueError(f"{name}={options[name]}: pairs have no budget to pad to")
+        if tokenizer is None and add_eos is not True:
+            raise ValueError("add_eos= is for pairs of text, which need a tokenizer: tokenizer=")
         self.max_length = max_length
         self._encoder = None if tokenizer is None else Encoder(tokenizer, add_eos=add_eos)
         self._collator = PackedCollator(**options)
@@ -131,15 +134,17 @@ def _prompts_and_completions(pair: Mapping[str, Any]) -> list[dict[str, Any]]:
     {'prompt': [{'role': 'user', 'content': '?'}], 'completion': [{'role': 'a'}]}
     """
     chosen, rejected = (pair[name] for name in ANSWER_COLUMNS)
-    prompt = pair.get("prompt")
-    if prompt is None:
-        if not isinstance(chosen, list) or not isinstance(rejected, list):
-            raise ValueError("a pair without a prompt needs messages in chosen and rejected")
+    prompt, are_chats = pair.get("prompt"), isinstance(chosen, list) and isinstance(rejected, list)
+    if prompt is None and not are_chats:
+        raise ValueError("a pair without a prompt needs messages in chosen and rejected")
+    if are_chats and not isinstance(prompt, list):  # text repeats the first turn, as UltraFeedback
         shared = 0
         while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
             shared += 1
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    return [{"prompt": prompt, "completion": answer} for answer in (chosen, rejected)]
+    tools = {"tools": pair["tools"]} if pair.get("tools") is not None else {}
+    rows = [{"prompt": prompt, "completion": answer, **tools} for answer in (chosen, rejected)]
+    return [drop_null_fields(row) for row in rows]
 
 
 def sequence_log_probs(

@@ -198,8 +198,10 @@ class PackedDataset(ResumablePasses, IterableDataset):
                 index=index,
             )
         self._read = progress
+        first = share.first(start.position.index)
         for pack in self._read_packs(position, share, start.position.index, start.cursors):
             progress.add(pack.index, pack.cursor)
+            progress.num_packs = (pack.index - first) // share.stride + 1  # places, free ones too
             yield pack
         self._finished = True
 

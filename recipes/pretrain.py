@@ -104,7 +104,7 @@ def create_accelerator(args: argparse.Namespace):
             "--clip: choose DDP or FSDP in `accelerate config`, or use nopad train-hf"
         )
     if getattr(accelerator.parallelism_config, "tp_size", 1) > 1:
-        raise ValueError("tensor parallelism: use recipes/train_hf.py, which loads models for it")
+        raise ValueError("tensor parallelism: use nopad train-hf, which loads models for it")
     torch.set_num_threads(threads)
     set_seed(args.seed)
     # Accelerate warns about tied weights at every save; they are saved correctly.

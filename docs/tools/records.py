@@ -50,6 +50,7 @@ def newest(kind: str) -> tuple[Path, dict[str, Any]]:
 def training_table() -> str:
     """Training as users start it, beside the stock trainers."""
     path, record = newest("training-users-h200")
+    assert record["users"].keys() == RUNS.keys(), "name the runs of the record in RUNS"
     rows = []
     for name, label in RUNS.items():
         run = record["users"][name]

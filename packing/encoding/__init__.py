@@ -3,10 +3,11 @@
 from .chat import encode_chat
 from .encode_rows import ENCODE_BATCH, encode_rows, encode_source, raise_or_skip
 from .encoder import Encoder
-from .report import SkippedRows
+from .report import NO_PACKS, SkippedRows
 
 __all__ = [
     "ENCODE_BATCH",
+    "NO_PACKS",
     "Encoder",
     "SkippedRows",
     "encode_chat",

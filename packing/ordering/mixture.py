@@ -141,11 +141,14 @@ def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
 
     >>> source_names([("web/", 2), ("new/code.jsonl", 1), ("old/code.jsonl", 1), ([[5, 6]], 1)])
     ['web', 'code.jsonl', 'code.jsonl_2', 'source_3']
+    >>> source_names([("https://host/x.jsonl?path=a/b&signature=KEY", 1)])
+    ['x.jsonl']
     """
     names: list[str] = []
     for number, (source, _) in enumerate(pairs):
-        name = Path(source).name if isinstance(source, str | Path) else ""
-        name = name.partition("?")[0] or f"source_{number}"  # a URL's query may hold a key
+        path = str(source) if isinstance(source, str | Path) else ""
+        path = path.partition("?")[0] if "://" in path else path  # a query may hold a key
+        name = Path(path).name or f"source_{number}"
         names.append(f"{name}_{number}" if name in names else name)
     return names
 

@@ -153,18 +153,24 @@ class Packer:
 
     def _count_pack(self, lengths: np.ndarray, begun: list[Sample]) -> None:
         """Count a pack of sequences of these lengths, in which these samples begin."""
-        counts, arrived, longest = self.packed_counts, self.counts, self.planner.max_segment
+        counts, longest = self.packed_counts, self.planner.max_segment
         cut = [len(sample) - longest for sample in begun if len(sample) > longest]
         if self.planner.settings["overflow"] == "truncate":
             counts.truncated += len(cut)
             counts.truncated_tokens += sum(cut)
         elif not self.planner.cuts_stream:
             counts.split += len(cut)
-        counts.items += len(begun) + arrived.dropped - counts.dropped
-        counts.dropped, counts.dropped_tokens = arrived.dropped, arrived.dropped_tokens
+        counts.items += len(begun)
         counts.packs += 1
         counts.sequences += len(lengths)
         counts.packed_tokens += int(lengths.sum())
+        self.count_dropped()
+
+    def count_dropped(self) -> None:
+        """Count the samples that were dropped so far, with the packs made."""
+        counts, arrived = self.packed_counts, self.counts
+        counts.items += arrived.dropped - counts.dropped
+        counts.dropped, counts.dropped_tokens = arrived.dropped, arrived.dropped_tokens
         counts.tokens = counts.packed_tokens + counts.truncated_tokens + counts.dropped_tokens
 
     def state_dict(self) -> dict:

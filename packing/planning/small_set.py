@@ -3,8 +3,9 @@
     attempt 1, 2, ... ─▶ fewest packs ─▶ move, swap, move, swap ... ─▶ as many packs, others in them
 
 In a small set one pack counts, and only a few segments fill a room exactly: `random_fit` would put
-the same ones together in every epoch. Exchanges keep the number of packs, so they cost no fill. It
-takes microseconds a segment, too long for large sets, which have more choice anyway.
+the same ones together in every epoch. Exchanges keep the number of packs; only where few documents
+share a pack, one pack in 200 is added for them (SPARE). It takes microseconds a segment, too long
+for large sets, which have more choice anyway.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class ShardReader:
         }
 
     def _counters(self) -> dict:
-        """Return what was packed and skipped up to the pack in `_next`."""
+        """Return what was packed, dropped and skipped up to the pack in `_next`."""
+        if self.ended:
+            self.packer.count_dropped()
         return {
             "counts": self.packer.packed_counts.as_list(),
             "packed_tokens": self._packed_tokens.tolist(),

@@ -146,7 +146,8 @@ class StreamedPacks:
         rows = [row for row in rows if not isinstance(row, Exception)]
         samples = self.settings.encoder.encode(rows)
         sampled = sum(len(sample) for sample in samples if isinstance(sample, Sample))
-        return sampled * source.num_bytes / sum(len(str(row)) for row in rows) if rows else None
+        letters = sum(len(str(row)) for row in rows)
+        return sampled * source.num_bytes / letters if letters else None
 
     def report(self, cursors: Mapping[int, dict]) -> dict:
         """Report the packs up to the cursors; the reasons are those of rows read in this process.

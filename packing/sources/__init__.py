@@ -1,7 +1,7 @@
 """Where documents come from: files, folders, datasets, lists and streams."""
 
 from .open_source import open_source
-from .source import Row, RowError, RowSource
+from .source import Row, RowError, RowSource, drop_null_fields
 from .token_array import TokenArray
 from .token_store import TokenStore
 
@@ -11,5 +11,6 @@ __all__ = [
     "RowSource",
     "TokenArray",
     "TokenStore",
+    "drop_null_fields",
     "open_source",
 ]

@@ -80,6 +80,11 @@ def test_a_pair_that_is_none_is_refused_by_its_type(pair):
         PreferenceCollator()([pair])
 
 
+def test_an_end_without_a_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="add_eos= is for pairs of text"):
+        PreferenceCollator(add_eos=False)
+
+
 def test_a_length_that_is_no_whole_number_is_refused():
     with pytest.raises(ValueError, match=r"max_length 2\.5 must be an integer"):
         PreferenceCollator(max_length=2.5)
@@ -112,6 +117,25 @@ def test_what_two_conversations_share_is_their_prompt():
     assert found["input_ids"].tolist() == given["input_ids"].tolist()
     assert found["labels"].tolist() == given["labels"].tolist()
     assert (found["labels"] != -100).sum() > 0
+
+
+def test_conversations_with_a_prompt_of_text_and_tools_are_read():
+    tokenizer = char_tokenizer("abcdehinosuy<>")
+    tokenizer.chat_template = (
+        "{{ tools | length if tools else '' }}{% for m in messages %}<{{ m.role }}>"
+        "{{ 'calls' if m.tool_calls is defined }}{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turn = {"role": "user", "content": "hi", "tool_calls": None}
+    chosen, rejected = ([turn, {"role": "assistant", "content": c}] for c in ("no", "yes"))
+    collator = PreferenceCollator(tokenizer=tokenizer)
+    plain = {"role": "user", "content": "hi"}
+    expected = collator([{"prompt": [plain], "chosen": chosen[1:], "rejected": rejected[1:]}])
+    found = collator([{"prompt": "hi", "chosen": chosen, "rejected": rejected}])
+    assert found["input_ids"].tolist() == expected["input_ids"].tolist()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = collator([{"chosen": chosen, "rejected": rejected, "tools": tools}])
+    assert with_tools["input_ids"].shape[1] == found["input_ids"].shape[1] + 2
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
+from ...packing.encoding import NO_PACKS
 from ...runtime import (
     HostCopy,
     Layout,
@@ -128,10 +129,13 @@ class PackedLoader:
         self.dataset.mark_trained()  # no step yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
         steps = skip_empty(self._steps()) if self._may_be_empty() else self._steps()
+        begins, is_last = self._state["position"]["index"] == 0, False
         for step, is_last in mark_last(steps):
             if is_last:  # trainers save before they ask for more, and resume with the next pass
                 step.state = self.dataset.end_pass()
             yield from self._issue(step, is_last)
+        if begins and not is_last and not self.drop_last:  # not a single step
+            raise ValueError(NO_PACKS)
         self.dataset.end_pass()
         self._state = None
 
@@ -206,7 +210,8 @@ class PackedLoader:
     def _may_be_empty(self) -> bool:
         """Return whether a step may have no tokens on any rank: all its shards may have ended."""
         streams = self.dataset.lengths is None and self.dataset.epochs is not None
-        return streams and self.dataset.ranks()[1] > 1
+        # Ranks that were named without a process group cannot sum their tokens.
+        return streams and 1 < self.dataset.ranks()[1] <= world_size()
 
     def _steps(self) -> Iterator[StepBatches]:
         packs, size = iter(self._loader), self.accumulation_steps

@@ -33,7 +33,8 @@ def preference_log_probs(model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
         margins = (chosen - reference[0]) - (rejected - reference[1])
         loss = -torch.nn.functional.logsigmoid(0.1 * margins).mean()
     """
-    inputs = {name: x for name, x in batch.items() if name not in ("labels", "is_chosen")}
+    not_inputs = ("labels", "loss_weights", "is_chosen")
+    inputs = {name: x for name, x in batch.items() if name not in not_inputs}
     labels = batch["labels"]
     (positions,) = (labels[0, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
     if "logits_to_keep" in signature(type(unwrap_model(model)).forward).parameters:

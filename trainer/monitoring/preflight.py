@@ -210,7 +210,7 @@ def _describe_plan(data: PackedDataset) -> list[str]:
         f"{per_epoch}, fill {report['fill']:.1%}, "
         f"{report['sequences_per_pack']:.1f} sequences per pack; "
         f"{overflow}, {report['truncated']:,} truncated, {report['dropped']:,} dropped",
-        *_describe_mixture(report),
+        *_describe_mixture(report, data.source_names),
     ]
 
 
@@ -235,14 +235,14 @@ def _plan_report(data: PackedDataset) -> tuple[dict, int]:
     return {**report, "packs": round(packs * len(lengths) / MAX_PLANNED)}, MAX_PLANNED
 
 
-def _describe_mixture(report: dict) -> list[str]:
+def _describe_mixture(report: dict, names: list[str]) -> list[str]:
     """Describe the share of each source, and how often an epoch reads it."""
     if len(report.get("laps", ())) < 2:
         return []
-    sources = zip(report["shares"], report["laps"], strict=True)
+    sources = zip(names, report["shares"], report["laps"], strict=True)
     parts = (
-        f"source {number} has {share:.1%} of the tokens, read {laps:.2g} times"
-        for number, (share, laps) in enumerate(sources)
+        f"{name} has {share:.1%} of the tokens, read {laps:.2g} times"
+        for name, share, laps in sources
     )
     return [f"of an epoch, {'; '.join(parts)}"]
 

@@ -146,7 +146,7 @@ def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
     the trainer, the ranks of a group are data-parallel: gradients are averaged over them.
     """
     config: Any = getattr(args, "parallelism_config", None)
-    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         # What `accelerate launch` has written to the environment; Accelerate itself is not a
         # library of this front end.
         accelerate: Any = training_args

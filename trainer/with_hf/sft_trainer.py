@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 else:
     try:
         from trl import SFTTrainer
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
         raise ImportError("trl is not installed: pip install 'nopad[trl]'") from None
 
 

@@ -61,6 +61,30 @@ def test_packs_and_states_do_not_depend_on_who_passes_over_ended_shards(
     assert found == whole
 
 
+@pytest.mark.parametrize("cut", [1, 3, 20])
+def test_the_state_of_a_worker_counts_the_places_of_ended_shards(uneven, tools, cut):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is missing")
+
+    def loader():
+        return torchdata.StatefulDataLoader(uneven(), batch_size=None, num_workers=1)
+
+    whole, first = tools.full(uneven()), loader()
+    packs = iter(first)
+    head = [tools.digest(next(packs)) for _ in range(cut)]
+    state = first.state_dict()
+    del packs
+    again = loader()
+    again.load_state_dict(state)
+    assert head + [tools.digest(pack) for pack in again] == whole
+
+
+def test_what_a_shard_drops_after_its_last_pack_is_reported(uneven):
+    data = uneven()
+    list(data)
+    report = data.report()
+    assert report["dropped"] == 40 and report["items"] == 160
+
+
 def test_a_pack_that_was_not_marked_is_noticed_among_ended_shards(uneven):
     data = uneven()
     packs = list(data)

@@ -77,3 +77,12 @@ def test_a_step_that_is_empty_on_all_ranks_is_left_out(uneven, monkeypatch, coun
     assert found == [sum(pack.num_label_tokens for pack in packs) for packs in own]
     assert len(found) == 30
     assert loader.state()["finished"] and next(tokens, None) is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_without_a_pack_is_refused(tmp_path, workers):
+    pq.write_table(pa.table({"input_ids": [[1] * 40] * 20}), tmp_path / "long.parquet")
+    stream = {"budget": 32, "shards": 4, "pretokenize": False, "overflow": "drop"}
+    data = PackedDataset(tmp_path / "long.parquet", **stream)
+    with pytest.raises(ValueError, match="there is nothing to pack"):
+        list(PackedLoader(data, num_workers=workers))

@@ -56,7 +56,7 @@ def test_the_banner_of_a_mixture_is_that_of_its_epoch(stopping_strategy, packs, 
     _, plan, sources = check_run(tiny_run.model(), data)
     assert plan.startswith(f"{data.count()} packs of 8 tokens per epoch, fill {report['fill']:.1%}")
     assert [part.split()[-2] for part in sources.split(";")] == laps
-    assert f"source 1 has {report['shares'][1]:.1%} of the tokens" in sources
+    assert f"source_1 has {report['shares'][1]:.1%} of the tokens" in sources
 
 
 def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):
