@@ -16,6 +16,7 @@ import small_inputs
 import tiny_run
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from nopad.runtime import find_layout
@@ -30,8 +31,14 @@ PRETRAIN = ROOT / "recipes" / "pretrain.py"
 WITH_HF = ROOT / "recipes" / "train_hf.py"
 
 
+@pytest.fixture
+def no_accelerator(monkeypatch):
+    """No Accelerator of an earlier test: its settings would count, not those of the launch."""
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_accelerate_reads_what_the_file_says(path, monkeypatch):
+def test_accelerate_reads_what_the_file_says(path, monkeypatch, no_accelerator):
     parsed = launch_command_parser().parse_args(["--config_file", str(path), str(PRETRAIN)])
     args, *_ = _validate_launch_command(parsed)
     for name, value in prepare_multi_gpu_env(args).items():
@@ -135,7 +142,7 @@ def test_the_ranks_of_the_file_train_as_one(tmp_path, name, recipe, sizes, packs
     assert bool(list(optimizer)) == (name != "tp")
 
 
-def test_what_tensor_parallelism_does_not_allow_is_refused(monkeypatch):
+def test_what_tensor_parallelism_does_not_allow_is_refused(monkeypatch, no_accelerator):
     from nopad.recipes.pretrain import create_accelerator
     from nopad.recipes.support.data_and_model import load_model
     from nopad.recipes.support.hf_runner import train_with_hf
@@ -153,7 +160,7 @@ def test_what_tensor_parallelism_does_not_allow_is_refused(monkeypatch):
     monkeypatch.setattr("accelerate.Accelerator", lambda **_: accelerator)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the recipe changes it
-    with pytest.raises(ValueError, match="use recipes/train_hf"):
+    with pytest.raises(ValueError, match="use nopad train-hf"):
         create_accelerator(
             anything(precision="no", accumulation=1, log_with=None, output=None, seed=0)
         )
