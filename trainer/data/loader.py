@@ -12,6 +12,7 @@ of its optimizer step. Packs that were read but not yet issued are not part of t
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -325,7 +326,8 @@ class EvaluationLoader(PackedLoader):
             layout: which ranks read packs of their own; default: found when iteration starts.
         """
         super().__init__(dataset, collator, layout=layout)
-        packs_per_rank = math.ceil(dataset.count() / self.packs_at_a_time)
+        total = min(dataset.count(), dataset.max_packs or sys.maxsize)
+        packs_per_rank = math.ceil(total / self.packs_at_a_time)
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
         """Packs of this rank; the same number on every rank."""
         self._items_per_pack: float | None = None

@@ -63,9 +63,14 @@ def test_the_next_iteration_is_the_next_epoch(workers):
     assert epochs[0] + epochs[1] == both
 
 
-def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens():
-    loader = EvaluationLoader(tiny_run.dataset(23))
+@pytest.mark.parametrize(
+    "options", [{}, {"max_packs": 2}, {"epochs": None, "max_packs": 2}], ids=str
+)
+def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens(options):
+    loader = EvaluationLoader(tiny_run.dataset(23, **options))
+    assert tiny_run.dataset(23).count() > 2
     first, second = list(loader), list(loader)
+    assert len(loader) == len(first)
     next(iter(loader))
     assert [ids(batch) for batch in first] == [ids(batch) for batch in second]
     counted = sum(int((batch["labels"] != -100).sum()) for batch in first)
