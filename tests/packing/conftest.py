@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,18 @@ def documents(n: int, seed: int = 0, longest: int = 80) -> list[np.ndarray]:
 def full(packs: Iterable[Pack]) -> list[tuple[int, str]]:
     """The digests of all packs but the empty ones."""
     return [digest(pack) for pack in packs if len(pack.tokens)]
+
+
+def resumed(loader: Callable[[], Any], cut: int) -> list[tuple[int, str]]:
+    """The digests of a StatefulDataLoader's packs, the run stopped after `cut` of them."""
+    first = loader()
+    packs = iter(first)
+    head = [digest(next(packs)) for _ in range(cut)]
+    state = first.state_dict()
+    del packs
+    second = loader()
+    second.load_state_dict(state)
+    return head + [digest(pack) for pack in second]
 
 
 class Run:
@@ -94,7 +107,7 @@ def tools():
         pass
 
     Tools.digest, Tools.documents, Tools.Run = staticmethod(digest), staticmethod(documents), Run
-    Tools.full = staticmethod(full)
+    Tools.full, Tools.resumed = staticmethod(full), staticmethod(resumed)
     return Tools
 
 

@@ -151,10 +151,13 @@ class PackedLoader:
     def __bool__(self) -> bool:
         return True  # without counting
 
-    def _place(self, find: Callable[[], Layout] = find_layout) -> None:
+    def _place(self) -> None:
         if self.layout is None or not is_current(self.layout):
-            self.layout = find()
+            self.layout = self._find_layout()
         self.dataset.place(self.layout)
+
+    def _find_layout(self) -> Layout:
+        return find_layout()
 
     @property
     def packs_at_a_time(self) -> int:

@@ -145,9 +145,6 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def _place(self, find: Callable[[], Layout] | None = None) -> None:
-        super()._place(find or self._find_layout)
-
     def _find_layout(self) -> Layout:
         # Before `prepare` no model is known: then all that are alive count.
         models = nn.ModuleList(self.accelerator._models) if self.accelerator._models else None

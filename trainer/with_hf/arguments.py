@@ -149,8 +149,8 @@ def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         # What `accelerate launch` has written to the environment; Accelerate itself is not a
         # library of this front end.
-        accelerate: Any = training_args
-        config = accelerate.ParallelismConfig()
+        from_environment: Any = vars(training_args)["ParallelismConfig"]
+        config = from_environment()
     if config is None or config.sp_size == 1:
         return size
     if size not in (1, config.sp_size):

@@ -68,14 +68,7 @@ def test_the_state_of_a_worker_counts_the_places_of_ended_shards(uneven, tools, 
     def loader():
         return torchdata.StatefulDataLoader(uneven(), batch_size=None, num_workers=1)
 
-    whole, first = tools.full(uneven()), loader()
-    packs = iter(first)
-    head = [tools.digest(next(packs)) for _ in range(cut)]
-    state = first.state_dict()
-    del packs
-    again = loader()
-    again.load_state_dict(state)
-    assert head + [tools.digest(pack) for pack in again] == whole
+    assert tools.resumed(loader, cut) == tools.full(uneven())
 
 
 def test_what_a_shard_drops_after_its_last_pack_is_reported(uneven):
