@@ -22,16 +22,16 @@ def preference_log_probs(model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
 
     They have gradients, and logits are computed for the tokens of answers alone.
 
-    Args:
-        model: a causal LM, with adapters or without, that keeps documents apart: best with
-            `attn_implementation="nopad"`.
-        batch: of `PreferenceCollator`, on the model's device.
-
         chosen, rejected = preference_log_probs(model, batch)
         with torch.no_grad():
             reference = preference_log_probs(reference_model, batch)
         margins = (chosen - reference[0]) - (rejected - reference[1])
         loss = -torch.nn.functional.logsigmoid(0.1 * margins).mean()
+
+    Args:
+        model: a causal LM, with adapters or without, that keeps documents apart: best with
+            `attn_implementation="nopad"`.
+        batch: of `PreferenceCollator`, on the model's device.
     """
     not_inputs = ("labels", "loss_weights", "is_chosen")
     inputs = {name: x for name, x in batch.items() if name not in not_inputs}
