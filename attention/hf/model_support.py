@@ -173,19 +173,19 @@ def nopad_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
     Layers read the name from their config at each call. Unlike set_attn_implementation, setting it
     there has no side effects to undo.
     """
-    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    configs = {id(c): c for m in modules if (c := m.__dict__.get("config")) is not None}
     before = [
-        (config, config._attn_implementation_internal)
+        (attributes, attributes["_attn_implementation_internal"])
         for config in configs.values()
-        if hasattr(config, "_attn_implementation_internal")
+        if "_attn_implementation_internal" in (attributes := getattr(config, "__dict__", {}))
     ]
     try:
-        for config, _ in before:
-            config._attn_implementation_internal = ATTN_IMPLEMENTATION
+        for attributes, _ in before:
+            attributes["_attn_implementation_internal"] = ATTN_IMPLEMENTATION
         yield
     finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
+        for attributes, name in before:
+            attributes["_attn_implementation_internal"] = name
 
 
 @contextmanager

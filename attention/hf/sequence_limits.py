@@ -72,8 +72,11 @@ def frozen_rotary(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     On exit the modules have the frequencies of the caller's last forward again.
     """
-    types = ((module, vars(module).get("rope_type")) for module in modules)
-    varying = [module for module, each in types if each is not None and _varies(each)]
+    varying = [
+        module
+        for module in modules
+        if (rope_type := module.__dict__.get("rope_type")) is not None and _varies(rope_type)
+    ]
     before = [(module, module.rope_type, module._buffers.copy()) for module in varying]
     try:
         for module in varying:

@@ -56,7 +56,7 @@ def borrow_model(
 def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     # Set the flag itself: some modules override train() and eval() and do more there, and
     # wrappers of torch.compile have none of their own.
-    training = [attributes for attributes in map(vars, modules) if attributes.get("training")]
+    training = [own for module in modules if (own := module.__dict__).get("training")]
     try:
         for attributes in training:
             attributes["training"] = False

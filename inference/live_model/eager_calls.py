@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -16,20 +15,26 @@ from torch import nn
 @contextmanager
 def eager_calls(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Bypass `module.compile()`, `torch.compile(module)` and compiled forwards inside."""
-    before = [(a, name, a[name], eager) for a in map(vars, modules) for name, eager in _compiled(a)]
+    # At every step, over all modules: plain dict lookups.
+    calls = [
+        (attributes, call)
+        for module in modules
+        if (call := (attributes := module.__dict__).get("_compiled_call_impl")) is not None
+    ]
+    forwards = [
+        (attributes, forward)
+        for module in modules
+        if (forward := (attributes := module.__dict__).get("forward")) is not None
+        and hasattr(forward, "_torchdynamo_orig_callable")
+    ]
     try:
-        for attributes, name, _, eager in before:
-            attributes[name] = eager
+        for attributes, _ in calls:
+            attributes["_compiled_call_impl"] = None
+        for attributes, forward in forwards:
+            attributes["forward"] = forward._torchdynamo_orig_callable
         yield
     finally:
-        for attributes, name, compiled, _ in before:
-            attributes[name] = compiled
-
-
-def _compiled(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names of a module's attributes that hold compiled code, and what to put there instead."""
-    if attributes.get("_compiled_call_impl") is not None:
-        yield "_compiled_call_impl", None
-    forward = attributes.get("forward")
-    if forward is not None and hasattr(forward, "_torchdynamo_orig_callable"):
-        yield "forward", forward._torchdynamo_orig_callable
+        for attributes, call in calls:
+            attributes["_compiled_call_impl"] = call
+        for attributes, forward in forwards:
+            attributes["forward"] = forward

@@ -28,6 +28,8 @@ from .forward_state import forward_state
 
 _SAMPLES = 64
 """Elements of each tensor in the checksum, at least."""
+_NO_COUNTER = -1
+"""In place of the version of an inference tensor, which has none."""
 _GOLDEN = 0.618034
 """The fraction whose multiples are spread best over the unit interval."""
 
@@ -75,11 +77,12 @@ class WeightsVersion:
 
     def unchanged(self) -> bool:
         """Return whether tensors, version counters and adapters are those of the last check."""
-        same = all(
-            holder.get(name) is tensor and _version(tensor) == version
-            for holder, name, tensor, version in self._tensors_seen
-        )
-        return same and not adapters_changed(self._adapter_layers, self.adapters)
+        for holder, name, tensor, version in self._tensors_seen:  # at every step: a plain loop
+            if holder.get(name) is not tensor:
+                return False
+            if version != _NO_COUNTER and tensor._version != version:
+                return False
+        return not adapters_changed(self._adapter_layers, self.adapters)
 
     def moved(self) -> bool:
         """Return whether a tensor has a new address since the last call: graphs hold addresses."""
@@ -133,7 +136,7 @@ def sample_stride(count: int, columns: int) -> int:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return _NO_COUNTER if tensor.is_inference() else tensor._version
 
 
 def adapter_layers(modules: Iterable[nn.Module]) -> list[AdapterLayer]:

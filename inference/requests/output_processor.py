@@ -53,10 +53,10 @@ class OutputProcessor:
 
     def publish(self, updated: list[Request]) -> None:
         """Queue the new events, a group's completion last; groups that are done are removed."""
-        last = {self._group_of[request.id].id: request for request in updated}
-        for request in updated:
-            group = self._group_of[request.id]
-            final = group.done and last[group.id] is request
+        groups = [self._group_of[request.id] for request in updated]
+        last = {group.id: request for group, request in zip(groups, updated, strict=True)}
+        for group, request in zip(groups, updated, strict=True):
+            final = request.finish_reason is not None and group.done and last[group.id] is request
             event = group.event(request, final)
             if event is not None:
                 self._groups[group.id][1].append(event)
