@@ -327,8 +327,9 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
     run.train()
     check_weights(run.model, f"step {run.step}")
     run.print_end()
-    status = "stopped, continue with --resume" if run.step < args.steps else "done"
-    run.print(f"{status}: {run_dir.checkpoint_path(run.step)}")
+    checkpoint = str(run_dir.checkpoint_path(run.step))
+    finished = run.step >= args.steps
+    run.print(f"done: {checkpoint}" if finished else run_dir.stop_line(checkpoint))
     del run  # DDP must be gone before the process group: see `destroy_group`
     accelerator.free_memory()
     accelerator.end_training()

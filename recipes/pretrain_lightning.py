@@ -111,9 +111,9 @@ def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> 
             trainer.save_checkpoint(args.output / "last.ckpt", weights_only=False)
             save_pretrained(trainer, args.output / "model", tokenizer)
         if trainer.is_global_zero:
+            reached = f"{args.output}, step {trainer.global_step}"
             model_dir = f"; model: {args.output / 'model'}, for from_pretrained and nopad generate"
-            status = "done" if finished else "stopped, continue with --resume"
-            print(f"{status}: {args.output}, step {trainer.global_step}{model_dir * finished}")
+            print(f"done: {reached}{model_dir}" if finished else run_dir.stop_line(reached))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def train_with_hf(
     from transformers import TrainerCallback
 
     prepare_saving(args, settings, model)
+    run_dir.can_resume = not settings.save_only_model
 
     class StartCallback(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
@@ -129,6 +130,5 @@ def train_with_hf(
         if finished:
             trainer.save_model()
         if trainer.is_world_process_zero():
-            more = "" if settings.save_only_model else ", continue with --resume"
-            status = "done" if finished else f"stopped{more}"
-            print(f"{status}: {trainer.args.output_dir}, step {trainer.state.global_step}")
+            reached = f"{trainer.args.output_dir}, step {trainer.state.global_step}"
+            print(f"done: {reached}" if finished else run_dir.stop_line(reached))

@@ -18,7 +18,9 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -47,8 +49,8 @@ def add_run_options(add: Any, recipe: str) -> None:
     add("--output", type=folder,
         help=f"folder of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
     add("--resume", nargs="?", const="last", metavar="FOLDER",
-        help="continue this run, or the last one, with the settings it was started "
-        "with")  # fmt: skip
+        help="continue the run in this folder, with the settings it was started with; without "
+        f"FOLDER: the run in --output, or the last of runs/{recipe}-N")  # fmt: skip
     add("--continue-on-nan", action="store_true",
         help="train on after a loss that is not finite; weights that are not finite are never "
         "saved")  # fmt: skip
@@ -82,16 +84,28 @@ def find_run(recipe: str, name: str, output: Path | None) -> Path:
     if path is None:
         numbers = _numbers(RUNS_DIR, recipe)
         if not numbers:
-            raise ValueError(f"no run to resume under {RUNS_DIR}/: start one without --resume")
+            raise ValueError(
+                f"no run to resume: {RUNS_DIR.absolute()} has no folder {recipe}-N; for a run that "
+                "was started with --output FOLDER, pass --resume FOLDER"
+            )
         path = RUNS_DIR / f"{recipe}-{max(numbers)}"
     if not (path / "run.json").is_file():
-        raise ValueError(
-            f"{path} is not a run folder (it has no run.json): name one under {RUNS_DIR}/"
-        )
+        raise ValueError(_not_a_run(path))
     of = read_settings(path).get("recipe", recipe)
     if of != recipe:
         raise ValueError(f"{path} is a run of {of}.py: resume it with that, or start a new run")
     return path
+
+
+def _not_a_run(path: Path) -> str:
+    """Say that a folder has no run, and which one near it has."""
+    reason = "has no run.json" if path.is_dir() else "does not exist"
+    near = [path.parent] if (path.parent / "run.json").is_file() else []
+    near = near or sorted(file.parent for file in path.glob("*/run.json"))
+    near = near or sorted(file.parent for file in RUNS_DIR.glob("*/run.json"))
+    way_out = " or ".join(f"--resume {shlex.quote(str(each))}" for each in near[-3:])
+    way_out = f"pass {way_out}" if near else "pass the folder that the run was started with"
+    return f"{path.absolute()} is not a run folder (it {reason}): {way_out}"
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -145,6 +159,7 @@ class RunDir:
         self.path, self.settings, self.created = path, settings, created
         self.progress = progress or RunProgress()
         self.restarts_at_zero = False
+        self.can_resume = True
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -175,6 +190,10 @@ class RunDir:
         """Record, on every rank, that the first step starts; the main process writes run.json."""
         if is_main_process:
             self.create()
+        if is_main_process and self.can_resume and not self.progress.training_started:
+            from tqdm import tqdm
+
+            tqdm.write(f"after a stop, continue with: {self.resume_command()}")
         self.progress.training_started = True
 
     def create(self) -> None:
@@ -201,6 +220,24 @@ class RunDir:
                 f"another run has taken {self.path} in the meantime: start again, or set --output"
             ) from None
         self.created = True
+
+    def resume_command(self) -> str:
+        """Return the command that continues this run, as a shell reads it.
+
+        >>> RunDir(Path("my runs/a"), {"recipe": "train_hf"}).resume_command()
+        "nopad train-hf --resume 'my runs/a'"
+        """
+        script = sys.argv[0]
+        is_copy = script.endswith(".py") and Path(script).name != "__main__.py"
+        command = f"nopad {self.settings['recipe'].replace('_', '-')}"
+        command = f"python {shlex.quote(script)}" if is_copy else command
+        launched = " (launched as before)" if "LOCAL_WORLD_SIZE" in os.environ else ""
+        return f"{command} --resume {shlex.quote(str(self.path))}{launched}"
+
+    def stop_line(self, what: str) -> str:
+        """Return what a run that was stopped prints at its end."""
+        more = f"; continue with: {self.resume_command()}" if self.can_resume else ""
+        return f"stopped: {what}{more}"
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"

@@ -116,11 +116,13 @@ def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypa
         return collator(**settings)
 
     monkeypatch.setattr(collators, "PackedCollator", signalled)
-    run_main("train_hf", [*small_args(tmp_path), "--steps", "5"])
-    assert "stopped, continue with --resume: runs/train_hf-1, step 1" in capsys.readouterr().out
+    run_main("train_hf", [*small_args(tmp_path), "--steps", "5", "--output", "my runs/a"])
+    out, command = capsys.readouterr().out, "continue with: nopad train-hf --resume 'my runs/a'"
+    assert f"after a stop, {command}\n" in out
+    assert f"stopped: my runs/a, step 1; {command}\n" in out
     monkeypatch.setattr(collators, "PackedCollator", collator)
-    run_main("train_hf", ["--resume"])
-    assert "done: runs/train_hf-1, step 5" in capsys.readouterr().out
+    run_main("train_hf", ["--resume", "my runs/a"])
+    assert "done: my runs/a, step 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("recipe", ["pretrain", "train_hf", "pretrain_lightning"])

@@ -39,6 +39,18 @@ def test_a_resumed_run_goes_on_as_it_was_started(started):
         assert RunDir.from_args("pretrain", pretrain.parse_args(resume)).path == last
 
 
+def test_a_resume_that_finds_no_run_says_where_it_looked_and_what_to_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    looked = rf"{tmp_path}/runs has no folder pretrain-N; .* pass --resume FOLDER"
+    with pytest.raises(ValueError, match=looked):
+        pretrain.parse_args(["--resume"])
+    run = RunDir.from_args("pretrain", pretrain.parse_args(["--output", "my runs/a"]))
+    run.create()
+    for wrong in ("my runs/a/checkpoint-3", "my runs"):
+        with pytest.raises(ValueError, match=r"is not a run folder .*: pass --resume 'my runs/a'$"):
+            pretrain.parse_args(["--resume", wrong])
+
+
 def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(started):
     args = pretrain.parse_args(["--resume", "--prompt", "There", "--save-every", "5"])
     assert (args.prompt, args.save_every, args.budget) == (["There"], 5, 64)
