@@ -250,7 +250,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         """Estimate the packs of one epoch; None for a stream of unknown size.
 
         Known lengths are counted. A stream is estimated from the first 256 rows of each source and
-        its size in bytes: as good as these rows are typical of the rest.
+        its size in rows or bytes: as good as these rows are typical of the rest.
         """
         if isinstance(self.reader, PlannedPacks):
             return self.reader.count()

@@ -17,23 +17,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from math import ceil
 
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
-from ..ordering.mixture import SCALE, Mixture, has_schedule
+from ..ordering.mixture import has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.overflow import Counts
-from ..sample import Sample
-from ..sources.source import RowSource
 from ..state.run_state import check_packs_left
+from .estimate import estimate_packs
 from .shard_reader import ShardReader, StreamSettings
-
-ESTIMATE_ROWS = 256
-"""Rows of each source that `estimate` reads."""
 
 
 class StreamedPacks:
@@ -123,31 +117,8 @@ class StreamedPacks:
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
 
     def estimate(self) -> int | None:
-        """Estimate the packs of an epoch from the first rows of each source and its size.
-
-        It is wrong by as much as the first rows differ from the others. None: a size is unknown.
-        """
-        sizes = [self._estimate_tokens(source) for source in self.settings.sources]
-        if None in sizes:
-            return None
-        tokens, strategy = np.array(sizes, float), self.settings.stopping_strategy
-        fractions = Mixture(self.settings.weights, strategy).fractions[0] / SCALE
-        if strategy == "all_exhausted_without_replacement":
-            total = tokens[fractions > 0].sum()
-        else:  # an epoch ends with the first or the last source that has no documents left
-            ends = tokens[fractions > 0] / fractions[fractions > 0]
-            total = ends.min() if strategy == "first_exhausted" else ends.max()
-        return ceil(total / self.settings.packer["budget"])
-
-    def _estimate_tokens(self, source: RowSource) -> float | None:
-        if source.num_bytes is None:  # it may be an iterator, which can be read only once
-            return None
-        rows = [row.value for row in islice(source.read(0, 1), ESTIMATE_ROWS)]
-        rows = [row for row in rows if not isinstance(row, Exception)]
-        samples = self.settings.encoder.encode(rows)
-        sampled = sum(len(sample) for sample in samples if isinstance(sample, Sample))
-        letters = sum(len(str(row)) for row in rows)
-        return sampled * source.num_bytes / letters if letters else None
+        """Estimate the packs of an epoch; None if the size of a source is unknown."""
+        return estimate_packs(self.settings)
 
     def report(self, cursors: Mapping[int, dict]) -> dict:
         """Report the packs up to the cursors; the reasons are those of rows read in this process.

@@ -17,6 +17,8 @@ WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
 """Bytes of a decoded value; others have at least one."""
 BATCH_LIMIT = 4 << 30
 """Bytes that come out of one batch of rows at most, or 16 times the encoded row group."""
+COUNTED_FILES = 16
+"""Files whose rows are counted for an estimate."""
 ROWS_PER_BATCH = 16, 256
 
 
@@ -33,6 +35,18 @@ class ParquetSource(RowSource):
             for value, row, next_row in _rows(path, shard, shards, first_row):
                 yield Row(value, f"{path.name}, row {row}", [file, next_row])
             first_row = 0
+
+    def num_rows(self):
+        """Count the rows of the first files, and extrapolate by bytes to the others."""
+        sizes, first = [path.stat().st_size for path in self.paths], self.paths[:COUNTED_FILES]
+        try:
+            rows = 0
+            for path in first:
+                with _open(path) as file:
+                    rows += file.metadata.num_rows
+        except (pa.ArrowException, OSError, ValueError):  # named when its rows are read
+            return None
+        return round(rows * sum(sizes) / max(1, sum(sizes[: len(first)])))
 
     def fingerprint(self):
         return files_fingerprint("parquet", self.paths)

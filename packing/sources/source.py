@@ -89,6 +89,10 @@ class RowSource(ABC):
         shuffle_key: the key of the lap, for sources that can read their rows in any order.
         """
 
+    def num_rows(self) -> int | None:
+        """Count the rows, about, without reading them; None if that cannot be known."""
+        return None
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Identify the rows, so that a state of other data is rejected."""
@@ -121,6 +125,9 @@ class IndexedSource(RowSource):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    def num_rows(self) -> int:
+        return len(self)
 
     @abstractmethod
     def rows(self, numbers: np.ndarray) -> list[Any]:

@@ -192,7 +192,7 @@ def _describe_plan(data: PackedDataset) -> list[str]:
         total = "" if max_packs is None else f"{max_packs:,} "
         within = "" if limit is None else f", samples of at most {limit}"
         packs = data.estimate() if data.lengths is None else None
-        expected = "" if packs is None else f"; estimated from the first rows, {packs:,} per epoch"
+        expected = "" if packs is None else f"; about {packs:,} per epoch, estimated from the first rows"
         return [
             f"{total}packs of {budget} tokens{within}; lengths are unknown before reading{expected}"
         ]

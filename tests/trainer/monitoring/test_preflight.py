@@ -36,7 +36,7 @@ def test_the_banner_tells_a_run_of_so_many_packs_from_an_epoch(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps({'input_ids': [1, 2, 3, 4]})}\n" * 40)
     _, line = check_run(tiny_run.model(), PackedDataset(path, budget=8, pretokenize=False))
-    assert line.endswith("; estimated from the first rows, 21 per epoch")
+    assert line.endswith("; about 24 per epoch, estimated from the first rows")
 
 
 @pytest.mark.parametrize(

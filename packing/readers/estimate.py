@@ -1,0 +1,81 @@
+"""Estimate the packs of a stream before it is read.
+
+    first rows of a source ─▶ tokens of a row ─┐
+    rows of it, or its bytes ─▶ rows ──────────┴─▶ lengths of a shard ─▶ planned packs · shards
+
+The lengths of a shard are those of the first rows, repeated: the estimate is wrong by as much as
+these differ from the others.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import ceil
+
+import numpy as np
+
+from ..ordering.mixture import SCALE, Mixture
+from ..planning.planner import Planner
+from ..sample import Sample
+from ..sources.source import RowSource
+from .shard_reader import StreamSettings
+
+FIRST_ROWS = 256
+"""Rows of each source that are read."""
+MAX_PLANNED = 1 << 14
+"""Documents that are planned; more are extrapolated."""
+
+
+def estimate_packs(settings: StreamSettings) -> int | None:
+    """Estimate the packs of an epoch; None if the size of a source is unknown."""
+    lengths, counts = [], []
+    for source in settings.sources:
+        found = _first_lengths(source, settings)
+        if found is None:
+            return None
+        lengths.append(found[0])
+        counts.append(found[1])
+    tokens = [sum(each) * count for each, count in zip(lengths, counts, strict=True)]
+    laps = _laps(np.array(tokens, float), settings)
+    counts = [count * lap / settings.shards for count, lap in zip(counts, laps, strict=True)]
+    total = sum(len(each) * count for each, count in zip(lengths, counts, strict=True))
+    share = min(1.0, MAX_PLANNED / max(total, 1))
+    documents = np.concatenate([
+        np.resize(each, ceil(len(each) * count * share))
+        for each, count in zip(lengths, counts, strict=True)
+    ])  # fmt: skip
+    np.random.default_rng(0).shuffle(documents)
+    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
+    planner = Planner(**{n: v for n, v in settings.packer.items() if n in names})
+    planner.feed(documents)
+    planner.finish()
+    return round(planner.counts.packs / share * settings.shards)
+
+
+def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndarray, float] | None:
+    """Return the lengths of the first rows, and how often the source has as many."""
+    num_rows = source.num_rows()
+    if num_rows is None and source.num_bytes is None:
+        return None  # it may be an iterator, which can be read only once
+    rows = [row.value for row in islice(source.read(0, 1), FIRST_ROWS)]
+    samples = settings.encoder.encode([row for row in rows if not isinstance(row, Exception)])
+    lengths = np.array([len(each) for each in samples if isinstance(each, Sample)], np.int64)
+    if not lengths.size:
+        return None
+    if num_rows is not None:
+        return lengths, num_rows / len(rows)
+    # As they stand in a file of JSON lines or of text.
+    num_bytes = sum(len(str(row).encode(errors="replace")) + 1 for row in rows)
+    return lengths, max(1.0, (source.num_bytes or 0) / num_bytes)
+
+
+def _laps(tokens: np.ndarray, settings: StreamSettings) -> np.ndarray:
+    """Return how often an epoch reads each source."""
+    strategy = settings.stopping_strategy
+    fractions = Mixture(settings.weights, strategy).fractions[0] / SCALE
+    if strategy == "all_exhausted_without_replacement":
+        return (fractions > 0).astype(float)
+    # An epoch ends with the first or the last source that has no documents left.
+    ends = tokens[fractions > 0] / fractions[fractions > 0]
+    total = ends.min() if strategy == "first_exhausted" else ends.max()
+    return fractions * total / tokens
