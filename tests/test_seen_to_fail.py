@@ -85,6 +85,12 @@ FAULTS = {
         "nopad.trainer.with_hf.epochs",
         "EpochCallback.on_step_end = lambda *_, **__: None",
     ),
+    "a stream that has ended is read again": (
+        "trainer/with_hf/test_epochs.py::"
+        "test_a_stream_ends_the_training_with_its_epochs_and_plain_data_is_read_again",
+        "nopad.trainer.monitoring.stream_end",
+        "is_stream_end = lambda data, state: False",
+    ),
     "the banner says nothing of the sources": (
         "trainer/monitoring/test_preflight.py::"
         "test_the_banner_of_a_mixture_is_that_of_its_epoch",

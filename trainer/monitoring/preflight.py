@@ -192,10 +192,10 @@ def _describe_plan(data: PackedDataset) -> list[str]:
         total = "" if max_packs is None else f"{max_packs:,} "
         within = "" if limit is None else f", samples of at most {limit}"
         packs = data.estimate() if data.lengths is None else None
-        expected = "" if packs is None else f"; about {packs:,} per epoch, estimated from the first rows"
-        return [
-            f"{total}packs of {budget} tokens{within}; lengths are unknown before reading{expected}"
-        ]
+        unknown = "lengths are unknown before reading"
+        if packs is not None:
+            unknown += f"; about {packs:,} per epoch, estimated from the first rows"
+        return [f"{total}packs of {budget} tokens{within}; {unknown}"]
     report, about = _plan_report(data)
     packs = report["packs"]
     per_epoch = f"{'about ' if about else ''}{packs:,} packs of {budget} tokens per epoch"

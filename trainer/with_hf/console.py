@@ -29,6 +29,11 @@ class PackTag(str):
 class ShortProgress(ProgressCallback):
     """The progress bar, with few rates of packs in a line."""
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.total = state.max_steps  # a stream may end before
+        super().on_step_end(args, state, control, **kwargs)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         super().on_log(args, state, control, logs=shorten(logs), **kwargs)
 

@@ -5,7 +5,8 @@
     here        on_epoch_end, evaluate, save, log, on_epoch_begin after the steps between
 
 A step may train the last packs of an epoch and the first of the next: the epoch ends after it.
-A stream's epochs are not known: `state.epoch` is the fraction of `max_steps` there.
+A stream's epochs are not known: `state.epoch` is the fraction of `max_steps` there. The training
+ends with the pass of a stream, also before `max_steps`, which the Trainer needs for such data.
 """
 
 from __future__ import annotations
@@ -15,21 +16,39 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..monitoring.stream_end import is_stream_end, print_stream_end
+
 
 class EpochCallback(TrainerCallback):
     """Keep `state.epoch` right, and notice the ends of epochs; the first callback of a trainer."""
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, trainer: Any, ends_with_stream: bool):
+        """Take the trainer.
+
+        ends_with_stream: end the training after the epochs of a stream, or its `max_packs`.
+        """
+        self._trainer, self._ends_with_stream = trainer, ends_with_stream
         self._ended = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._ended = math.floor(self._epochs_done() or 0)
+        if self._trainer._resume_from is not None:  # another `train()` starts the next pass
+            self._end_with_stream(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end_with_stream(state)
         done = self._epochs_done()
         # The stock loop would count from the start of a resumed run.
         state.epoch = state.global_step / state.max_steps if done is None else done
+
+    def _end_with_stream(self, state: Any) -> None:
+        """Lower `max_steps` to the current step when the pass of a stream is over."""
+        loader = self._trainer._loader
+        if not self._ends_with_stream or loader is None or state.global_step >= state.max_steps:
+            return
+        if is_stream_end(loader.dataset, loader.state()):
+            print_stream_end(state.global_step, state.max_steps)
+            state.max_steps = state.global_step
 
     def ends_within_pass(self) -> bool:
         """Return, once, whether the last step ended an epoch and the stock loop goes on."""

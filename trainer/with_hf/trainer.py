@@ -72,10 +72,11 @@ class PackedTrainerMixin(_Base):
 
     `self.args` is a copy of your arguments: yours are not changed.
 
-    With `max_steps` the data continues at its current position. With `num_train_epochs` it
-    starts at the beginning, and its `epochs` are set to that number. A second `train()` starts
-    at step 0, as the stock one does, and with new data: with `max_steps` it continues after
-    the last trained pack, with `num_train_epochs` it trains the next epochs.
+    With `max_steps` the data continues at its current position; a `PackedDataset` of a stream may
+    end the training before, with its `epochs`. With `num_train_epochs` the data starts at the
+    beginning, and its `epochs` are set to that number. A second `train()` starts at step 0, as the
+    stock one does, and with new data: with `max_steps` it continues after the last trained pack,
+    with `num_train_epochs` it trains the next epochs.
 
     An evaluation set that is not a `PackedDataset` is packed with the settings of the training
     data; its text is tokenized with `processing_class`. Without one, `eval_strategy` runs the
@@ -131,7 +132,7 @@ class PackedTrainerMixin(_Base):
         self.train_dataset = self._init_trainer(model, args, train_dataset, budget, kwargs)
         self._prepare_model()
         self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
-        self._epochs = EpochCallback(self)
+        self._epochs = EpochCallback(self, ends_with_stream=budget is None)
         self.callback_handler.callbacks.insert(0, self._epochs)
         shorten_lines(self)
         self.meter: ThroughputMeter | None = None

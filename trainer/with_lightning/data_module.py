@@ -90,7 +90,8 @@ class PackedDataModule(pl.LightningDataModule):
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self._plain: dict[str, Any] | None = None
         """The settings to pack the training data with, until it is packed."""
-        if check_plain(train_dataset, budget, "train_dataset"):
+        self.is_plain = check_plain(train_dataset, budget, "train_dataset")
+        if self.is_plain:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
             self._plain = {"budget": budget, "tokenizer": tokenizer, "seed": seed}
         else:

@@ -36,6 +36,7 @@ from ..monitoring.preflight import (
     print_banner,
     print_resumed,
 )
+from ..monitoring.stream_end import is_stream_end, print_stream_end
 from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
 from ..train_mode import ensure_train_mode
@@ -85,6 +86,8 @@ class PackedCallback(pl.Callback):
         self._fused_layers: Any = None
         self._rng_states: list[list[Tensor]] | None = None
         """Random states of a checkpoint, until the training starts."""
+        self._resumed_state: dict = {}
+        """The data state of the checkpoint."""
         self._step_rng: list[Tensor] | None = None
         """Random states at the start of the step, inside of it: what is saved is complete steps."""
         self._micro_losses: list[Tensor] = []
@@ -93,10 +96,14 @@ class PackedCallback(pl.Callback):
         self._shows_total = False
         """Whether the progress bar shows the total of the current epoch."""
         self._sequence_group: Any = None
+        self._max_steps: int | None = None
+        """The trainer's `max_steps`, once the end of a stream has lowered it."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._rng_states = self._step_rng = None
+            if self._max_steps is not None:  # an earlier `fit` ended with its stream
+                trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
             # First, so that a callback that raises finds the data state in step with the weights.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda other: other is not self)
             guard_saves(trainer, self.finite_check)
@@ -131,6 +138,7 @@ class PackedCallback(pl.Callback):
         self._start_meter(pl_module)
         if self._rng_states is not None:
             load_rng_states(self._rng_states, trainer.strategy.root_device)
+            self._end_with_stream(trainer, self._resumed_state)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._shows_total = False
@@ -196,6 +204,7 @@ class PackedCallback(pl.Callback):
         if state is None:
             return
         self._step_rng = None
+        self._end_with_stream(trainer, state)
         losses, self._micro_losses = self._micro_losses, []
         for loss in losses:
             self.finite_check.add(loss)
@@ -203,6 +212,19 @@ class PackedCallback(pl.Callback):
         every = trainer.log_every_n_steps  # 0 means never
         if every and trainer.global_step % every == 0:
             self._log_step(pl_module, losses)
+
+    def _end_with_stream(self, trainer: Any, state: dict) -> None:
+        """Lower `max_steps` to the current step when the pass of a stream is over.
+
+        With `max_epochs`, the passes are Lightning's to count; plain data is read again.
+        """
+        is_counted = trainer.max_epochs != -1 or trainer.max_steps <= trainer.global_step
+        if is_counted or self.data.is_plain:
+            return
+        if is_stream_end(self.data.train_dataset, state):
+            print_stream_end(trainer.global_step, trainer.max_steps)
+            self._max_steps = trainer.max_steps
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
     def _log_step(self, pl_module: pl.LightningModule, losses: list[Tensor]) -> None:
         rates = tracker_tags(self.meter.read())
@@ -239,6 +261,7 @@ class PackedCallback(pl.Callback):
                 "without PackedCallback; start a new run from its weights instead"
             )
         self.data.train_dataset.load_state_dict(restore_draws(checkpoint[DATA_KEY]))
+        self._resumed_state = self.data.train_dataset.state_dict()
         self.data.loader = None  # otherwise the next loader would continue where this one is
         self._rng_states = checkpoint[RNG_KEY]
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import tiny_run
+from echo_eval import EXAMPLES, echo, equal
 from hf_child import trainer
 from nopad.packing import PackedDataset
+from nopad.trainer.evaluation import GenerationEval
+from nopad.trainer.with_hf import EvalCallback
 from trained_packs import tokens_of, trained
 from transformers import TrainerCallback
 
@@ -88,6 +91,27 @@ def test_the_epoch_of_a_stream_goes_on_after_a_resume(tmp_path):
         assert run.state.log_history[-1]["epoch"] == 1
         at_steps.append(notes.at_steps)
     assert at_steps[0] == [step / 6 for step in range(1, 7)] and at_steps[1] == at_steps[0][3:]
+
+
+def test_a_stream_ends_the_training_with_its_epochs_and_plain_data_is_read_again(tmp_path, capsys):
+    rows, notes = [{"input_ids": row["input_ids"]} for row in tiny_run.samples(9)], Notes()
+    stream = {"budget": 32, "shards": 1, "epochs": 2, "pretokenize": False}
+    packs = len(list(PackedDataset(lambda: iter(rows), **stream)))
+    evaluation = GenerationEval(echo, EXAMPLES, {"equal": equal}, every=1000)
+    settings = {"max_steps": 50, "save_strategy": "steps", "save_steps": 1000}
+    run, _ = trainer(tmp_path, PackedDataset(lambda: iter(rows), **stream), 1, **settings)
+    run.add_callback(EvalCallback(run, evaluation))
+    run.add_callback(notes)
+    assert len(trained(run)) == packs == run.state.global_step == run.state.max_steps < 50
+    logged = [set(entry) for entry in run.state.log_history]
+    assert "train_runtime" in logged[-1] and "eval_equal" in logged[-3], "the last evaluation"
+    assert notes.saves == [packs] and notes.at_steps[-1] == 1
+    assert f"the stream is over: training ends at step {packs}, not 50" in capsys.readouterr().out
+    assert len(trained(run)) == packs, "another training reads the next pass"
+    again, _ = trainer(tmp_path, PackedDataset(lambda: iter(rows), **stream), 1, **settings)
+    assert trained(again, resume_from_checkpoint=True) == [], "a run that has ended, resumed"
+    plain, _ = trainer(tmp_path, lambda: iter(rows), 1, {"budget": 32}, max_steps=packs)
+    assert len(trained(plain)) == packs
 
 
 def test_steps_are_counted_with_the_arguments_of_each_trial(tmp_path, monkeypatch):

@@ -7,10 +7,12 @@ import logging
 import lightning.pytorch as pl
 import pytest
 import tiny_run
+from echo_eval import EXAMPLES, echo, equal
 from front_ends import Noting
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from nopad.packing import PackedDataset
-from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
+from nopad.trainer.evaluation import GenerationEval
+from nopad.trainer.with_lightning import EvalCallback, PackedCallback, PackedDataModule
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -94,6 +96,18 @@ def test_reloaded_loaders_go_on_where_the_one_before_stood(kind, accumulation, l
     whole = trained(dataset(kind), **settings)
     assert len(whole) > 4
     assert trained(dataset(kind), reload_dataloaders_every_n_epochs=1, **settings) == whole
+
+
+def test_a_stream_ends_the_training_before_max_steps_but_not_before_max_epochs(tmp_path, capsys):
+    packs = trained(dataset("stream"), max_epochs=1)
+    evaluation = EvalCallback(GenerationEval(echo, EXAMPLES, {"equal": equal}, every=1000))
+    saves = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=len(packs))
+    assert trained(dataset("stream"), evaluation, saves, max_steps=50) == packs
+    assert f"training ends at step {len(packs)}, not 50" in capsys.readouterr().out
+    assert evaluation._last_run == {"": len(packs)}
+    last = tmp_path / "last.ckpt"
+    assert trained(dataset("stream"), max_steps=50, checkpoint=last) == []
+    assert len(trained(dataset("stream"), max_epochs=2, max_steps=50)) > len(packs)
 
 
 @pytest.mark.parametrize("limit", [2, 1.0])
