@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from .checkpoint_offload import offload_checkpoints
     from .data.data_state import DataState
-    from .data.loader import EvaluationLoader, PackedLoader
+    from .data.loader import EvaluationLoader, PackedLoader, PackInfo
     from .evaluation.generation_eval import GenerationEval
     from .evaluation.report import Example
     from .fused import compile_layers
@@ -42,6 +42,7 @@ __all__ = [
     "EvaluationLoader",
     "Example",
     "GenerationEval",
+    "PackInfo",
     "PackedLoader",
     "StopRequest",
     "ThroughputMeter",
@@ -68,7 +69,7 @@ _MODULES = {
         "write_manifest",
     ),
     "checkpoint_offload": ("offload_checkpoints",),
-    "data": ("DataState", "EvaluationLoader", "PackedLoader"),
+    "data": ("DataState", "EvaluationLoader", "PackInfo", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
     "fused": ("compile_layers", "fuse_layers"),
     "graceful_stop": ("STOP_SIGNALS", "StopRequest"),

@@ -92,7 +92,7 @@ class PackedLoader:
         self.drop_last = drop_last
         self.count_items = count_items
         self.last_pack: PackInfo | None = None
-        """The pack of the last batch that was issued."""
+        """The pack of the last batch that was issued: tokens, label tokens, fill, samples."""
         self.issued: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation_steps + 64)
         """The packs that were issued, each with the data state after it if it ends a step."""
         self.first_step_check: Callable[[list[Batch]], None] | None = None

@@ -24,25 +24,48 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackInfo:
-    """Describes a pack whose tokens are in a batch: lengths, sources and position in the data."""
+    """Describes the pack of a batch without its tokens, as in `loader.last_pack`.
+
+    >>> info = PackInfo(7, {}, 16, np.array([5, 3]), loss_weight=6.0, num_label_tokens=6)
+    >>> info.num_tokens, info.fill
+    (8, 0.5)
+    """
 
     index: int
+    """The pack's number in the pass over the data, counted over all ranks."""
     cursor: dict
+    """The position in a stream after this pack; {} where lengths are known."""
     budget: int
+    """Tokens that the pack may hold."""
     lengths: np.ndarray
+    """Tokens of each sequence; none in an empty pack, which completes a step."""
     loss_weight: float
     """The pack's weight in the mean: its label tokens, or with `mean="sample"` its samples."""
+    num_label_tokens: int
+    """Tokens that count for the loss."""
     sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
+    """For each sequence, the number of its source in a mixture."""
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """For each sequence, the index of its sample in its source."""
 
     @classmethod
     def of(cls, pack: Pack, batch: Batch) -> PackInfo:
-        weight = pack.num_label_tokens
+        """Describe a `pack`, of which `batch` was made."""
+        labels = weight = pack.num_label_tokens
         if "loss_weights" in batch:
             weight = float(batch["loss_weights"].sum())
-        ids = pack.sources, pack.samples
-        return cls(pack.index, pack.cursor, pack.budget, pack.lengths, weight, *ids)
+        place, ids = (pack.index, pack.cursor, pack.budget), (pack.sources, pack.samples)
+        return cls(*place, pack.lengths, weight, labels, *ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pack, without padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def fill(self) -> float:
+        """The share of the budget that holds tokens."""
+        return self.num_tokens / self.budget
 
     def __str__(self) -> str:
         if not len(self.samples):

@@ -33,7 +33,7 @@ class ThroughputMeter:
 
     >>> meter = ThroughputMeter(ranks=2)
     >>> meter.seconds = lambda: 2.0
-    >>> meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
+    >>> meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7, 7))
     >>> rates = meter.read()
     >>> rates["tokens_per_second"], rates["fill"], rates["samples_per_pack"]
     (9.0, 0.9, 2.0)

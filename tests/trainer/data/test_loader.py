@@ -173,6 +173,15 @@ def test_sample_means_count_samples():
     assert float(batch["num_items_in_batch"]) == pytest.approx(len(loader.last_pack.lengths))
 
 
+def test_the_last_pack_tells_tokens_labels_and_fill_of_the_batch():
+    loader = PackedLoader(tiny_run.dataset(9), PackedCollator(mean="sample"))
+    for batch in loader:
+        pack = loader.last_pack
+        assert pack.num_tokens == batch["input_ids"].numel()
+        assert pack.num_label_tokens == int((batch["labels"] != -100).sum())
+        assert pack.fill == pack.num_tokens / tiny_run.BUDGET
+
+
 def test_other_data_is_refused_on_resume(tmp_path):
     save_data_state(PackedLoader(tiny_run.dataset()), tmp_path)
     with pytest.raises(ValueError, match="fingerprint"):

@@ -56,7 +56,7 @@ def test_rates_are_of_what_was_added_since_the_last_reset():
     for _ in range(2):
         meter.reset()
         meter.seconds = lambda: 2.0
-        meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
+        meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7, 7))
     rates = meter.read()
     assert rates["tokens_per_second"] == 9.0 and rates["tokens_seen"] == 36
     assert rates["mfu"] == 9 * 10 / 2 / 100 and abs(rates["padding"] - 0.1) < 1e-9
@@ -72,7 +72,7 @@ def test_the_time_of_an_evaluation_is_in_no_rate(monkeypatch):
         with meter.paused():  # an evaluation by generation inside the trainer's own
             now[0] += 100
     now[0] += 1
-    meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7))
+    meter.add(PackInfo(0, {}, 10, np.array([4, 5]), 7, 7))
     assert meter.read()["tokens_per_second"] == 3.0
     meter.reset()
     now[0] += 4
