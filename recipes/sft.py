@@ -94,7 +94,10 @@ def load_model(args: argparse.Namespace, tokenizer):
     config = LoraConfig(
         r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    if Path(model.name_or_path).is_dir():  # the adapter is loaded from other folders, too
+        adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(model.name_or_path)
+    return adapted
 
 
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:

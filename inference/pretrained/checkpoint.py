@@ -32,10 +32,18 @@ def checkpoint_path(name: str) -> str:
     if path.is_file():
         raise ValueError(f"{name} is a file: pass the checkpoint's folder")
     if path.is_dir() and not any((path / file).is_file() for file in CONFIGS):
-        inside = sorted(config.parent.name for config in path.glob("*/config.json"))
-        hint = f"; {inside[-1]} in it has one" if inside else ""
+        inside = _newest_checkpoint(path)
+        hint = "" if inside is None else f"; its newest checkpoint is {os.path.join(name, inside)}"
         raise ValueError(f"{name} is not a checkpoint: it has no config.json{hint}")
     return str(path)
+
+
+def _newest_checkpoint(run: Path) -> str | None:
+    """Return the name of the folder inside a run that has a model, the highest step if several."""
+    found = {config.parent.name for file in CONFIGS for config in run.glob(f"*/{file}")}
+    found = {name for name in found if has_weights(str(run / name))}
+    steps = {name: name.removeprefix("checkpoint-") for name in found}
+    return max(found, key=lambda n: int(steps[n]) if steps[n].isdecimal() else 0, default=None)
 
 
 def resolve_path(name: str) -> str:
@@ -72,6 +80,17 @@ def base_model_name(name: str) -> str:
     if not isinstance(base, str) or not base:
         raise ValueError(f"{name} names no base model in its {CONFIGS[1]}")
     return base
+
+
+def adapter_error(name: str, error: Exception) -> str:
+    """Say why an adapter cannot be loaded: its base model may be somewhere else by now."""
+    base = base_model_name(name)
+    if Path(base).is_dir():
+        return short_error(error)
+    return (
+        f"its base model {base} is not a folder here, nor could it be loaded from the hub; put it "
+        f"there, or set base_model_name_or_path in {Path(name) / CONFIGS[1]}"
+    )
 
 
 def has_tokenizer(name: str) -> bool:

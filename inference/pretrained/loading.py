@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import (
+    adapter_error,
     base_model_name,
     checkpoint_path,
     has_tokenizer,
@@ -42,7 +43,8 @@ def load_model(name: str, dtype: Any = "auto", device: str | None = None) -> Any
     try:
         model = load_weights(path, dtype=dtype)
     except Exception as error:  # Transformers and the hub raise many types
-        raise ValueError(f"cannot load {name}: {short_error(error)}") from None
+        reason = adapter_error(path, error) if is_adapter(path) else short_error(error)
+        raise ValueError(f"cannot load {name}: {reason}") from None
     if is_adapter(path):
         log.warning(
             "%s is an adapter on %s and runs beside its weights; to merge it: AutoPeftModelFor"
@@ -75,12 +77,15 @@ def load_tokenizer(name: str) -> Any:
     path = resolve_path(name)
     if Path(path).is_file():
         raise ValueError(f"{name} is a file: pass the folder of a tokenizer as tokenizer=")
+    source = path
     if is_adapter(path) and not has_tokenizer(path):
-        path = resolve_path(base_model_name(path))
+        source = os.path.expanduser(base_model_name(path))
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
-        if "trust_remote_code" in str(error):
+        if source != path and not Path(source).is_dir():
+            reason = adapter_error(path, error)
+        elif "trust_remote_code" in str(error):
             reason = f"{short_error(error)}; pass another as tokenizer="
         elif Path(path).is_dir():
             is_there = "instantiate" not in str(error)  # otherwise there are no files of one

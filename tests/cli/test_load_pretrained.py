@@ -127,8 +127,13 @@ def test_the_folder_of_an_adapter_is_its_model_with_the_adapter(checkpoint_dir, 
 
 
 def test_a_folder_of_checkpoints_says_which_one(checkpoint_dir, tmp_path):
-    shutil.copytree(checkpoint_dir, tmp_path / "checkpoint-5")
-    with pytest.raises(ValueError, match=r"has no config\.json; checkpoint-5 in it has one$"):
+    for step in (5, 10):
+        shutil.copytree(checkpoint_dir, tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "config.json").write_text("{}")  # its weights were not written
+    with pytest.raises(
+        ValueError, match=r"no config\.json; its newest checkpoint is \S+/checkpoint-10$"
+    ):
         load_pretrained.checkpoint_path(str(tmp_path))
 
 

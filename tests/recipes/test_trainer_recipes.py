@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -28,8 +29,9 @@ def small_args(folder: Path) -> list:
 
 
 def test_fine_tuning_with_adapters_learns_from_answers_only(tmp_path):
+    base = Path(small_inputs.checkpoint(tmp_path))
     (tmp_path / "sft.yaml").write_text(
-        f"model: {small_inputs.checkpoint(tmp_path)}\ndata: {small_inputs.chats(tmp_path)}\n"
+        f"model: {base.relative_to(tmp_path)}\ndata: {small_inputs.chats(tmp_path)}\n"
         f"tokenizer: {small_inputs.tokenizer(tmp_path)}\nbudget: 64\n"
         "learning-rate: 0.01\nlora: 4\noutput: out\nlog_every: 1\n"
     )
@@ -41,6 +43,8 @@ def test_fine_tuning_with_adapters_learns_from_answers_only(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base), "found from other folders, too"
     assert "done: out" in done.stdout
 
 

@@ -87,6 +87,18 @@ def test_commands_take_the_folder_of_an_adapter(checkpoint, adapter, capsys):
     assert json.loads(capsys.readouterr().out)["token_ids"] == generated(adapter)
 
 
+def test_an_adapter_whose_base_is_not_found_names_it_and_the_way_out(adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "/nowhere/base"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    said = rf"its base model /nowhere/base is not a folder.* base_model_name_or_path in {folder}"
+    with pytest.raises(ValueError, match=said):
+        Engine(folder)
+    with pytest.raises(ValueError, match=said):
+        Engine(folder, tokenizer=object())
+
+
 def test_what_is_not_a_checkpoint_is_told_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"is not a checkpoint: it has no config\.json$"):
         Engine(tmp_path)
