@@ -46,10 +46,13 @@ class TimeBudget:
         if deadline is not None and not (isinstance(deadline, Real) and deadline > 0):
             raise ValueError(f"deadline is {deadline!r}; it must be seconds above 0")
         self.max_time_share, self.deadline = max_time_share, deadline
-        self.spent = 0.0
         self._clock = clock
-        self._start = clock()
         self._seconds_per_example: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Count the run's time from now on; front ends call it when a training starts."""
+        self.spent, self._start = 0.0, self._clock()
 
     @property
     def time_share(self) -> float:

@@ -40,7 +40,7 @@ class AccelerateEval:
         meter: ThroughputMeter | None = None,
         console: bool = False,
     ):
-        """Evaluate a prepared model.
+        """Evaluate a prepared model; the run's time, for shares of it, counts from here.
 
         Args:
             accelerator: the one that prepared the model; metrics go to its trackers.
@@ -52,6 +52,8 @@ class AccelerateEval:
         self.accelerator, self.model, self.meter = accelerator, model, meter
         self.evaluations = check_unique_names(evaluations)
         self._writer = ReportWriter(console)
+        for evaluation in self.evaluations:
+            evaluation.budget.restart()
 
     def after_step(self, step: int, last: bool = False) -> list[Report]:
         """Run the evaluations due after this optimizer step; return the same reports on every rank.

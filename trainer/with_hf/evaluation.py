@@ -45,6 +45,8 @@ class EvalCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._latest.clear()
         self._first_step = state.global_step
+        for evaluation in self.evaluations:
+            evaluation.budget.restart()
         handler = self.trainer.callback_handler
         others = [callback for callback in handler.callbacks if callback is not self]
         is_flow = [isinstance(callback, DefaultFlowCallback) for callback in others]

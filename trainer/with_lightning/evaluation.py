@@ -50,6 +50,8 @@ class EvalCallback(AfterStep):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._last_run.clear()
+        for evaluation in self.evaluations:
+            evaluation.budget.restart()
         for stopping in trainer.early_stopping_callbacks:
             name = stopping.monitor
             is_ours = any(evaluation.reports(name) for evaluation in self.evaluations)

@@ -139,7 +139,7 @@ def test_accelerate_hears_of_a_new_best(tmp_path):
 
 
 @pytest.mark.parametrize("front_end", ["hf", "lightning", "accelerate"])
-def test_the_throughput_meter_is_paused_during_an_evaluation(front_end, tmp_path):
+def test_an_evaluation_pauses_the_meter_and_its_share_counts_from_the_start(front_end, tmp_path):
     depths = []
 
     def harness(deadline=None):
@@ -147,6 +147,7 @@ def test_the_throughput_meter_is_paused_during_an_evaluation(front_end, tmp_path
         return {}
 
     evaluation = GenerationEval(harness, every=1)
+    evaluation.budget._start = created = evaluation.budget._start - 1000  # long before the training
     data = tiny_run.dataset(epochs=None)
     if front_end == "hf":
         from nopad.trainer.with_hf import EvalCallback, PackedTrainer
@@ -173,3 +174,4 @@ def test_the_throughput_meter_is_paused_during_an_evaluation(front_end, tmp_path
         meter = lambda: own  # noqa: E731
         AccelerateEval(Accelerator(cpu=True), None, evaluation, meter=own).after_step(1)
     assert depths == [1]
+    assert evaluation.budget._start - created >= 1000
