@@ -241,10 +241,20 @@ def _describe_mixture(report: dict, names: list[str]) -> list[str]:
         return []
     sources = zip(names, report["shares"], report["laps"], strict=True)
     parts = (
-        f"{name} has {share:.1%} of the tokens, read {laps:.2g} times"
+        f"{name} has {share:.1%} of the tokens, read {_times(laps)}"
         for name, share, laps in sources
     )
     return [f"of an epoch, {'; '.join(parts)}"]
+
+
+def _times(laps: float) -> str:
+    """Say how often.
+
+    >>> _times(1.002), _times(2.5)
+    ('once', '2.5 times')
+    """
+    number = f"{laps:.2g}"
+    return "once" if number == "1" else f"{number} times"
 
 
 def check_first_batches(loader: PackedLoader, model: Any) -> None:
