@@ -21,7 +21,10 @@ from threading import RLock
 from typing import Any
 
 from lm_eval import evaluator
+from lm_eval.api import model as lm_eval_model
+from lm_eval.api import task as lm_eval_task
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from ...runtime import draw_stream, preserve_rng
 from ..engine import Engine
@@ -107,10 +110,13 @@ class Harness:
     def __call__(self, deadline: float | None = None) -> dict[str, float]:
         """Evaluate; return every metric of every task and group, without standard errors.
 
+        lm_eval's progress bars are hidden: in training, evaluations come again and again.
+
         Args:
             deadline: seconds after which TimeoutError is raised.
         """
-        results = self._evaluate(deadline, bootstrap_iters=0)["results"]
+        with _one_evaluation, _hidden_bars():
+            results = self._evaluate(deadline, bootstrap_iters=0)["results"]
         return {
             f"{task}/{_metric_name(name)}": float(value)
             for task, values in results.items()
@@ -230,6 +236,21 @@ def _single_process() -> Iterator[None]:
         os.environ.pop("DISABLE_MULTIPROC", None)
         if before is not None:
             os.environ["DISABLE_MULTIPROC"] = before
+
+
+@contextmanager
+def _hidden_bars() -> Iterator[None]:
+    """Hide lm_eval's progress bars, one for each task and kind of request; it has no switch."""
+    before = lm_eval_task.tqdm, lm_eval_model.tqdm
+    lm_eval_task.tqdm = lm_eval_model.tqdm = _hidden_bar  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        lm_eval_task.tqdm, lm_eval_model.tqdm = before
+
+
+def _hidden_bar(*args: Any, **settings: Any) -> tqdm:
+    return tqdm(*args, **{**settings, "disable": True})
 
 
 def _metric_name(name: str) -> str:

@@ -228,6 +228,15 @@ def test_an_evaluation_sets_no_seed_writes_no_cache_and_leaves_the_model(small, 
     assert (sorted(Path(cache.PATH).glob("*")) if Path(cache.PATH).exists() else []) == cached
 
 
+def test_an_evaluation_in_training_shows_no_bars(small, tasks, capsys):
+    folder, names = tasks
+    harness = Harness(*small, names[:2], include_path=str(folder), limit=2, memory=1 << 24)
+    capsys.readouterr()
+    assert harness()
+    assert "it/s" not in capsys.readouterr().err
+    assert harness.results() and "it/s" in capsys.readouterr().err, "they are back"
+
+
 def test_standard_errors_are_drawn_in_this_process_and_told_to_nobody(
     small, tmp_path, monkeypatch, capsys
 ):
