@@ -4,6 +4,7 @@ Nothing here loads torch or Transformers before it is called, so that `--help` i
 """
 
 from .load_pretrained import (
+    add_chat_template_option,
     check_chat_template,
     checkpoint_path,
     has_weights,
@@ -11,6 +12,7 @@ from .load_pretrained import (
     load_tokenizer,
     load_weights,
     resolve_path,
+    set_chat_template,
     short_error,
 )
 from .options import (
@@ -33,6 +35,7 @@ from .terminal import printable, progress
 
 __all__ = [
     "HelpFormatter",
+    "add_chat_template_option",
     "add_data_options",
     "add_length_options",
     "add_model_argument",
@@ -55,5 +58,6 @@ __all__ = [
     "printable",
     "progress",
     "resolve_path",
+    "set_chat_template",
     "short_error",
 ]

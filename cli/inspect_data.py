@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from .load_pretrained import load_tokenizer
+from .load_pretrained import add_chat_template_option, load_tokenizer, set_chat_template
 from .options import (
     add_data_options,
     add_length_options,
@@ -55,10 +55,16 @@ def main(argv: list[str]) -> int:
     if not args.data:
         raise ValueError("the name of the data is empty: pass a file or a folder")
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    if args.chat_template is not None:
+        if tokenizer is None:
+            raise ValueError("--chat-template needs --tokenizer")
+        set_chat_template(tokenizer, args.chat_template)
     try:
         return _inspect(args, tokenizer)
     except ValueError as error:
-        raise ValueError(as_cli_message(error)) from error
+        message = as_cli_message(error)
+        message = message.replace("set its chat_template", "pass --chat-template FILE")
+        raise ValueError(message) from error
 
 
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
@@ -111,6 +117,7 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     what = "jsonl, parquet, text or token files, a saved `datasets` folder or a hub name"
     add("data", metavar="DATA", help=what)
     add("--tokenizer", help="folder or hub name; not needed for token ids")
+    add_chat_template_option(add)
     add_data_options(add)
     add_length_options(add, budget=8192, overflow="split")
     add("--seed", type=int, default=0, help="seed of the order")

@@ -5,8 +5,10 @@ The functions are those of `nopad.inference.pretrained`, which loads torch: `--h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from .options import as_cli_message
@@ -35,6 +37,19 @@ load_tokenizer = _on_call("load_tokenizer")
 load_weights = _on_call("load_weights")
 resolve_path = _on_call("resolve_path")
 short_error = _on_call("short_error")
+
+
+def add_chat_template_option(add: Any) -> None:
+    """Add the option of a file with a chat template."""
+    add("--chat-template", help="Jinja file, for a tokenizer without a chat template")
+
+
+def set_chat_template(tokenizer: Any, path: str) -> None:
+    """Give a tokenizer the chat template of a file."""
+    try:
+        tokenizer.chat_template = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template {path}: {error}") from None
 
 
 def check_chat_template(tokenizer: Any) -> None:

@@ -14,14 +14,21 @@ import os
 import sys
 from pathlib import Path
 
-from nopad.cli import add_model_argument, checkpoint_path, count, load_tokenizer, positive
+from nopad.cli import (
+    add_chat_template_option,
+    add_model_argument,
+    checkpoint_path,
+    count,
+    load_tokenizer,
+    positive,
+    set_chat_template,
+)
 from nopad.cli import parser as command_parser
 from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
     add_packing_options,
     check_vocab_size,
-    error_context,
     load_checkpoint,
     open_data,
     packed_dataset,
@@ -37,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_argument(add, "checkpoint folder or hub name of a causal LM", required=False)
     add("--data", help=".jsonl[.gz|.zst], .parquet, saved `datasets` folder or hub name")
     add("--tokenizer", help="folder or hub name; default: the model's")
-    add("--chat-template", help="Jinja file, for a tokenizer without a chat template")
+    add_chat_template_option(add)
     add("--lora", type=count, default=0, metavar="RANK",
         help="train LoRA adapters of this rank; 0 trains all weights")  # fmt: skip
     add_packing_options(add, budget=2048, overflow="error")  # a split answer loses its question
@@ -59,8 +66,7 @@ def load_data(args: argparse.Namespace):
 
     tokenizer = load_tokenizer(args.tokenizer or checkpoint_path(args.model))
     if args.chat_template:
-        with error_context(f"--chat-template {args.chat_template}"):
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        set_chat_template(tokenizer, args.chat_template)
     source = open_data(args, tokenizer)
     source, examples = hold_out(source, args.eval_examples, args.text_column, args.format)
     data = packed_dataset(args, source, tokenizer)  # first: rows that cannot be used are an error

@@ -16,7 +16,7 @@ from nopad.cli.counted_rows import CountedRows, open_counted
 from nopad.cli.data_report import budget_rows, labelled_samples, pack_map
 from nopad.packing import Pack, PackedDataset, Sample
 from nopad.packing.planning import padded_fill
-from small_checkpoint import small_tokenizer
+from small_checkpoint import CHAT, small_tokenizer
 
 
 @pytest.fixture
@@ -116,6 +116,23 @@ def test_rows_of_another_layout_and_a_shorter_length_are_inspected(
     assert main(["inspect", *given]) == 0
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("    64"))
     assert line.split()[4] == "5", "all are longer than --max-length"
+
+
+def test_chats_for_a_tokenizer_without_a_template_take_one_from_a_file(tmp_path, capsys):
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    given = ["inspect", str(tmp_path / "chats.jsonl"), "--budget", "64"]
+    assert main([*given, "--chat-template", "x"]) == 2
+    given += ["--tokenizer", str(tmp_path / "tokenizer")]
+    assert main(given) == 2
+    assert "this one has none: pass --chat-template FILE, or use" in capsys.readouterr().err
+    assert main([*given, "--chat-template", str(tmp_path / "none.jinja")]) == 2
+    assert main([*given, "--chat-template", str(tmp_path / "chat.jinja")]) == 0
+    assert "5 samples" in capsys.readouterr().out
 
 
 def test_an_end_that_is_no_token_is_told_of_the_option(checkpoint_dir, tmp_path, capsys):
