@@ -18,8 +18,8 @@ README = ROOT / "README.md"
 PAGES = sorted(
     page for page in (ROOT / "docs").rglob("*.md") if python_blocks(page.read_text("utf-8"))
 )
-ROOMS = ("attention", "collators", "inference", "packing", "runtime", "trainer")
-COMMAND_LINES = re.compile(r"^nopad (\w+)(.*)$", re.MULTILINE)
+ROOMS = ("attention", "collators", "inference", "packing", "recipes", "runtime", "trainer")
+COMMAND_LINES = re.compile(r"^nopad ([\w-]+)(.*)$", re.MULTILINE)
 
 
 @pytest.fixture
