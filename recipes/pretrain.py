@@ -2,7 +2,7 @@
 
     nopad pretrain                 # a small Llama on functions of Python's standard library
     nopad pretrain path/to/config --data corpus.jsonl --budget 8192
-    nopad pretrain --resume        # continue the last run
+    nopad pretrain --resume        # continue the last run under runs/; or --resume FOLDER
     accelerate launch -m nopad pretrain ...         # on several devices, as configured
 
 Two processes on a CPU (`--num_processes 2` alone silently starts one process there):
