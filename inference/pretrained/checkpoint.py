@@ -85,7 +85,7 @@ def base_model_name(name: str) -> str:
 def adapter_error(name: str, error: Exception) -> str:
     """Say why an adapter cannot be loaded: its base model may be somewhere else by now."""
     base = base_model_name(name)
-    if Path(base).is_dir():
+    if Path(base).is_dir() or not isinstance(error, OSError | ValueError):  # PEFT may be missing
         return short_error(error)
     return (
         f"its base model {base} is not a folder here, nor could it be loaded from the hub; put it "

@@ -79,7 +79,7 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"{name} is a file: pass the folder of a tokenizer as tokenizer=")
     source = path
     if is_adapter(path) and not has_tokenizer(path):
-        source = os.path.expanduser(base_model_name(path))
+        source = base_model_name(path)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:

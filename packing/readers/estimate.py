@@ -45,11 +45,18 @@ def estimate_packs(settings: StreamSettings) -> int | None:
         for each, count in zip(lengths, counts, strict=True)
     ])  # fmt: skip
     np.random.default_rng(0).shuffle(documents)
+    return round(_planned_packs(documents, settings) / share * settings.shards)
+
+
+def _planned_packs(documents: np.ndarray, settings: StreamSettings) -> int:
     names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
-    planner = Planner(**{n: v for n, v in settings.packer.items() if n in names})
+    options = {name: value for name, value in settings.packer.items() if name in names}
+    if options.get("overflow") == "error":  # raised when it is read, unless errors are skipped
+        options["overflow"] = "drop"
+    planner = Planner(**options)
     planner.feed(documents)
     planner.finish()
-    return round(planner.counts.packs / share * settings.shards)
+    return planner.counts.packs
 
 
 def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndarray, float] | None:

@@ -40,6 +40,8 @@ def test_the_packs_of_a_stream_are_estimated_from_its_first_rows(make):
     assert make("planned").estimate() == make("planned").count()
     endless = PackedDataset(lambda: iter([[1]]), budget=8)
     assert endless.estimate() is None
+    skipped = {"overflow": "error", "on_error": "skip", "pretokenize": False, "shards": 1}
+    assert PackedDataset([[1] * 9, [1] * 8, [1] * 4], budget=8, **skipped).estimate() == 2
 
 
 def test_a_tokenizer_may_know_a_few_letters_only():
