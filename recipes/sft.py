@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from nopad.cli import (
     add_chat_template_option,
@@ -27,6 +26,7 @@ from nopad.cli import parser as command_parser
 from nopad.recipes.support import eval_sampling
 from nopad.recipes.support.arguments import parse_with_config
 from nopad.recipes.support.data_and_model import (
+    add_lora,
     add_packing_options,
     check_vocab_size,
     load_checkpoint,
@@ -93,17 +93,7 @@ def load_model(args: argparse.Namespace, tokenizer):
     register()
     model = load_checkpoint(checkpoint_path(args.model), attn_implementation=args.attention)
     check_vocab_size(model, tokenizer)
-    if not args.lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    adapted = get_peft_model(model, config)
-    if Path(model.name_or_path).is_dir():  # the adapter is loaded from other folders, too
-        adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(model.name_or_path)
-    return adapted
+    return add_lora(model, args.lora) if args.lora else model
 
 
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -170,6 +171,20 @@ def load_checkpoint(path: str, **options: Any) -> Any:
     """Load a causal LM with its weights, for training."""
     with model_errors(path):
         return load_weights(path, **options)
+
+
+def add_lora(model: Any, rank: int) -> Any:
+    """Add LoRA adapters to all linear layers; they name a local base model by its full path."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        model,
+        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    if os.path.isdir(model.name_or_path):
+        config: Any = adapted.peft_config["default"]
+        config.base_model_name_or_path = os.path.abspath(model.name_or_path)
+    return adapted
 
 
 def load_model(args: argparse.Namespace, tokenizer):
