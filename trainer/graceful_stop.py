@@ -63,6 +63,12 @@ class StopRequest:
             self.received = self.received or other.received
             self._received_at = self._received_at or other._received_at
 
+    def previous_handler(self, number: signal.Signals) -> Any:
+        """Return what handled a signal before this request."""
+        handler = self._previous_handlers.get(number, signal.SIG_DFL)
+        outer = getattr(handler, "__self__", None)
+        return outer.previous_handler(number) if isinstance(outer, StopRequest) else handler
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
@@ -137,9 +143,17 @@ def _register_fork_hook() -> None:
 
 
 def _detach_from_parent() -> None:
-    """In a fork: a signal to a data worker must not be reported to its parent."""
+    """In a fork: SIGTERM ends it, as pools expect; the other signals are for its parent.
+
+    A signal to a data worker must not be reported to the parent either.
+    """
     with suppress(ValueError):  # not the main thread
         inherited = signal.set_wakeup_fd(-1)
         if inherited not in _wakeup_fds:
             signal.set_wakeup_fd(inherited)
+        for number in STOP_SIGNALS:
+            request = getattr(signal.getsignal(number), "__self__", None)
+            if isinstance(request, StopRequest):
+                ends = number == signal.SIGTERM
+                signal.signal(number, request.previous_handler(number) if ends else signal.SIG_IGN)
     _wakeup_fds.clear()

@@ -38,9 +38,10 @@ child = os.fork()
 if not child:
     time.sleep(60)
     os._exit(1)
-for _ in range(2):
-    time.sleep(2 * RELAY_SECONDS)
-    os.kill(child, signal.SIGUSR1)
+time.sleep(RELAY_SECONDS)
+for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+    os.kill(child, number)
+    time.sleep(0.1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.received, flush=True)
 """
 
@@ -141,7 +142,8 @@ def test_a_second_signal_is_heard_inside_a_call_that_never_returns(child):
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
-def test_signals_to_a_fork_are_not_the_parents(child):
+def test_signals_to_a_fork_are_not_the_parents_and_sigterm_ends_it(child):
+    """A pool ends its processes by SIGTERM, and waits for them."""
     process = child(PARENT)
-    assert process.stdout.readline() == f"{128 + signal.SIGUSR1} None\n"
+    assert process.stdout.readline() == f"{-signal.SIGTERM} None\n"
     assert process.wait(timeout=30) == 0
