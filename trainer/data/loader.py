@@ -6,7 +6,8 @@
                                               └─ data state: saved once the step was issued
 
 The loader reads one optimizer step ahead, so that every batch can carry the number of label tokens
-of its optimizer step. Packs that were read but not yet issued are not part of the state.
+of its optimizer step; two where a step may be empty on every rank, which is known one step later.
+Packs that were read but not yet issued are not part of the state.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ class PackedLoader:
         self.dataset.start_next_pass()
         self.dataset.mark_trained()  # no step yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
-        steps = skip_empty(self._steps()) if self._may_be_empty() else self._steps()
+        steps = self._steps()
+        if self._may_be_empty():
+            steps = skip_empty(steps, self._steps_over_all_shards())
         begins, is_last = self._state["position"]["index"] == 0, False
         for step, is_last in mark_last(steps):
             if is_last:  # trainers save before they ask for more, and resume with the next pass
@@ -216,6 +219,11 @@ class PackedLoader:
         streams = self.dataset.lengths is None and self.dataset.epochs is not None
         # Ranks that were named without a process group cannot sum their tokens.
         return streams and 1 < self.dataset.ranks()[1] <= world_size()
+
+    def _steps_over_all_shards(self) -> int:
+        """Return the steps in which every shard of a stream gives a pack, or has ended."""
+        packs = self.dataset.ranks()[1] * self.accumulation_steps
+        return math.ceil(self.dataset.settings["shards"] / packs)
 
     def _steps(self) -> Iterator[StepBatches]:
         packs, size = iter(self._loader), self.accumulation_steps
