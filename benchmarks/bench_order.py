@@ -151,7 +151,8 @@ def main() -> None:
                 forced = measure(capped, budget, "random", args.seeds)
                 for row in rows[-len(args.ways) :]:
                     row["forced_over_chance"] = forced["again_over_chance"]
-    record = {**header("order"), "seeds": args.seeds, "rows": rows}
+    version = Planner(1).state_dict()["version"]
+    record = {**header("order"), "planner_version": version, "seeds": args.seeds, "rows": rows}
     write_record(record, args.record)
     print(json.dumps(record))
 
