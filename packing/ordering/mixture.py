@@ -137,7 +137,7 @@ def parse_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
 
 
 def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
-    """Return a name for each source of a mixture: that of its file or folder, or its number.
+    """Return a different name for each source of a mixture: its file or folder, or its number.
 
     >>> source_names([("web/", 2), ("new/code.jsonl", 1), ("old/code.jsonl", 1), ([[5, 6]], 1)])
     ['web', 'code.jsonl', 'code.jsonl_2', 'source_3']
@@ -149,7 +149,9 @@ def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
         path = str(source) if isinstance(source, str | Path) else ""
         path = path.partition("?")[0] if "://" in path else path  # a query may hold a key
         name = Path(path).name or f"source_{number}"
-        names.append(f"{name}_{number}" if name in names else name)
+        while name in names:
+            name = f"{name}_{number}"
+        names.append(name)
     return names
 
 

@@ -5,12 +5,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import PackedDataset
 from nopad.packing.ordering import Mixture
 from nopad.packing.ordering.epoch_order import MixedOrder
-from nopad.packing.ordering.mixture import SCALE, parse_mixture
+from nopad.packing.ordering.mixture import SCALE, parse_mixture, source_names
 
 
 def drawn_tokens(choices, lengths):
@@ -265,3 +265,10 @@ def test_a_source_without_weight_is_not_read_when_the_others_are_exhausted(weigh
     )  # fmt: skip
     counts = np.bincount(np.concatenate([pack.sources for pack in data]), minlength=3)
     assert counts[:2].tolist() == [20, 20] and counts[2] <= (2 if weight else 0)
+
+
+@given(st.lists(st.sampled_from(["a", "a_1", "a_2", "a_2_2", "x/a", "source_1", 0]), max_size=6))
+@example(["a", "a_2", "a"])
+def test_every_source_has_a_name_of_its_own(sources):
+    names = source_names([(source, 1) for source in sources])
+    assert len(set(names)) == len(sources)
