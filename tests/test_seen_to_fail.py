@@ -68,6 +68,15 @@ FAULTS = {
         "right = skip_empty\n"
         "skip_empty = lambda steps, max_empty: right(steps, 10**9)",
     ),
+    "a weight of zero is a small one": (
+        "packing/ordering/test_mixture.py::test_a_source_is_not_drawn_while_its_weight_is_zero",
+        "nopad.packing.ordering.mixture",
+        "begin = Mixture.__init__\n"
+        "def small(self, *args, **named):\n"
+        "    begin(self, *args, **named)\n"
+        "    self.fractions = np.maximum(self.fractions, SCALE // 10)\n"
+        "Mixture.__init__ = small",
+    ),
     "the pool of a shard holds several epochs": (
         "packing/readers/test_streamed.py::"
         "test_documents_of_an_epoch_are_packed_before_those_of_the_next",
