@@ -41,6 +41,11 @@ from .model_limits import ModelLimits
 from .optimizer_steps import Batch, PackInfo, StepBatches, mark_last, skip_empty, take_packs
 from .worker_watch import WorkerWatch
 
+NO_STEPS = (
+    "the data has not enough packs for one optimizer step, and drop_last=True drops them: omit it, "
+    "or lower the accumulation steps"
+)
+
 
 class PackedLoader:
     """Iterate over the batches of this rank's packs; iterate again for the next epoch.
@@ -83,10 +88,14 @@ class PackedLoader:
         count_items: bool = True,
         layout: Layout | None = None,
     ):
-        if accumulation_steps < 1:
+        if not isinstance(dataset, PackedDataset):
+            raise ValueError(f"dataset is a {type(dataset).__name__}: pass a PackedDataset")
+        if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
             raise ValueError(
-                f"accumulation_steps={accumulation_steps}: a step needs at least one pack"
+                f"accumulation_steps={accumulation_steps!r}: a step needs at least one pack"
             )
+        if not isinstance(drop_last, bool):
+            raise ValueError(f"drop_last={drop_last!r}: pass True or False")
         self.dataset = dataset
         self.collator = collator or PackedCollator()
         self.accumulation_steps = accumulation_steps
@@ -138,8 +147,8 @@ class PackedLoader:
             if is_last:  # trainers save before they ask for more, and resume with the next pass
                 step.state = self.dataset.end_pass()
             yield from self._issue(step, is_last)
-        if begins and not is_last and not self.drop_last:  # not a single step
-            raise ValueError(NO_PACKS)
+        if begins and not is_last:  # not a single step
+            raise ValueError(NO_STEPS if self.drop_last else NO_PACKS)
         self.dataset.end_pass()
         self._state = None
 
@@ -337,6 +346,8 @@ class EvaluationLoader(PackedLoader):
             layout: which ranks read packs of their own; default: found when iteration starts.
         """
         super().__init__(dataset, collator, layout=layout)
+        if limit is not None and (not isinstance(limit, int) or limit < 0):
+            raise ValueError(f"limit={limit!r}: pass a number of packs, or None for all")
         total = min(dataset.count(), dataset.max_packs or sys.maxsize)
         packs_per_rank = math.ceil(total / self.packs_at_a_time)
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
@@ -347,6 +358,8 @@ class EvaluationLoader(PackedLoader):
         return self.packs
 
     def __iter__(self) -> Iterator[Batch]:
+        if not self.packs:
+            return iter(())
         self._place()
         self._check_same_data()
         if self._items_per_pack is None:
