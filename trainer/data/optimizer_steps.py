@@ -5,7 +5,7 @@
                                                                on all of them
 
 Shards of a stream end at different times, and empty packs take the places of those that have ended.
-Several ranks know that all shards have ended once every shard gave an empty pack in a row.
+Several ranks end once one pack of every shard, in a row, was empty on all of them.
 """
 
 from __future__ import annotations
