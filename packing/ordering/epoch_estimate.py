@@ -39,9 +39,10 @@ def estimate_epoch(
         share /= share.sum()
         next_knot = np.inf
         if knot < len(knots):
-            next_knot = min(total + (knots[knot] - knots[knot - 1]) / STEPS, float(knots[knot]))
-        waiting = (share > 0) & ~exhausted
-        ends = total + (available[waiting] - drawn[waiting]) / share[waiting]
-        end = min(next_knot, ends.min(initial=np.inf))
+            step = max(1.0, (knots[knot] - knots[knot - 1]) / STEPS)
+            next_knot = min(total + step, float(knots[knot]))
+        waiting, ends = (share > 0) & ~exhausted, np.full(len(share), np.inf)
+        ends[waiting] = total + (available[waiting] - drawn[waiting]) / share[waiting]
+        end = min(next_knot, ends.min())
         drawn, total = drawn + share * (end - total), end
-        exhausted |= drawn >= available * (1 - 1e-9)
+        exhausted |= ends <= end

@@ -129,5 +129,5 @@ def test_data_without_a_pack_is_refused(tmp_path, workers):
     pq.write_table(pa.table({"input_ids": [[1] * 40] * 20}), tmp_path / "long.parquet")
     stream = {"budget": 32, "shards": 4, "pretokenize": False, "overflow": "drop"}
     data = PackedDataset(tmp_path / "long.parquet", **stream)
-    with pytest.raises(ValueError, match="there is nothing to pack.* max_packs= ends before"):
+    with pytest.raises(ValueError, match=r"there is nothing to pack.* max_packs= ends before"):
         list(PackedLoader(data, num_workers=workers))
