@@ -8,6 +8,7 @@ Names are loaded on first use, each from its room; `import nopad` itself loads n
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,6 +78,13 @@ _ROOMS = {
     "trainer.with_lightning": ("PackedCallback", "PackedDataModule"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+_EXTRAS = {
+    "PackedSFTTrainer": ("trl",),
+    "PackedCallback": ("lightning", "pytorch_lightning"),
+    "PackedDataModule": ("lightning", "pytorch_lightning"),
+}
+"""Names that need one of these libraries: `import *` omits them where all are missing."""
+__all__ = [name for name in __all__ if name not in _EXTRAS or any(map(find_spec, _EXTRAS[name]))]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """Does the place of a document depend on its length, or on the place it had before?
 
     python benchmarks/bench_order.py [--record FILE] [--seeds 20] [--largest 200000]
+        [--ways planned balanced stream]
 
 For sets of 50 to 200,000 documents and budgets of 2 to 30 mean lengths, over seeds: the rank
 correlation of a document's place (the index of its pack) with its length, with its place in the
@@ -26,6 +27,7 @@ from record import header, shared_dir, write_record
 
 BUDGETS = (2, 3, 4, 10, 30)
 SIZES = (50, 600, 2000, 7473, 200_000)
+WAYS = ("planned", "balanced", "stream")
 
 
 def gsm8k_lengths(count: int) -> np.ndarray:
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--largest", type=int, default=200_000, help="documents of the largest set")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args()
     rows = []
     for name, draw in (("gsm8k", gsm8k_lengths), ("lognormal", lognormal_lengths)):
@@ -141,14 +144,15 @@ def main() -> None:
                 if capped.sum() < 10 * budget:
                     continue
                 row = {"lengths": name, "documents": count, "budget_over_mean": multiple}
-                for way in ("planned", "balanced", "stream"):
+                for way in args.ways:
                     row |= {"way": way, **measure(capped, budget, way, args.seeds)}
                     rows.append(row | {"passes": passes(row)})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 forced = measure(capped, budget, "random", args.seeds)
-                for row in rows[-3:]:
+                for row in rows[-len(args.ways) :]:
                     row["forced_over_chance"] = forced["again_over_chance"]
-    record = {**header("order"), "seeds": args.seeds, "rows": rows}
+    version = Planner(1).state_dict()["version"]
+    record = {**header("order"), "planner_version": version, "seeds": args.seeds, "rows": rows}
     write_record(record, args.record)
     print(json.dumps(record))
 

@@ -9,9 +9,10 @@
 Every attention implementation that runs on this machine gets the same pack, and its results are
 compared with those of the documents one by one: logits, loss, gradients, and whether a document
 changes when the one before it is replaced. The last lines say where each may be used: in a loop of
-your own, and in nopad's trainers, which repair the masks of stock attention. Exit status: 0 if
-every implementation that ran is isolated, 1 if one leaks or is wrong in a loop of your own, 2 if
-nothing could be checked: the model cannot be loaded or built, or no implementation runs it here.
+your own, in nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
+Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in a loop of
+your own or in the Engine, 2 if nothing could be checked: the model cannot be loaded or built, or no
+implementation runs it here.
 
 --distributed needs no model: in under a minute, packs, resume, losses and gradients of DDP, FSDP2,
 sequence and tensor parallelism, and generation are compared across the ranks that a launcher starts
@@ -119,7 +120,7 @@ def _report_isolation(name: str, model: Any, implementations: list[str], config:
     report(console(), name, model, results)
     if not any(result.was_checked for result in results):
         return 2
-    return int(any(result.is_bad for result in results))
+    return int(any(result.is_bad or result.engine_fault for result in results))
 
 
 def _report_parity(name: str, model: Any) -> int:

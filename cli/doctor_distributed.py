@@ -224,6 +224,8 @@ def check_tensor_parallel(device: torch.device) -> str:
 
     axis = _group_axis()
     layout = Layout(rank(), world_size(), tensor=axis)
+    if layout.data_size > 1 and _transformers_version() < (5, 18):
+        raise Skip(f"{layout.data_size} groups need Transformers 5.18 or later")
     shards = DistributedConfig(tp_size=axis.size, fsdp_size=layout.data_size)
     with tempfile.TemporaryDirectory() as folder:
         whole = _model(device)  # `save_pretrained` would write on rank 0 only
@@ -296,6 +298,13 @@ def _group_axis() -> Axis:
     if size == 1:
         raise Skip(f"{world_size()} ranks do not form equal groups of 2, 4 or 8")
     return Axis(1, size)
+
+
+def _transformers_version() -> tuple[int, ...]:
+    """Return the major and minor version."""
+    from transformers import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2])
 
 
 def _digest(batch: dict) -> str:

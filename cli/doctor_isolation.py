@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,8 @@ class IsolationResult:
     packed: PackedDifferences | None = None
     paged: float | None = None
     """Logits of generation over the paged cache against those of the packed row."""
+    engine_fault: str = ""
+    """What is wrong with generation; empty if nothing, or if it was not examined."""
     note: str = ""
     condition: str = ""
     """What training needs to be right."""
@@ -67,6 +69,7 @@ class IsolationResult:
 
     @property
     def is_bad(self) -> bool:
+        """Whether packed rows are wrong, in a loop without nopad's trainers."""
         return self.verdict in ("LEAK", "WRONG")
 
     @property
@@ -86,13 +89,11 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
         model = with_attention(oracle, name)
         _check_backward(model)
         packed = _check_all_rows(model, oracle)
-        paged = check_paged(model) if name == "nopad" else None
     except Exception as error:  # models and kernel libraries raise many types
         return IsolationResult(name, "not run", note=_short_reason(error))
     limit = tolerance(model)
     verdict = "LEAK" if packed.leak > limit else "isolated" if packed.within(limit) else "WRONG"
-    if paged is not None and not paged <= limit:  # also true for NaN
-        verdict = "WRONG"
+    paged, engine_fault = _check_engine(model, limit) if name == "nopad" else (None, "")
     is_bad = verdict != "isolated"
     notes = [*_unseen_lengths(model), *(_cache_notes(model, limit) if not is_bad else ())]
     conditions = _conditions(model, config or oracle.config) if name == "nopad" else []
@@ -101,10 +102,22 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
         verdict,
         packed,
         paged,
+        engine_fault,
         note="; ".join(notes),
         condition=" and ".join(conditions),
         is_repaired=is_bad and name != "nopad" and _is_repaired(model, oracle, limit),
     )
+
+
+def _check_engine(model: Any, limit: float) -> tuple[float | None, str]:
+    """Return how far generation over the paged cache is from the packed row, and the fault."""
+    try:
+        difference = check_paged(model)
+    except Exception as error:  # models and kernel libraries raise many types
+        return None, f"does not run ({_short_reason(error)})"
+    if difference <= limit:
+        return difference, ""
+    return difference, f"wrong, logits differ from those of the packed row by {difference:.1e}"
 
 
 def _check_backward(model: Any) -> None:
@@ -204,7 +217,8 @@ def report(out: Console, name: str, model: Any, results: list[IsolationResult]) 
         out.print(printable(f"{', '.join(names)}: {note}"), style="dim")
     if notes:
         out.print("")
-    for line, is_good in (_own_loop_verdict(results), _trainers_verdict(results)):
+    verdicts = [_own_loop_verdict(results), *_engine_verdicts(results), _trainers_verdict(results)]
+    for line, is_good in verdicts:
         out.print(printable(line), style="green" if is_good else "bold red")
 
 
@@ -230,9 +244,18 @@ def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
         return "Nothing was checked: no implementation named in --attn runs here.", False
     parts = [f"right with {', '.join(map(_with_condition, good))}"] if good else []
     parts += [f"not with {faults}"] if faults else []
-    if any(result.is_repaired for result in results):
-        parts += ["nopad.attention.document_mask around the forward repairs this"]
+    repaired = [result.name for result in results if result.is_repaired]
+    if repaired:
+        names = ", ".join(repaired)
+        parts += [f"nopad.attention.document_mask around the forward repairs {names}"]
     return f"In a loop of your own with PackedCollator: {'; '.join(parts)}.", not faults
+
+
+def _engine_verdicts(results: list[IsolationResult]) -> Iterator[tuple[str, bool]]:
+    """Say whether the engine generates what the packed row predicts."""
+    for result in results:
+        if result.paged is not None or result.engine_fault:
+            yield f"With nopad's Engine: {result.engine_fault or 'right'}.", not result.engine_fault
 
 
 def _faults(results: Iterable[IsolationResult]) -> str:

@@ -72,6 +72,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many.
         shards: parts of a stream with unknown lengths, 8 by default; ranks x workers divide it.
         pool: samples that the packer chooses from; more fill packs better and need more memory.
+            Of known lengths in random order, at least 65,536.
         strategy: "best_fit" for the fullest packs; "sequential" keeps the order of the data;
             "concat" keeps it too, and cuts a sample wherever a pack is full.
         overflow: of a sample that is too long: "split", "truncate", "drop" or "error".
@@ -85,7 +86,8 @@ class PackedDataset(ResumablePasses, IterableDataset):
         text_column: the column of a row that holds its text.
         format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt"
             (conversations), or a function from a row to one with the columns of another form.
-        add_eos: end documents with the tokenizer's eos (True), with this id, or not (False).
+        add_eos: end texts with the tokenizer's eos (True), with this id, or not (False); the id
+            between the documents of a flat token file.
         cache_dir: folder for the tokens of data that is encoded at once, by data and tokenizer;
             default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
         vocab_size: ids from this number on are refused; default: as the tokenizer says.

@@ -21,7 +21,7 @@ from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .readers.streamed import StreamedPacks
 from .sources.in_memory import ListSource, TokenRowSource
-from .sources.open_source import Opened, open_source
+from .sources.open_source import Opened, may_be_folder, open_source
 from .sources.source import SMALL_BYTES, RowSource
 from .sources.token_array import TokenArray
 from .sources.token_store import TokenStore
@@ -83,21 +83,34 @@ def packer_settings(*, max_length: int | None, **settings: Any) -> dict[str, Any
     return {**settings, **dict(zip(names, numbers, strict=True)), "max_length": max_length}
 
 
-def open_sources(pairs: list[tuple[Any, Weight]], encoder: Encoder, **options: Any) -> list[Opened]:
-    """Open the sources of a mixture, in order."""
+def open_sources(
+    pairs: list[tuple[Any, Weight]], encoder: Encoder, *, glob: str | None, dtype: str | None
+) -> list[Opened]:
+    """Open the sources of a mixture, in order; raise for an option that none of them uses."""
     opened = [
         open_source(
             source,
             text_column=encoder.text_column,
             eos_token_id=encoder.eos_token_id,
             number=number,
-            **options,
+            glob=glob,
+            dtype=dtype,
         )
         for number, (source, _) in enumerate(pairs)
     ]
     if encoder.format is not None and any(isinstance(source, list) for source in opened):
         raise ValueError(
             f"format={encoder.format_name!r} converts rows, and this data has ready tokens: omit it"
+        )
+    sources = [source for source, _ in pairs]
+    if glob is not None and not any(map(may_be_folder, sources)):
+        raise ValueError(f"glob={glob!r} chooses files of a folder, and no source is one: omit it")
+    if dtype is not None and not any(isinstance(source, list) for source in opened):
+        raise ValueError(f"dtype={dtype!r} is of flat .bin files, and no source is one: omit it")
+    if encoder.tokenizer is None and encoder.eos_is_given and dtype is None:
+        raise ValueError(
+            f"add_eos={encoder.eos_token_id} ends documents of text, which need tokenizer=; ready "
+            "tokens are packed as they are: append it to their ids, and omit add_eos="
         )
     return opened
 

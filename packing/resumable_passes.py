@@ -131,8 +131,8 @@ class ResumablePasses(ABC):
         A finished pass is followed by the next one, unless the pass may be longer here:
         `max_packs` may differ and, if lengths are known, so may `epochs`, which then is the total
         of the pass; the empty packs that completed its last round are replaced by the packs that
-        follow. The shards of a stream that have ended do not go on, so its `epochs` must be the
-        same.
+        follow. The shards of a stream that have ended do not continue, so its `epochs` must be
+        the same.
         """
         check_state(state, self.settings, self.fingerprint)
         position = self.reader.resume_position(state, self.epochs)

@@ -20,6 +20,9 @@ def test_modules_that_need_an_extra_name_it():
             from nopad import PackedSFTTrainer
         except ImportError as missing:
             print(missing)
+        from nopad import *
+        from nopad.trainer.with_hf import *
+        print(sorted({"Engine", "PackedTrainer", "PackedSFTTrainer", "PackedCallback"} & {*dir()}))
         from nopad.__main__ import main
         for command in (["lm_eval"], ["eval", "hub/name", "--tasks", "x"]):
             print(main(command))
@@ -32,6 +35,7 @@ def test_modules_that_need_an_extra_name_it():
         lacking,
         "lightning is not installed: pip install 'nopad[lightning]'",
         "trl is not installed: pip install 'nopad[trl]'",
+        "['Engine', 'PackedTrainer']",
         "2",
         "2",
     ]

@@ -15,7 +15,7 @@ from nopad import (
     pack_lengths,
 )
 from nopad.inference import batch_invariant
-from nopad.trainer import GenerationEval
+from nopad.trainer import EvaluationLoader, GenerationEval, PackedLoader
 from nopad.trainer.evaluation import regex_match
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -28,6 +28,10 @@ CONFIG = LlamaConfig(
 
 def data(**settings):
     return list(PackedDataset([[1, 2], [3, 4, 5]], **{"budget": 8, **settings}))
+
+
+def loader(kind=PackedLoader, **settings):
+    return kind(PackedDataset([[1, 2], [3, 4, 5]], budget=8), **settings)
 
 
 def engine(tokenizer=None, **settings):
@@ -43,6 +47,10 @@ def engine(tokenizer=None, **settings):
         (lambda: data(stopping_strategy="last"), "stopping_strategy='last': choose first_exh"),
         (lambda: data(pool=0), "pool 0: at least one segment"),
         (lambda: data(add_eos=-1), "add_eos=-1: True for the tokenizer's own, an id"),
+        (lambda: data(add_eos=7), "add_eos=7 ends documents of text, which need tokenizer=; ready"),
+        (lambda: data(glob="*.txt"), "glob='*.txt' chooses files of a folder, and no source is"),
+        (lambda: data(dtype="uint16"), "dtype='uint16' is of flat .bin files, and no source is"),
+        (lambda: PackedDataset(__file__, tokenizer=len, budget=8, glob="*"), "glob='*' chooses"),
         (lambda: data(text_column=5), "text_column=5: pass the name of a column"),
         (lambda: data(rank="0", world_size="1"), "rank '0' must be an integer"),
         (lambda: data(pad_token_id=10**30), "pad with an id of the vocabulary"),
@@ -58,6 +66,10 @@ def engine(tokenizer=None, **settings):
         (lambda: PaddedCollator(pad_token_id=-1), "pad_token_id=-1: pass any id"),
         (lambda: PaddedCollator(pad_token_id=1.5), "pad_token_id=1.5: pass any id"),
         (lambda: PaddedCollator(pad_to_multiple_of=None), "pad_to_multiple_of=None: 1 or more"),
+        (lambda: PackedLoader([[1, 2]]), "dataset is a list: pass a PackedDataset"),
+        (lambda: loader(accumulation_steps=1.5), "accumulation_steps=1.5: a step needs at least"),
+        (lambda: loader(drop_last="no"), "drop_last='no': pass True or False"),
+        (lambda: loader(EvaluationLoader, limit=-1), "limit=-1: pass a number of packs, or None"),
         (lambda: Engine(None), "NoneType is not a causal LM"),
         (lambda: Engine(CONFIG), "LlamaConfig is not a causal LM"),
         (lambda: Engine(nn.Linear), "Linear is not a causal LM"),

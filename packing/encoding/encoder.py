@@ -61,6 +61,8 @@ class Encoder:
         self.format_is_named = not callable(format)
         """Whether the format is one of ours, and not a function of the user's."""
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
+        self.eos_is_given = not isinstance(add_eos, bool | np.bool_)
+        """Whether the user passed the id, and not whether to add one."""
         missing = add_eos is True and self.eos_token_id is None
         self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
         self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field, fields
 from ..planning.overflow import Counts
 from ..sources.source import RowError
 
-NO_PACKS = "there is nothing to pack: the data is empty, or all of it was skipped or dropped"
+NO_PACKS = (
+    "there is nothing to pack: the data is empty, all of it was skipped or dropped, or max_packs= "
+    "ends before the first pack"
+)
 MAX_REASONS = 20
 
 

@@ -8,7 +8,8 @@ one document, not only on average.
     weights 3 : 1      a a a b a a a b ...        (documents of equal length)
 
 A weight may change with the tokens drawn: [(0, 0.9), (10**9, 0.5)] falls linearly from 0.9 to 0.5
-over all epochs and passes.
+over all epochs and passes. A source is not drawn while its weight is zero; if no other is left, the
+epoch ends.
 
 When a source is exhausted, as in `datasets.interleave_datasets`:
 
@@ -56,7 +57,7 @@ class Mixture:
                 f"stopping_strategy={stopping_strategy!r}: choose {', '.join(choices)}"
             )
         self.stopping_strategy = stopping_strategy
-        knots, self.fractions = _weight_schedule(weights)
+        knots, self.fractions = weight_schedule(weights)
         self.knots = knots // num_readers
         """Tokens drawn at which the rows of `fractions` apply; linear in between."""
         self.tokens_drawn = np.zeros(len(weights), np.int64)
@@ -73,7 +74,7 @@ class Mixture:
         """Draw from the queued documents of each source, given by their lengths.
 
         Returns the sources in the order drawn, and the source whose queue is empty but whose
-        next length is needed to continue; -1 if no source is active.
+        next length is needed to continue; -1 if no source is active, or their weights are zero.
         """
         ends = np.cumsum([0, *map(len, lengths)])
         flat = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
@@ -93,8 +94,9 @@ class Mixture:
     def mark_exhausted(self, source: int) -> bool:
         """Record that a source is exhausted; return whether the epoch ends."""
         self.exhausted[source] = True
-        # The epoch does not wait for a source whose weight has reached zero for good.
-        retired = (self.fractions[-1] == 0) & (self.tokens_drawn.sum() >= self.knots[-1])
+        # The epoch does not wait for a source whose weight is zero from now on.
+        knot = np.searchsorted(self.knots, self.tokens_drawn.sum(), "right") - 1
+        retired = (self.fractions[knot:] == 0).all(0)
         if self.stopping_strategy == "all_exhausted_without_replacement":
             self.active &= ~(self.exhausted | retired)
             return not self.active.any()
@@ -137,7 +139,7 @@ def parse_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
 
 
 def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
-    """Return a name for each source of a mixture: that of its file or folder, or its number.
+    """Return a different name for each source of a mixture: its file or folder, or its number.
 
     >>> source_names([("web/", 2), ("new/code.jsonl", 1), ("old/code.jsonl", 1), ([[5, 6]], 1)])
     ['web', 'code.jsonl', 'code.jsonl_2', 'source_3']
@@ -149,11 +151,13 @@ def source_names(pairs: Sequence[tuple[Any, Weight]]) -> list[str]:
         path = str(source) if isinstance(source, str | Path) else ""
         path = path.partition("?")[0] if "://" in path else path  # a query may hold a key
         name = Path(path).name or f"source_{number}"
-        names.append(f"{name}_{number}" if name in names else name)
+        while name in names:
+            name = f"{name}_{number}"
+        names.append(name)
     return names
 
 
-def _weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
+def weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
     """Convert constant and changing weights to fractions of SCALE at common token counts."""
     lines = [[(0, float(w))] if isinstance(w, int | float) else list(w) for w in weights]
     for line in lines:
@@ -168,7 +172,14 @@ def _weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]
     table = np.array([np.interp(knots, *np.array(line, float).T) for line in lines]).T
     if (table.sum(1) <= 0).any() or not np.isfinite(table).all():
         raise ValueError(f"the weights {weights} must be finite, and not all zero at any time")
-    return knots, np.rint(table / table.sum(1, keepdims=True) * SCALE).astype(np.int64)
+    fractions = np.rint(table / table.sum(1, keepdims=True) * SCALE).astype(np.int64)
+    lost = (table > 0).any(0) & (fractions == 0).all(0)
+    if lost.any():
+        raise ValueError(
+            f"the weight {weights[int(lost.argmax())]} is less than {0.5 / SCALE:.0e} of the sum, "
+            "so its source would never be read: raise it, or remove the source"
+        )
+    return knots, fractions
 
 
 @jit
@@ -179,24 +190,24 @@ def _draw(lengths, ends, knots, fractions, credits, tokens_drawn, active, choice
     count, knot = 0, 0
     total = tokens_drawn.sum()
     while True:
-        best = -1
-        for s in range(num_sources):
-            if active[s] and (best < 0 or credits[s] > credits[best]):
-                best = s
-        if best < 0 or heads[best] == ends[best + 1]:
-            return count, best
-        length = lengths[heads[best]]
         while knot + 1 < len(knots) and knots[knot + 1] <= total:
             knot += 1
-        earned = 0
+        best, earned = -1, 0
         for s in range(num_sources):
             current[s] = fractions[knot, s]
             if knot + 1 < len(knots):
                 span, offset = knots[knot + 1] - knots[knot], total - knots[knot]
                 current[s] += (fractions[knot + 1, s] - fractions[knot, s]) * offset // span
+            if active[s] and current[s] > 0:
+                earned += current[s]
+                if best < 0 or credits[s] > credits[best]:
+                    best = s
+        if best < 0 or heads[best] == ends[best + 1]:
+            return count, best
+        length = lengths[heads[best]]
+        for s in range(num_sources):
             if active[s]:
                 credits[s] += current[s] * length
-                earned += current[s]
         credits[best] -= earned * length
         tokens_drawn[best] += length
         total += length

@@ -14,7 +14,7 @@ from math import ceil
 
 import numpy as np
 
-from ..ordering.mixture import SCALE, Mixture
+from ..ordering.epoch_estimate import estimate_epoch
 from ..planning.planner import Planner
 from ..sample import Sample
 from ..sources.source import RowSource
@@ -36,7 +36,8 @@ def estimate_packs(settings: StreamSettings) -> int | None:
         lengths.append(found[0])
         counts.append(found[1])
     tokens = [sum(each) * count for each, count in zip(lengths, counts, strict=True)]
-    laps = _laps(np.array(tokens, float), settings)
+    drawn = estimate_epoch(tokens, settings.weights, settings.stopping_strategy)
+    laps = drawn / np.array(tokens)
     counts = [count * lap / settings.shards for count, lap in zip(counts, laps, strict=True)]
     total = sum(len(each) * count for each, count in zip(lengths, counts, strict=True))
     share = min(1.0, MAX_PLANNED / max(total, 1))
@@ -74,15 +75,3 @@ def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndar
     # As they stand in a file of JSON lines or of text.
     num_bytes = sum(len(str(row).encode(errors="replace")) + 1 for row in rows)
     return lengths, max(1.0, (source.num_bytes or 0) / num_bytes)
-
-
-def _laps(tokens: np.ndarray, settings: StreamSettings) -> np.ndarray:
-    """Return how often an epoch reads each source."""
-    strategy = settings.stopping_strategy
-    fractions = Mixture(settings.weights, strategy).fractions[0] / SCALE
-    if strategy == "all_exhausted_without_replacement":
-        return (fractions > 0).astype(float)
-    # An epoch ends with the first or the last source that has no documents left.
-    ends = tokens[fractions > 0] / fractions[fractions > 0]
-    total = ends.min() if strategy == "first_exhausted" else ends.max()
-    return fractions * total / tokens

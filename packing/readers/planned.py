@@ -15,12 +15,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, build_report
+from ..ordering.epoch_estimate import estimate_epoch
 from ..ordering.epoch_order import MixedOrder, epoch_order
 from ..ordering.mixture import StoppingStrategy, Weight, has_schedule
 from ..ordering.rank_shard import Position, RankShard
@@ -78,14 +79,16 @@ class PlannedPacks:
         self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
         self.max_packs = max_packs
 
-    def plans(self, epoch: int, first_pack: int = 0) -> Iterator[Plan]:
-        """Plan an epoch block by block; the items are the documents of the store."""
+    def plans(
+        self, epoch: int, first_pack: int = 0, max_documents: int | None = None
+    ) -> Iterator[Plan]:
+        """Plan an epoch, or its first documents, block by block; the items are those documents."""
         planner = Planner(**self._planner_settings())
         leveler = NoLeveling()
         if self.balance:
             leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
         pending, first = np.zeros(0, np.int64), 0
-        for documents in self._order(epoch):
+        for documents in _first(self._order(epoch), max_documents):
             pending = np.concatenate([pending, documents])
             lengths = self.store.lengths[documents].astype(np.int64, copy=False)
             self._check_lengths(documents, lengths)
@@ -152,6 +155,23 @@ class PlannedPacks:
         report = build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
         documents = np.diff(self.store.source_bounds(len(self.weights)))
         return {**report, "laps": (begun / np.maximum(1, documents)).tolist()}
+
+    def estimate_report(self, max_documents: int) -> dict | None:
+        """Report the first documents of an epoch; shares, laps and `epoch_packs` are of all of it.
+
+        None: an epoch has no more documents than these.
+        """
+        bounds, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
+        tokens = np.array([lengths[a:b].sum(dtype=np.int64) for a, b in pairwise(bounds)])
+        drawn = estimate_epoch(tokens, self.weights, self.stopping_strategy)
+        laps = drawn / np.maximum(1, tokens)
+        if laps @ np.diff(bounds) <= max_documents:
+            return None
+        for _ in self.plans(0, max_documents=max_documents):
+            pass
+        report = build_report(self.counts, drawn.tolist(), SkippedRows(), self.planner["budget"])
+        packs = round(self.counts.packs * drawn.sum() / max(1, self.counts.tokens))
+        return {**report, "epoch_packs": packs, "laps": laps.tolist()}
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading tokens."""
@@ -266,6 +286,14 @@ class PlannedPacks:
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
                 )
+
+
+def _first(blocks: Iterator[np.ndarray], count: int | None) -> Iterator[np.ndarray]:
+    """Yield the first `count` documents of an order; None: all."""
+    for block in blocks:
+        yield block[:count]
+        if count is not None and (count := count - len(block)) <= 0:
+            return
 
 
 def _to_documents(plan: Plan, documents: np.ndarray, first: int) -> Plan:

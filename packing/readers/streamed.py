@@ -5,7 +5,7 @@
 
 The sequence of packs depends on S, not on the readers: any ranks x workers that divides S gives the
 same packs in the same order. The places of a shard that has ended stay empty. A single reader
-passes over them; one of several, which cannot know what the others have, gives empty packs of
+skips them; one of several, which cannot know what the others have, gives empty packs of
 weight zero instead. A single rank ends with its last shard, also before `max_packs`. Several ranks
 cannot know when the others end without communication, so the length of their run must be given in
 packs.

@@ -89,6 +89,16 @@ def open_source(
     )
 
 
+def may_be_folder(source: Any) -> bool:
+    """Return whether files of a source can be chosen: not of a single file, or of rows."""
+    if not isinstance(source, str | Path):
+        return isinstance(source, RowSource | TokenArray | TokenStore)  # opened already
+    path = local_path(source) if is_url(source) else Path(os.path.expanduser(source))
+    if path is None:
+        return not FILE_NAME.fullmatch(str(source).partition("?")[0])
+    return path.is_dir()
+
+
 def _open_path(path: Path, options: _PathOptions) -> Opened:
     if all(Path(f"{path}{suffix}").is_file() for suffix in (".idx", ".bin")):
         from .token_files import open_megatron

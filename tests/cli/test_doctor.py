@@ -41,7 +41,42 @@ def test_a_model_that_packs_rightly_passes(capsys):
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "isolated", "sdpa": "isolated", "eager": "isolated"}
     assert "sdpa, eager: needs use_cache=False in the batch (our collators set it)" in text
-    assert text.endswith("With nopad's trainers: right with nopad, sdpa, eager.\n")
+    assert text.endswith(
+        "With nopad's Engine: right.\nWith nopad's trainers: right with nopad, sdpa, eager.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "paged, said",
+    [(0.5, "wrong, logits differ from those of the packed row by 5.0e-01"), (None, "does not run")],
+)
+def test_an_engine_that_differs_leaves_the_verdict_on_training_as_it_is(
+    capsys, monkeypatch, paged, said
+):
+    def check_paged(model):
+        if paged is None:
+            raise RuntimeError("no kernel image")
+        return paged
+
+    monkeypatch.setattr("nopad.cli.doctor_isolation.check_paged", check_paged)
+    assert main(["llama", "--attn", "nopad"]) == 1
+    text = capsys.readouterr().out
+    assert verdicts(text) == {"nopad": "isolated"} and f"With nopad's Engine: {said}" in text
+    assert "PackedCollator: right with nopad." in text
+    assert text.endswith("With nopad's trainers: right with nopad.\n")
+
+
+def test_only_what_is_repaired_is_said_to_be(capsys):
+    results = [
+        IsolationResult("sdpa", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5), is_repaired=True),
+        IsolationResult("eager", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5)),
+    ]
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
+    report(console(), "llama", model, results)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "not with sdpa, eager (documents leak); nopad.attention.document_mask" in text
+    assert "repairs sdpa. With nopad's trainers: right with sdpa by repairing" in text
+    assert text.endswith("refused with eager (documents leak).")
 
 
 def test_a_leak_is_told_with_its_cure_and_status_one(capsys):

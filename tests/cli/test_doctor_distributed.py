@@ -44,6 +44,15 @@ def test_groups_that_a_number_of_ranks_does_not_allow_are_skipped(monkeypatch):
     assert str(row) == "SP           skipped 3 ranks do not form equal groups of 2, 4 or 8"
 
 
+def test_several_tensor_parallel_groups_are_skipped_on_transformers_that_cannot_shard_them(
+    monkeypatch,
+):
+    monkeypatch.setattr("transformers.__version__", "5.17.3")
+    monkeypatch.setattr(doctor_distributed, "world_size", lambda: 12)
+    row = doctor_distributed._run("TP", doctor_distributed.check_tensor_parallel, CPU)
+    assert str(row).startswith("TP           skipped 3 groups need Transformers 5.18 or later")
+
+
 @pytest.mark.parametrize("extra", [["llama"], ["--parity"], ["--tiny"], ["--attn", "sdpa"]])
 def test_options_without_effect_are_refused(extra, capsys):
     assert main(["doctor", "--distributed", *extra]) == 2

@@ -6,7 +6,8 @@
                                               └─ data state: saved once the step was issued
 
 The loader reads one optimizer step ahead, so that every batch can carry the number of label tokens
-of its optimizer step. Packs that were read but not yet issued are not part of the state.
+of its optimizer step; two where a step may be empty on every rank, which is known one step later.
+Packs that were read but not yet issued are not part of the state.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ from .layout_check import check_first_step
 from .model_limits import ModelLimits
 from .optimizer_steps import Batch, PackInfo, StepBatches, mark_last, skip_empty, take_packs
 from .worker_watch import WorkerWatch
+
+NO_STEPS = (
+    "the data has not enough packs for one optimizer step, and drop_last=True drops them: omit it, "
+    "or lower the accumulation steps"
+)
 
 
 class PackedLoader:
@@ -82,10 +88,14 @@ class PackedLoader:
         count_items: bool = True,
         layout: Layout | None = None,
     ):
-        if accumulation_steps < 1:
+        if not isinstance(dataset, PackedDataset):
+            raise ValueError(f"dataset is a {type(dataset).__name__}: pass a PackedDataset")
+        if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
             raise ValueError(
-                f"accumulation_steps={accumulation_steps}: a step needs at least one pack"
+                f"accumulation_steps={accumulation_steps!r}: a step needs at least one pack"
             )
+        if not isinstance(drop_last, bool):
+            raise ValueError(f"drop_last={drop_last!r}: pass True or False")
         self.dataset = dataset
         self.collator = collator or PackedCollator()
         self.accumulation_steps = accumulation_steps
@@ -129,14 +139,16 @@ class PackedLoader:
         self.dataset.start_next_pass()
         self.dataset.mark_trained()  # no step yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
-        steps = skip_empty(self._steps()) if self._may_be_empty() else self._steps()
+        steps = self._steps()
+        if self._may_be_empty():
+            steps = skip_empty(steps, self._steps_over_all_shards())
         begins, is_last = self._state["position"]["index"] == 0, False
         for step, is_last in mark_last(steps):
             if is_last:  # trainers save before they ask for more, and resume with the next pass
                 step.state = self.dataset.end_pass()
             yield from self._issue(step, is_last)
-        if begins and not is_last and not self.drop_last:  # not a single step
-            raise ValueError(NO_PACKS)
+        if begins and not is_last:  # not a single step
+            raise ValueError(NO_STEPS if self.drop_last else NO_PACKS)
         self.dataset.end_pass()
         self._state = None
 
@@ -216,6 +228,11 @@ class PackedLoader:
         streams = self.dataset.lengths is None and self.dataset.epochs is not None
         # Ranks that were named without a process group cannot sum their tokens.
         return streams and 1 < self.dataset.ranks()[1] <= world_size()
+
+    def _steps_over_all_shards(self) -> int:
+        """Return the steps in which every shard of a stream gives a pack, or has ended."""
+        packs = self.dataset.ranks()[1] * self.accumulation_steps
+        return math.ceil(self.dataset.settings["shards"] / packs)
 
     def _steps(self) -> Iterator[StepBatches]:
         packs, size = iter(self._loader), self.accumulation_steps
@@ -329,6 +346,8 @@ class EvaluationLoader(PackedLoader):
             layout: which ranks read packs of their own; default: found when iteration starts.
         """
         super().__init__(dataset, collator, layout=layout)
+        if limit is not None and (not isinstance(limit, int) or limit < 0):
+            raise ValueError(f"limit={limit!r}: pass a number of packs, or None for all")
         total = min(dataset.count(), dataset.max_packs or sys.maxsize)
         packs_per_rank = math.ceil(total / self.packs_at_a_time)
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
@@ -339,6 +358,8 @@ class EvaluationLoader(PackedLoader):
         return self.packs
 
     def __iter__(self) -> Iterator[Batch]:
+        if not self.packs:
+            return iter(())
         self._place()
         self._check_same_data()
         if self._items_per_pack is None:

@@ -1,10 +1,11 @@
 """Packs to optimizer steps: a step has packs with tokens, and no step is empty on every rank.
 
     worker 0   [pack 0] [pack 2] [pack 4]      one rank        [pack 0] [pack 1] | [pack 2] [pack 4]
-    worker 1   [pack 1] [empty ] [empty ]      several ranks   a step is left out if it is empty
+    worker 1   [pack 1] [empty ] [empty ]      several ranks   a step is skipped if it is empty
                                                                on all of them
 
 Shards of a stream end at different times, and empty packs take the places of those that have ended.
+Several ranks end once one pack of every shard, in a row, was empty on all of them.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class StepBatches:
 def take_packs(
     packs: Iterator[tuple[Batch, PackInfo]], count: int, keep_empty: bool
 ) -> tuple[list[tuple[Batch, PackInfo]], list[Any]]:
-    """Return the next `count` batches, and all packs read for them: empty ones may be left out."""
+    """Return the next `count` batches, and all packs read for them: empty ones may be omitted."""
     batches, read = [], []
     while len(batches) < count and (pair := next(packs, None)) is not None:
         read.append(pair[1])
@@ -97,14 +98,18 @@ def take_packs(
     return batches, read
 
 
-def skip_empty(steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-    """Leave out the steps that have no tokens on any rank.
+def skip_empty(steps: Iterable[StepBatches], max_empty: int) -> Iterator[StepBatches]:
+    """Skip the steps that have no tokens on any rank; end after `max_empty` of them in a row.
 
     The sum over ranks is read one step after it was started, so that nobody waits for it.
     """
+    empty = 0
     for step, _ in mark_last(steps):
         if step.tokens is None or float(step.tokens.read()):
+            empty = 0
             yield step
+        elif (empty := empty + 1) == max_empty:
+            return
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

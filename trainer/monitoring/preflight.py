@@ -7,7 +7,6 @@ nopad: 1,024 packs of 8192 tokens per epoch, fill 99.8%, 9.1 sequences per pack;
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from ...attention.hf import (
     sequence_limit,
     unsupported_reason,
 )
-from ...packing import IGNORE_INDEX, PackedDataset, Planner
+from ...packing import IGNORE_INDEX, PackedDataset
+from ...packing.readers import PlannedPacks
 from ...runtime import Layout, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit
@@ -197,7 +197,7 @@ def _describe_plan(data: PackedDataset) -> list[str]:
             unknown += f"; about {packs:,} per epoch, estimated from the first rows"
         return [f"{total}packs of {budget} tokens{within}; {unknown}"]
     report, about = _plan_report(data)
-    packs = report["packs"]
+    packs = report.get("epoch_packs", report["packs"])
     per_epoch = f"{'about ' if about else ''}{packs:,} packs of {budget} tokens per epoch"
     if max_packs is not None:
         per_epoch = f"{max_packs:,} packs in total, {per_epoch}"
@@ -208,31 +208,17 @@ def _describe_plan(data: PackedDataset) -> list[str]:
         overflow = f"samples of at most {limit} tokens: {overflow}"
     return [
         f"{per_epoch}, fill {report['fill']:.1%}, "
-        f"{report['sequences_per_pack']:.1f} sequences per pack; "
+        f"{report['sequences'] / max(1, report['packs']):.1f} sequences per pack; "
         f"{overflow}, {report['truncated']:,} truncated, {report['dropped']:,} dropped",
         *_describe_mixture(report, data.source_names),
     ]
 
 
 def _plan_report(data: PackedDataset) -> tuple[dict, int]:
-    """Return the report of an epoch, or of its first samples, and how many these are.
-
-    A mixture is planned completely: only its plan knows where an epoch ends.
-    """
-    lengths = data.lengths
-    assert lengths is not None
-    if data.settings["weights"] is not None or len(lengths) <= MAX_PLANNED:
-        report = data.report()
-        return {**report, "sequences_per_pack": report["sequences"] / max(1, report["packs"])}, 0
-    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
-    planner = Planner(**{name: data.settings[name] for name in names})
-    planner.feed(lengths[:MAX_PLANNED])
-    planner.finish()
-    report = asdict(planner.counts)
-    packs = max(1, report["packs"])
-    report["fill"] = report["packed_tokens"] / (packs * data.settings["budget"])
-    report["sequences_per_pack"] = report["sequences"] / packs
-    return {**report, "packs": round(packs * len(lengths) / MAX_PLANNED)}, MAX_PLANNED
+    """Return the report of an epoch, or of its first samples, and how many these are."""
+    assert isinstance(data.reader, PlannedPacks)
+    estimated = data.reader.estimate_report(MAX_PLANNED)
+    return (data.report(), 0) if estimated is None else (estimated, MAX_PLANNED)
 
 
 def _describe_mixture(report: dict, names: list[str]) -> list[str]:

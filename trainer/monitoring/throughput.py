@@ -159,8 +159,8 @@ class ThroughputMeter:
         }
         if self.flops is not None and self.peak:
             rates["mfu"] = self._flops / seconds / self.peak
+        names = dict(enumerate(self.source_names))
         for source, losses_and_counts in sorted(self._source_losses.items()):
             total, count = torch.stack(losses_and_counts).sum(0).tolist()
-            names = dict(enumerate(self.source_names))
             rates[f"loss_{names.get(source, f'source_{source}')}"] = total / max(1.0, count)
         return rates

@@ -1,10 +1,11 @@
 """HF Trainer and trainers derived from it, TRL's among them: packs, loss, evaluation, signals.
 
-`PackedSFTTrainer` needs TRL, so it is loaded when it is used.
+`PackedSFTTrainer` needs TRL, so it is loaded when it is used, and `import *` omits it without TRL.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .evaluation import EvalCallback
@@ -21,6 +22,8 @@ __all__ = [
     "PackedTrainerMixin",
     "StopCallback",
 ]
+if find_spec("trl") is None:
+    __all__ = [name for name in __all__ if name != "PackedSFTTrainer"]
 
 
 def __getattr__(name: str) -> Any:

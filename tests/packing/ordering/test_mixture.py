@@ -2,15 +2,16 @@
 
 import json
 from itertools import islice
+from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import PackedDataset
 from nopad.packing.ordering import Mixture
 from nopad.packing.ordering.epoch_order import MixedOrder
-from nopad.packing.ordering.mixture import SCALE, parse_mixture
+from nopad.packing.ordering.mixture import SCALE, StoppingStrategy, parse_mixture, source_names
 
 
 def drawn_tokens(choices, lengths):
@@ -110,7 +111,31 @@ def test_each_lap_of_a_cycled_source_has_its_own_order():
     assert len({tuple(lap) for lap in laps}) == len(laps)
 
 
-@pytest.mark.parametrize("weights", [[1, -1], [0, 0], [[(5, 1), (0, 2)], 1], [float("inf"), 1]])
+@pytest.mark.parametrize("pretokenize", [True, False])
+@pytest.mark.parametrize("stop", get_args(StoppingStrategy))
+@pytest.mark.parametrize("drift", [[(0, 0.5), (10**9, 0.6)], [(0, 0.5), (160, 0.0)]], ids=str)
+def test_a_source_is_not_drawn_while_its_weight_is_zero(stop, drift, pretokenize):
+    """The weight of one source is zero, that of another changes: later, or to zero."""
+    one, two, three = sources(30, 30, 60)
+    data = PackedDataset(
+        [(one, 1.0), (two, 0.0), (three, drift)],
+        budget=16,
+        stopping_strategy=stop,
+        pretokenize=pretokenize,
+        shards=1,
+        pool=8,
+    )
+    tokens = np.concatenate([pack.tokens for pack in data])
+    counts = [int((tokens == 10 * source + 1).sum()) // 4 for source in range(3)]
+    assert counts[1] == 0 and counts[0] >= 30
+    if drift[-1][1] == 0:  # 160 tokens are 40 documents
+        assert counts[2] <= 12
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[1, -1], [0, 0], [[(5, 1), (0, 2)], 1], [float("inf"), 1], [10**7, 1]],
+)
 def test_impossible_weights_are_refused(weights):
     with pytest.raises(ValueError, match="weight"):
         Mixture(weights)
@@ -265,3 +290,10 @@ def test_a_source_without_weight_is_not_read_when_the_others_are_exhausted(weigh
     )  # fmt: skip
     counts = np.bincount(np.concatenate([pack.sources for pack in data]), minlength=3)
     assert counts[:2].tolist() == [20, 20] and counts[2] <= (2 if weight else 0)
+
+
+@given(st.lists(st.sampled_from(["a", "a_1", "a_2", "a_2_2", "x/a", "source_1", 0]), max_size=6))
+@example(["a", "a_2", "a"])
+def test_every_source_has_a_name_of_its_own(sources):
+    names = source_names([(source, 1) for source in sources])
+    assert len(set(names)) == len(sources)

@@ -36,6 +36,13 @@ def test_a_partial_window_is_dropped_if_asked():
     assert len(list(loader)) == 12
 
 
+def test_data_of_less_than_a_step_is_not_dropped_in_silence():
+    loader = PackedLoader(tiny_run.dataset(), accumulation_steps=16, drop_last=True)
+    with pytest.raises(ValueError, match="not enough packs for one optimizer step, and drop_last"):
+        list(loader)
+    assert list(EvaluationLoader(tiny_run.dataset(), limit=0)) == []
+
+
 def test_the_state_is_that_of_whole_steps_whatever_was_read_ahead():
     whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation_steps=2)]
     for stop in (1, 2, 3, 4, 7):

@@ -65,8 +65,32 @@ def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):
     _, line = check_run(tiny_run.model(), PackedDataset(rows, budget=8))
     assert line.startswith("about 20 packs of 8 tokens per epoch, fill 100.0%")
     assert "; of the first 10 samples, 0 split," in line
+    by_length = [*([[1, 2]] * 20), *([[1, 2, 3, 4, 5, 6, 7, 8]] * 20)]
+    _, line = check_run(tiny_run.model(), PackedDataset(by_length, budget=8))
+    assert 20 <= int(line.split()[1]) <= 30, "a sample of all"
     with pytest.raises(ValueError, match="100 tokens is beyond the model's 64 positions"):
         check_run(tiny_run.model(), PackedDataset([*rows, [1] * 100], budget=128))
+
+
+@pytest.mark.parametrize(
+    "stopping_strategy, laps",
+    [
+        ("first_exhausted", ["0.25 times", "once"]),
+        ("all_exhausted", ["once", "4 times"]),
+        ("all_exhausted_without_replacement", ["once", "once"]),
+    ],
+)
+def test_a_large_mixture_is_not_planned_whole(monkeypatch, stopping_strategy, laps):
+    mixture = [([[1, 2, 3, 4]] * 800, 1), ([[5, 6, 7, 8]] * 200, 1)]
+    data = PackedDataset(mixture, budget=8, stopping_strategy=stopping_strategy)
+    exact, planned = data.count(), []
+    monkeypatch.setattr("nopad.trainer.monitoring.preflight.MAX_PLANNED", 100)
+    monkeypatch.setattr(PackedDataset, "report", lambda self: planned.append(1))
+    _, plan, sources = check_run(tiny_run.model(), data)
+    assert not planned and plan.startswith("about ")
+    assert int(plan.split()[1]) == pytest.approx(exact, rel=0.02)
+    assert "of the first 100 samples, 0 split" in plan and "fill 100.0%" in plan
+    assert [part.partition("read ")[2] for part in sources.split(";")] == laps
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

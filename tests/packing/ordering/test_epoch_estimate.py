@@ -1,0 +1,30 @@
+"""The estimate of a mixture's epoch is what drawing its documents gives."""
+
+import numpy as np
+import pytest
+from nopad.packing.ordering.epoch_estimate import estimate_epoch
+from nopad.packing.ordering.epoch_order import MixedOrder
+
+STRATEGIES = ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
+COUNTS = [900, 300, 2000]
+LENGTHS = np.random.default_rng(0).integers(1, 40, sum(COUNTS))
+WEIGHTS = [
+    [1, 1, 1],
+    [5, 0.1, 2],
+    [3, 1, 0],
+    [[(0, 1.0), (20_000, 0.2)], 0.5, [(0, 0.1), (40_000, 1.0)]],
+    [[(0, 1.0), (9_000, 0.0)], 0.5, 0.5],
+]
+
+
+@pytest.mark.parametrize("stopping_strategy", STRATEGIES)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_the_tokens_of_each_source_are_those_that_an_epoch_draws(weights, stopping_strategy):
+    bounds = [0, *np.cumsum(COUNTS).tolist()]
+    order = MixedOrder(bounds, LENGTHS, weights, stopping_strategy, seed=0, shuffle=True)
+    documents = np.concatenate(list(order.epoch(0)))
+    sources = np.searchsorted(bounds, documents, side="right") - 1
+    drawn = np.bincount(sources, LENGTHS[documents], len(COUNTS))
+    tokens = np.add.reduceat(LENGTHS, bounds[:-1])
+    estimate = estimate_epoch(tokens, weights, stopping_strategy)
+    assert abs(estimate - drawn).max() < 0.02 * drawn.sum()
