@@ -30,6 +30,8 @@ from .small_set import fit_small_set
 
 SWEEP = 2048
 """Segments packed together; more would choose from more, and leave the same ones over."""
+LARGEST_SET = 4096
+"""Segments of a whole set that is planned at once (`small_set.py`)."""
 MAX_DEFERRALS = 14
 """How often a segment may be deferred."""
 FULL = 1000
@@ -60,7 +62,7 @@ def fit_windows(sizes, deferrals, capacity, pool, defer, final):
     pending, packs = np.arange(arrived), 0
     while len(pending) + n - arrived >= pool or (final and len(pending) + n > arrived):
         taken = min(pool - len(pending), n - arrived)
-        is_set = final and len(deferrals) == 0 and taken <= SWEEP and arrived + taken == n
+        is_set = final and len(deferrals) == 0 and taken <= LARGEST_SET and arrived + taken == n
         window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
         deferrals = np.concatenate((deferrals, np.zeros(taken, np.int64)))
         arrived += taken
