@@ -268,15 +268,15 @@ class PackedDataset(ResumablePasses, IterableDataset):
 
         If lengths are known this is the plan of an epoch, by default the first of the current
         pass; `laps` says how often it reads each source. For a stream it is what this process has
-        trained on in the current pass, before a resume included: the packs passed to
-        `mark_trained`, as loaders do, or without that call those read. A sample counts when its
-        first token is packed. Reasons of skipped rows are those seen by this process, not by
-        workers; shares of weights that change are over all passes.
+        trained on in the current pass, before a resume included: the packs of the optimizer steps
+        that a loader has issued, those passed to `mark_trained`, or without either those read. A
+        sample counts when its first token is packed. Reasons of skipped rows are those seen by
+        this process, not by workers; shares of weights that change are over all passes.
         """
         if isinstance(self.reader, PlannedPacks):
             epoch = self._start.position.epoch if epoch is None else epoch
             return self.reader.report(epoch, self.skipped)
-        return self.reader.report((self._trained or self._read).cursors)
+        return self.reader.report(self._counted_cursors())
 
     def __getstate__(self) -> dict:
         # A spawned worker is not a member of its parent's process group, so it is sent the rank.

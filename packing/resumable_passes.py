@@ -30,6 +30,8 @@ class ResumablePasses(ABC):
     """Where the pass starts, or was resumed."""
     _read: Progress
     _trained: Progress | None
+    _counted: dict | None
+    """The state up to which `report` counts; None: up to the packs trained, or read."""
     _worker: dict | None
     """The worker of a resumed state."""
     _finished: bool
@@ -98,6 +100,13 @@ class ResumablePasses(ABC):
             self._trained.check_next(index, cursor, self._share(), shards)
             self._trained.add(index, cursor)
 
+    def count_until(self, state: dict) -> None:
+        """Let the report of a stream count the packs up to a `state` of this pass.
+
+        Loaders call it: they mark packs as trained ahead of the training, to know their states.
+        """
+        self._counted = state
+
     def state_after(self, *packs: Pack | dict) -> dict:
         """Mark packs as trained on, and return the state after them."""
         self.mark_trained(*packs)
@@ -144,8 +153,16 @@ class ResumablePasses(ABC):
             )
         cursors = {int(shard): dict(cursor) for shard, cursor in state.get("shards", {}).items()}
         self._start = Progress(position, cursors)
-        self._read, self._trained, self._worker = self._start, None, worker
+        self._read, self._worker = self._start, worker
+        self._trained = self._counted = None
         self._finished = is_finished(state, self.epochs, self.max_packs)
+
+    def _counted_cursors(self) -> dict[int, dict]:
+        """Return the cursors of a stream's shards up to which its report counts."""
+        if self._counted is None:
+            return (self._trained or self._read).cursors
+        shards = self._counted.get("shards", {})
+        return {**self._start.cursors, **{int(shard): shards[shard] for shard in shards}}
 
     def _state(self, position: Position, shards: dict, finished: bool = False) -> dict:
         state = {
@@ -166,7 +183,7 @@ class ResumablePasses(ABC):
             last = self._read if self._finished else self._trained or self._read
             cursors = self.reader.initial_cursors(position, last.cursors)
         self._start = self._read = Progress(position, cursors)
-        self._trained = self._worker = None
+        self._trained = self._counted = self._worker = None
         self._finished = False
 
     def _next_pass_epoch(self) -> int:

@@ -139,6 +139,7 @@ class PackedLoader:
         self.dataset.start_next_pass()
         self.dataset.mark_trained()  # no step yet: from now on the state follows steps, not reads
         self._state = self.dataset.state_dict()
+        self.dataset.count_until(self._state)
         steps = self._steps()
         if self._may_be_empty():
             steps = skip_empty(steps, self._steps_over_all_shards())
@@ -286,6 +287,7 @@ class PackedLoader:
             self.issued.append((info, step.state if ends_step else None))
             if ends_step:
                 self._state = step.state
+                self.dataset.count_until(step.state)
                 self.on_step_end(is_last)
             yield self.to_device({**batch, **extra})
 

@@ -39,6 +39,8 @@ class LightningPackedLoader(UnsizedLoader):
         """Record the next batch as trained; return its pack, and the state if it ends a step."""
         info, state = self.issued.popleft()
         self.trained_state = state or self.trained_state
+        assert self.trained_state is not None
+        self.dataset.count_until(self.trained_state)  # Lightning has prefetched the next batch
         return info, state
 
     def rewind_to_trained(self) -> None:

@@ -43,6 +43,22 @@ def test_data_of_less_than_a_step_is_not_dropped_in_silence():
     assert list(EvaluationLoader(tiny_run.dataset(), limit=0)) == []
 
 
+def test_the_report_of_a_stream_is_of_whole_steps_whatever_was_read_ahead():
+    def stream() -> PackedDataset:
+        rows = tiny_run.samples(20)
+        return PackedDataset(lambda: iter(rows), budget=tiny_run.BUDGET, shards=2)
+
+    loader = PackedLoader(stream(), accumulation_steps=2)
+    counted = [loader.dataset.report()["packs"] for _ in loader]
+    assert counted[:6] == [0, 2, 2, 4, 4, 6] and len(list(stream())) == counted[-1]
+    first = PackedLoader(stream())
+    for _, _ in zip(range(3), first, strict=False):
+        pass
+    resumed = PackedLoader(stream())
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    assert [resumed.dataset.report()["packs"] for _ in resumed][:2] == [4, 5]
+
+
 def test_the_state_is_that_of_whole_steps_whatever_was_read_ahead():
     whole = [ids(batch) for batch in PackedLoader(tiny_run.dataset(), accumulation_steps=2)]
     for stop in (1, 2, 3, 4, 7):

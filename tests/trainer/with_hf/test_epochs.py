@@ -114,6 +114,17 @@ def test_a_stream_ends_the_training_with_its_epochs_and_plain_data_is_read_again
     assert len(trained(plain)) == packs
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stream_that_max_steps_ends_reports_the_packs_trained(tmp_path, accumulation):
+    """The loader has read another step by then."""
+    rows = [{"input_ids": row["input_ids"]} for row in tiny_run.samples(14)]
+    data = PackedDataset(lambda: iter(rows), budget=32, shards=2)
+    run, _ = trainer(tmp_path, data, accumulation, max_steps=2)
+    packs, report = trained(run), data.report()
+    assert report["packs"] == len(packs) == 2 * accumulation
+    assert report["packed_tokens"] == sum(map(len, packs))
+
+
 def test_steps_are_counted_with_the_arguments_of_each_trial(tmp_path, monkeypatch):
     run, _ = trainer(tmp_path, tiny_run.dataset(9), 1, num_train_epochs=1)
     trials = [

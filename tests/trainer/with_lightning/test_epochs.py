@@ -110,6 +110,13 @@ def test_a_stream_ends_the_training_before_max_steps_but_not_before_max_epochs(t
     assert len(trained(dataset("stream"), max_epochs=2, max_steps=50)) > len(packs)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stream_that_max_steps_ends_reports_the_packs_trained(accumulation):
+    data = dataset("stream")
+    packs = trained(data, max_steps=2, accumulate_grad_batches=accumulation)
+    assert data.report()["packs"] == len(packs) == 2 * accumulation
+
+
 @pytest.mark.parametrize("limit", [2, 1.0])
 def test_loaders_with_workers_are_reloaded_where_they_stood(limit):
     settings = {"max_epochs": 2, "limit_train_batches": limit}
