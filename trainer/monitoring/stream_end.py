@@ -1,4 +1,4 @@
-"""The end of a stream's pass, after which the trainers stop.
+"""The end of a stream's pass, after which the trainers stop, and trainings that end before it.
 
 Trainers need `max_steps` for data of unknown length, so it is an upper bound there: the epochs or
 `max_packs` that a stream was declared with end the training before.
@@ -22,4 +22,19 @@ def print_stream_end(step: int, max_steps: int) -> None:
     print_banner([
         f"the stream is over: training ends at step {step:,}, not {max_steps:,}, which the "
         "learning-rate schedule was made for; PackedDataset(epochs=None) reads it again"
+    ])  # fmt: skip
+
+
+def print_unread_stream(data: PackedDataset, state: dict[str, Any], max_steps: int) -> None:
+    """Print, on the first rank, that `max_steps` ended the training before the pass of a stream.
+
+    Nothing is printed of data that is read again and again, or whose packs were counted before.
+    """
+    is_endless = data.epochs is None and data.max_packs is None
+    if data.lengths is not None or is_endless or state["finished"]:
+        return
+    packs = f" after {data.report()['packs']:,} packs" if data.ranks()[1] == 1 else ""
+    print_banner([
+        f"the stream was not read to its end: max_steps={max_steps} ended the training{packs}; "
+        "to read all of it, give a larger max_steps"
     ])  # fmt: skip

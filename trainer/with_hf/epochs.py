@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..monitoring.stream_end import is_stream_end, print_stream_end
+from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unread_stream
 
 
 class EpochCallback(TrainerCallback):
@@ -40,6 +40,13 @@ class EpochCallback(TrainerCallback):
         done = self._epochs_done()
         # The stock loop would count from the start of a resumed run.
         state.epoch = state.global_step / state.max_steps if done is None else done
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loader = self._trainer._loader
+        if not self._ends_with_stream or loader is None:
+            return
+        if state.global_step >= state.max_steps:
+            print_unread_stream(loader.dataset, loader.state(), state.max_steps)
 
     def _end_with_stream(self, state: Any) -> None:
         """Lower `max_steps` to the current step when the pass of a stream is over."""

@@ -36,7 +36,7 @@ from ..monitoring.preflight import (
     print_banner,
     print_resumed,
 )
-from ..monitoring.stream_end import is_stream_end, print_stream_end
+from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unread_stream
 from ..monitoring.tags import tracker_tags
 from ..monitoring.throughput import ThroughputMeter
 from ..train_mode import ensure_train_mode
@@ -239,6 +239,11 @@ class PackedCallback(pl.Callback):
         if not self.finite_check.continue_on_nan:
             self.finite_check.flush()
             check_weights(pl_module, f"step {trainer.global_step}")
+        loader, max_steps = self.data.loader, trainer.max_steps
+        if trainer.max_epochs != -1 or self.data.is_plain or loader is None:
+            return
+        if 0 < max_steps <= trainer.global_step and loader.trained_state is not None:
+            print_unread_stream(loader.dataset, loader.trained_state, max_steps)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict

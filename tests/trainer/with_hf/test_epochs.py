@@ -106,7 +106,9 @@ def test_a_stream_ends_the_training_with_its_epochs_and_plain_data_is_read_again
     logged = [set(entry) for entry in run.state.log_history]
     assert "train_runtime" in logged[-1] and "eval_equal" in logged[-3], "the last evaluation"
     assert notes.saves == [packs] and notes.at_steps[-1] == 1
-    assert f"the stream is over: training ends at step {packs}, not 50" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"the stream is over: training ends at step {packs}, not 50" in out
+    assert "not read to its end" not in out
     assert len(trained(run)) == packs, "another training reads the next pass"
     again, _ = trainer(tmp_path, PackedDataset(lambda: iter(rows), **stream), 1, **settings)
     assert trained(again, resume_from_checkpoint=True) == [], "a run that has ended, resumed"
@@ -115,7 +117,7 @@ def test_a_stream_ends_the_training_with_its_epochs_and_plain_data_is_read_again
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_stream_that_max_steps_ends_reports_the_packs_trained(tmp_path, accumulation):
+def test_a_stream_that_max_steps_ends_says_so_and_reports_its_packs(tmp_path, accumulation, capsys):
     """The loader has read another step by then."""
     rows = [{"input_ids": row["input_ids"]} for row in tiny_run.samples(14)]
     data = PackedDataset(lambda: iter(rows), budget=32, shards=2)
@@ -123,6 +125,8 @@ def test_a_stream_that_max_steps_ends_reports_the_packs_trained(tmp_path, accumu
     packs, report = trained(run), data.report()
     assert report["packs"] == len(packs) == 2 * accumulation
     assert report["packed_tokens"] == sum(map(len, packs))
+    said = f"not read to its end: max_steps=2 ended the training after {len(packs)} packs"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_steps_are_counted_with_the_arguments_of_each_trial(tmp_path, monkeypatch):

@@ -103,7 +103,8 @@ def test_a_stream_ends_the_training_before_max_steps_but_not_before_max_epochs(t
     evaluation = EvalCallback(GenerationEval(echo, EXAMPLES, {"equal": equal}, every=1000))
     saves = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=len(packs))
     assert trained(dataset("stream"), evaluation, saves, max_steps=50) == packs
-    assert f"training ends at step {len(packs)}, not 50" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"training ends at step {len(packs)}, not 50" in out and "to its end" not in out
     assert evaluation._last_run == {"": len(packs)}
     last = tmp_path / "last.ckpt"
     assert trained(dataset("stream"), max_steps=50, checkpoint=last) == []
@@ -111,10 +112,11 @@ def test_a_stream_ends_the_training_before_max_steps_but_not_before_max_epochs(t
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_stream_that_max_steps_ends_reports_the_packs_trained(accumulation):
+def test_a_stream_that_max_steps_ends_says_so_and_reports_its_packs(accumulation, capsys):
     data = dataset("stream")
     packs = trained(data, max_steps=2, accumulate_grad_batches=accumulation)
     assert data.report()["packs"] == len(packs) == 2 * accumulation
+    assert f"ended the training after {len(packs)} packs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit", [2, 1.0])
