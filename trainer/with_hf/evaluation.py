@@ -22,6 +22,7 @@ from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
 from .console import prints_logs
+from .trl_metrics import train_metrics_kept
 
 
 class EvalCallback(TrainerCallback):
@@ -125,7 +126,8 @@ class EvalCallback(TrainerCallback):
 
     def _log(self, metrics: dict[str, float]) -> None:
         should_log = self.trainer.control.should_log
-        self.trainer.log(metrics)
+        with train_metrics_kept(self.trainer):
+            self.trainer.log(metrics)
         self.trainer.control.should_log = should_log  # the loss of this step is still to be logged
 
     def _show(self, report: Report) -> None:

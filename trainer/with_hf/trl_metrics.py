@@ -7,6 +7,7 @@ measure every batch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,23 @@ def trl_metrics(trainer: Any, loss: AttachedLoss) -> Iterator[None]:
                 metrics[mode]["entropy"].append(entropy / labels)
     finally:
         loss.measures_tokens, loss.token_statistics = False, None
+
+
+@contextmanager
+def train_metrics_kept(trainer: Any) -> Iterator[None]:
+    """Keep TRL's metrics of the training for its own log line; nothing in other trainers.
+
+    TRL adds them to whatever is logged while the model is in training mode.
+    """
+    metrics = getattr(trainer, "_metrics", None)
+    if not isinstance(metrics, dict) or "train" not in metrics:
+        yield
+        return
+    kept, metrics["train"] = metrics["train"], defaultdict(list)
+    try:
+        yield
+    finally:
+        metrics["train"] = kept
 
 
 def count_trl_tokens(trainer: Any, tokens: float) -> None:

@@ -103,6 +103,18 @@ def test_trl_s_metrics_cost_nothing_between_logs_and_are_in_evaluations(tmp_path
     assert {"eval_mean_token_accuracy", "eval_entropy"} <= eval_log(run, tiny_run.dataset(9)).keys()
 
 
+def test_trl_s_train_metrics_stay_with_the_loss_of_their_step(tmp_path):
+    settings = {"logging_steps": 2, "max_steps": 2, "gradient_accumulation_steps": 1}
+    run = trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(), **settings)
+    evaluation = GenerationEval(echo, EXAMPLES, {"same": equal}, every=2)
+    run.add_callback(EvalCallback(run, evaluation))
+    run.train()
+    evaluated, trained, _ = run.state.log_history
+    names = {"mean_token_accuracy", "entropy", "num_tokens"}
+    assert "eval_same" in evaluated and not names & evaluated.keys()
+    assert names | {"loss"} <= trained.keys()
+
+
 def eval_log(run, data) -> dict:
     run.evaluate(data)
     return run.state.log_history[-1]
