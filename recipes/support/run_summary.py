@@ -14,7 +14,7 @@ from nopad.packing.planning import padded_fill
 from nopad.recipes.support.run_plot import Panel, draw
 
 RECENT = 50
-"""Steps at the end of a run whose mean loss is told."""
+"""The most steps at the end of a run whose mean loss is told; of a short run, the last tenth."""
 MEASURED_PACKS = 16
 """Packs to read of a stream, whose lengths are not known, to compare with padding."""
 
@@ -51,7 +51,8 @@ def summary_lines(
     samples, packs = (sum(line.get(name, 0) for line in log) for name in ("samples", "packs"))
     fill = tokens / max(1, packs * budget)
     saved = round(steps * fill / padded) - steps
-    recent = [line["loss"] for line in log[-RECENT:]]
+    recent = [line["loss"] for line in log[-min(RECENT, max(1, steps // 10)) :]]
+    window = "the last step" if len(recent) == 1 else f"mean of the last {len(recent)} steps"
     seconds = sum(line.get("eval/seconds", 0.0) for line in evaluations)
     lines = {
         "tokens trained": f"{tokens:,} of {samples:,} samples in {steps:,} steps",
@@ -59,18 +60,19 @@ def summary_lines(
         "steps saved": f"{saved:,} of {saved + steps:,} that padding would take "
         f"({saved / max(1, saved + steps):.0%})",
         "loss": f"{log[0]['loss']:.2f} -> {sum(recent) / len(recent):.2f} "
-        f"(mean of the last {len(recent)} steps)",
+        f"({window})",
         "evaluations": f"{seconds:.1f} s in {len(evaluations)}{_metric(evaluations, metric)}",
     }
     return [f"{name:15} {text}" for name, text in lines.items()]
 
 
 def _metric(evaluations: Sequence[dict], metric: str | None) -> str:
-    """Return the metric's first and last value."""
+    """Return the metric's first and last value, or its only one."""
     values = [line[name] for line in evaluations if (name := f"eval/{metric}") in line]
     if not values:
         return ""
-    return f"; {metric} {values[0]:.0%} -> {values[-1]:.0%}"
+    ends = values if len(values) == 1 else [values[0], values[-1]]
+    return f"; {metric} {' -> '.join(f'{value:.0%}' for value in ends)}"
 
 
 def plot(

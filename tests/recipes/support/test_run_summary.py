@@ -25,10 +25,14 @@ def test_the_end_is_told_in_five_lines():
         "tokens trained  3,600 of 36 samples in 4 steps",
         "fill            90.0%, 9.0 samples per pack",
         "steps saved     8 of 12 that padding would take (67%)",
-        "loss            7.00 -> 5.50 (mean of the last 4 steps)",
+        "loss            7.00 -> 4.00 (the last step)",
         "evaluations     3.5 s in 2; parses 0% -> 25%",
     ]
     assert run_summary.summary_lines(LOG, [], None, 0.3, 1000)[-1] == "evaluations     0.0 s in 0"
+    *_, loss, once = run_summary.summary_lines(LOG * 10, EVALUATIONS[:1], "parses", 0.3, 1000)
+    assert loss == "loss            7.00 -> 5.50 (mean of the last 4 steps)"
+    assert once == "evaluations     1.0 s in 1; parses 0%"
+    assert "of the last 50 steps" in run_summary.summary_lines(LOG * 200, [], None, 0.3, 1000)[3]
 
 
 @pytest.mark.parametrize("known", [True, False])
