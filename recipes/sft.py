@@ -35,6 +35,7 @@ from nopad.recipes.support.data_and_model import (
 )
 from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf, training_arguments
 from nopad.recipes.support.run_dir import RunDir, RunProgress
+from nopad.recipes.support.run_lock import is_main_process
 from nopad.recipes.support.run_recipe import run_recipe
 
 
@@ -93,7 +94,13 @@ def load_model(args: argparse.Namespace, tokenizer):
     register()
     model = load_checkpoint(checkpoint_path(args.model), attn_implementation=args.attention)
     check_vocab_size(model, tokenizer)
-    return add_lora(model, args.lora) if args.lora else model
+    if not args.lora:
+        return model
+    model = add_lora(model, args.lora)
+    if is_main_process():
+        trained, total = model.get_nb_trainable_parameters()
+        print(f"LoRA of rank {args.lora}: trains {trained:,} of {total:,} parameters")
+    return model
 
 
 def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_fine_tuning_with_adapters_learns_from_answers_only(tmp_path):
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base), "found from other folders, too"
     assert "done: out" in done.stdout
+    assert re.search(r"LoRA of rank 4: trains [\d,]+ of [\d,]+ parameters", done.stdout)
 
 
 @pytest.mark.parametrize("recipe", ["train_hf", "pretrain_lightning"])
