@@ -59,8 +59,7 @@ def summary_lines(
         "fill": f"{fill:.1%}, {samples / max(1, packs):.1f} samples per pack",
         "steps saved": f"{saved:,} of {saved + steps:,} that padding would take "
         f"({saved / max(1, saved + steps):.0%})",
-        "loss": f"{log[0]['loss']:.2f} -> {sum(recent) / len(recent):.2f} "
-        f"({window})",
+        "loss": f"{log[0]['loss']:.2f} -> {sum(recent) / len(recent):.2f} ({window})",
         "evaluations": f"{seconds:.1f} s in {len(evaluations)}{_metric(evaluations, metric)}",
     }
     return [f"{name:15} {text}" for name, text in lines.items()]
