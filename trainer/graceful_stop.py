@@ -63,11 +63,11 @@ class StopRequest:
             self.received = self.received or other.received
             self._received_at = self._received_at or other._received_at
 
-    def previous_handler(self, number: signal.Signals) -> Any:
+    def _previous_handler(self, number: signal.Signals) -> Any:
         """Return what handled a signal before this request."""
         handler = self._previous_handlers.get(number, signal.SIG_DFL)
         outer = getattr(handler, "__self__", None)
-        return outer.previous_handler(number) if isinstance(outer, StopRequest) else handler
+        return outer._previous_handler(number) if isinstance(outer, StopRequest) else handler
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -155,5 +155,5 @@ def _detach_from_parent() -> None:
             request = getattr(signal.getsignal(number), "__self__", None)
             if isinstance(request, StopRequest):
                 ends = number == signal.SIGTERM
-                signal.signal(number, request.previous_handler(number) if ends else signal.SIG_IGN)
+                signal.signal(number, request._previous_handler(number) if ends else signal.SIG_IGN)
     _wakeup_fds.clear()
