@@ -76,8 +76,8 @@ def cut_items(lengths: np.ndarray, capacity: int, overflow: Overflow, counts: Co
 def too_long_error(location: object, length: int, capacity: int) -> ValueError:
     """Build the error for a sample that is longer than a pack or than `max_length`."""
     return ValueError(
-        f"{location} has {length} tokens, at most {capacity} are allowed: raise budget= or "
-        "max_length=, or choose overflow= (split, truncate or drop)"
+        f"{location} has {length} tokens, at most {capacity} are allowed: choose overflow= "
+        "(split, truncate or drop), or raise budget= or max_length=, up to the model's positions"
     )
 
 

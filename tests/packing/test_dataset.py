@@ -182,5 +182,5 @@ def test_a_document_that_is_too_long_is_named_by_its_own_place(jsonl, kind, skip
         samples = [Sample(np.array(row)) for row in rows]
         arrays = [TokenArray.of(samples[:30], "first"), TokenArray.of(samples[30:], "second")]
         source, place = TokenStore(arrays), "second, document 37"
-    with pytest.raises(ValueError, match=f"{place} has 100 tokens, at most 8 are allowed: raise"):
+    with pytest.raises(ValueError, match=f"{place} has 100 tokens, at most 8 are allowed: choose"):
         list(PackedDataset(source, **options))

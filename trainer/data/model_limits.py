@@ -34,8 +34,7 @@ class ModelLimits:
         if length > self.sequence.length:
             raise ValueError(
                 f"{name} holds a sequence of {length} tokens, beyond {self.sequence.reason}: "
-                f"lower the budget to {self.sequence.length}, or pass PackedDataset(max_length="
-                f"{self.sequence.length})"
+                f"{shorter_samples_advice(self.sequence.length)}"
             )
 
     def check_ids(self, batch: dict[str, Any], prefix: str = "") -> None:
@@ -50,6 +49,14 @@ class ModelLimits:
                     f"{prefix}{name} {lowest if lowest < 0 else highest} is outside the model's "
                     f"vocabulary of {self.vocab_size}: the data was tokenized for another model"
                 )
+
+
+def shorter_samples_advice(length: int) -> str:
+    """Return how to keep the samples of a dataset within `length` tokens."""
+    return (
+        f"lower the budget to {length}, or pass PackedDataset(max_length={length}); samples "
+        "beyond that need overflow= (split, truncate or drop)"
+    )
 
 
 def length_limit(config: Any) -> SequenceLimit | None:

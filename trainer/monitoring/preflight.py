@@ -24,7 +24,7 @@ from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks
 from ...runtime import Layout, rank, sum_over_ranks
 from ..data.loader import PackedLoader
-from ..data.model_limits import ModelLimits, length_limit
+from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
 from ..fsdp_unshard import reshard
 from .cpu_precision import describe_slow_bf16
 from .packing_check import measure_difference, measure_leak, measure_shard_difference
@@ -167,8 +167,8 @@ def _check_lengths(data: PackedDataset, config: Any) -> None:
     limit, longest = length_limit(config), _longest(data)
     if limit is not None and longest > limit.length:
         raise ValueError(
-            f"a sequence of {longest} tokens is beyond {limit.reason}: lower the budget to "
-            f"{limit.length}, or pass PackedDataset(max_length={limit.length})"
+            f"a sequence of {longest} tokens is beyond {limit.reason}: "
+            f"{shorter_samples_advice(limit.length)}"
         )
 
 
