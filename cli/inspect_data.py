@@ -176,6 +176,7 @@ def _report(
         bins=length_bins(lengths),
         rows=budget_rows(lengths, **length_kwargs(args)),
         budget=args.budget,
+        too_long=_too_long(args.max_length, args.overflow),
         packs=[pack.lengths for pack in packs[: args.packs]],
         texts=texts,
     )
@@ -191,6 +192,12 @@ def _summary(lengths: np.ndarray, total: int | None) -> str:
         f"{first}{len(lengths):,}{of} samples, {lengths.sum():,} tokens; "
         f"length: median {median}, p99 {p99}, max {lengths.max()}"
     )
+
+
+def _too_long(max_length: int | None, overflow: str) -> str:
+    limit = "" if max_length is None else f"{max_length:,} tokens (--max-length) or "
+    then = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
+    return f"samples of more than {limit}the budget; they are {then[overflow]} (--overflow)"
 
 
 def _print(report: DataReport) -> None:
@@ -214,6 +221,7 @@ def _print(report: DataReport) -> None:
     out.print(_budget_table(report.rows, report.budget))
     out.print("")
     out.print("fill: share of the positions that hold tokens, in packs and in padded batches")
+    out.print(f"too long: {report.too_long}")
     chosen = next((row for row in report.rows if row.budget == report.budget), None)
     if chosen is not None:
         out.print(

@@ -33,6 +33,8 @@ class DataReport:
     bins: Sequence[Bin]
     rows: Sequence[BudgetRow]
     budget: int
+    too_long: str
+    """Which samples are too long, and what happens to them."""
     packs: Sequence[np.ndarray]
     """The lengths of the samples of the first packs."""
     texts: Sequence[tuple[str, Sequence[tuple[int, Sequence[Span]]]]]
@@ -56,7 +58,8 @@ def page(report: DataReport) -> str:
         _section(
             "Fill by budget",
             "How much of a pack holds tokens, and how much of a batch of the same size would, if "
-            "each sample were padded to the longest of its batch.",
+            "each sample were padded to the longest of its batch. "
+            f"Too long are {escape(report.too_long)}.",
             _budgets(report.rows, report.budget),
         ),
         _section(

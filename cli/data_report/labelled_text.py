@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from ...packing import IGNORE_INDEX, Pack
 
 MAX_SAMPLES = 16
 """Samples to show of a pack."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""A character whose other bytes are in the next token."""
 
 
 class Span(NamedTuple):
@@ -34,19 +37,30 @@ def labelled_samples(pack: Pack, tokenizer: Any, max_chars: int) -> list[tuple[i
     for a, b in islice(pairwise(pack.cu_seqlens.tolist()), MAX_SAMPLES):
         in_loss = pack.labels[a:b] != IGNORE_INDEX
         edges = [0, *(np.flatnonzero(np.diff(in_loss)) + 1).tolist(), int(b - a)]
+        texts = _decode(np.split(pack.tokens[a:b], edges[1:-1]), tokenizer)
         spans = [
-            Span(
-                _decode(pack.tokens[a + start : a + end], tokenizer, max_chars),
-                bool(in_loss[start]),
-            )
-            for start, end in pairwise(edges)
+            Span(_shorten(text, max_chars), bool(in_loss[start]))
+            for text, start in zip(texts, edges, strict=False)
         ]
         samples.append((b - a, spans))
     return samples
 
 
-def _decode(ids: np.ndarray, tokenizer: Any, max_chars: int) -> str:
-    text = " ".join(map(str, ids.tolist())) if tokenizer is None else tokenizer.decode(ids)
+def _decode(parts: list[np.ndarray], tokenizer: Any) -> Iterator[str]:
+    """Return the text of each part as it reads after the part before it.
+
+    Alone, the first token of a part loses its space in many tokenizers.
+    """
+    if tokenizer is None:
+        yield from (" ".join(map(str, ids.tolist())) for ids in parts)
+        return
+    yield tokenizer.decode(parts[0])
+    for before, ids in pairwise(parts):
+        read = tokenizer.decode(before).rstrip(INCOMPLETE)
+        yield tokenizer.decode(np.concatenate([before, ids]))[len(read) :]
+
+
+def _shorten(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     return f"{text[: max_chars // 2]} … {text[-max_chars // 2 :]}"

@@ -17,6 +17,8 @@ from nopad.cli.data_report import budget_rows, labelled_samples, pack_map
 from nopad.packing import Pack, PackedDataset, Sample
 from nopad.packing.planning import padded_fill
 from small_checkpoint import CHAT, small_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def test_text_without_a_tokenizer_is_told_of_the_option(tmp_path, capsys):
 
 def test_a_sample_too_long_is_told_with_what_the_option_takes(data, capsys):
     assert main(["inspect", str(data), "--budget", "8", "--overflow", "error"]) == 2
-    assert "or choose --overflow (split, truncate or drop)" in capsys.readouterr().err
+    assert ": choose --overflow (split, truncate or drop)" in capsys.readouterr().err
 
 
 def test_rows_of_another_layout_and_a_shorter_length_are_inspected(
@@ -112,10 +114,14 @@ def test_rows_of_another_layout_and_a_shorter_length_are_inspected(
     given = [str(tmp_path / "chats.jsonl"), "--tokenizer", str(checkpoint_dir), "--budget", "64"]
     assert main(["inspect", *given]) == 2
     assert "pass --format sharegpt" in capsys.readouterr().err
-    given += ["--format", "sharegpt", "--max-length", "8"]
+    page = tmp_path / "page.html"
+    given += ["--format", "sharegpt", "--max-length", "8", "--html", str(page)]
     assert main(["inspect", *given]) == 0
-    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("    64"))
+    out = capsys.readouterr().out
+    line = next(each for each in out.splitlines() if each.startswith("    64"))
     assert line.split()[4] == "5", "all are longer than --max-length"
+    limit = "samples of more than 8 tokens (--max-length) or the budget; they are split"
+    assert limit in out and limit in page.read_text()
 
 
 def test_chats_for_a_tokenizer_without_a_template_take_one_from_a_file(tmp_path, capsys):
@@ -152,6 +158,18 @@ def test_only_what_counts_stands_in_brackets(capsys):
     sample = Sample(np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8]))
     inspect_data._print_pack(Pack.of([sample], 8), None)
     assert capsys.readouterr().out.rstrip().endswith("4 tokens  5 6[[7 8]]")
+
+
+def test_a_space_before_what_counts_is_kept(capsys):
+    words = ["▁Answer:", "▁Mario", "'s", "▁hat"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    sample = Sample(np.arange(4), np.array([-100, 1, 2, -100]))
+    spans = [("Answer:", False), (" Mario's", True), (" hat", False)]
+    assert labelled_samples(Pack.of([sample], 8), tokenizer, 80) == [(4, spans)]
+    inspect_data._print_pack(Pack.of([sample], 8), tokenizer)
+    assert "Answer:[[ Mario's]] hat" in capsys.readouterr().out
 
 
 def test_the_map_draws_every_token_once():
@@ -263,7 +281,7 @@ class Page(HTMLParser):
 
 def test_the_page_is_one_file_that_data_cannot_write_code_into(tmp_path, monkeypatch, capsys):
     tokenizer = small_tokenizer()
-    tokenizer.decode = lambda ids: HOSTILE
+    tokenizer.decode = lambda ids: HOSTILE * len(ids)
     monkeypatch.setattr(inspect_data, "load_tokenizer", lambda _: tokenizer)
     path = tmp_path / "a<b>.jsonl"
     path.write_text('{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}\n' * 9)

@@ -38,7 +38,7 @@ def test_rows_of_another_layout_are_read_and_held_out(tmp_path):
         (ALPACA, [], "pass --format alpaca"),
         ([{"messages": [{"role": "user", "content": "w1 " * 80},
                         {"role": "assistant", "content": "w2"}]}] * 3, ["--max-length", "32"],
-         "at most 32 are allowed: choose --overflow (split, truncate or drop), or raise --budget or"),
+         "at most 32 are allowed: choose --overflow (split, truncate or drop), or raise "),
         (ALPACA, ["--format", "alpaca", "--max-length", "65"],
          "--max-length 65 is longer than a pack of --budget 64"),
     ],

@@ -3,7 +3,7 @@
     loader = PackedAccelerateLoader(accelerator, dataset)
     for batch in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)      # a step's losses average to its token mean
+            accelerator.backward(model(**batch).loss)   # a step's losses average to its token mean
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
 Accelerate's own `prepare` would dispatch batches from rank 0 and slice `cu_seq_lens` over ranks;
