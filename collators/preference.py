@@ -64,7 +64,8 @@ class PreferenceCollator:
             add_eos: end answers of text with the tokenizer's eos (True), with this id, or not
                 (False). Messages end as the chat template says, and ready ids as they are.
             max_length: the longest sequence; an answer loses its end, then the prompt its
-                beginning, as much for both answers. None: nothing is cut.
+                beginning, as much for both answers, and
+                `num_cut` counts the pair. None: nothing is cut.
             options: those of `PackedCollator`, except for fixed shapes: pairs vary in length.
         """
         if max_length is not None and check_ints(max_length=max_length)[0] < 2:
@@ -75,6 +76,8 @@ class PreferenceCollator:
         if tokenizer is None and add_eos is not True:
             raise ValueError("add_eos= is for pairs of text, which need a tokenizer: tokenizer=")
         self.max_length = max_length
+        self.num_cut = 0
+        """Pairs cut to `max_length` so far; workers of a DataLoader count in their own copies."""
         self._encoder = None if tokenizer is None else Encoder(tokenizer, add_eos=add_eos)
         self._collator = PackedCollator(**options)
 
@@ -112,6 +115,7 @@ class PreferenceCollator:
         """Cut both answers to `max_length`."""
         if self.max_length is None:
             return answers
+        self.num_cut += max(map(len, answers)) > self.max_length
         firsts = [int(np.argmax(sample.labels != IGNORE_INDEX)) for sample in answers]
         room = self.max_length - 1
         longest = max(

@@ -77,11 +77,16 @@ def row_format(name: RowFormat | None) -> Callable[[Any], Any] | None:
 
 
 def suggest_format(row: Mapping) -> str:
-    """Advise the format that a row has, if it has one.
+    """Advise what to do with a row that has no known columns.
 
     >>> suggest_format({"conversations": []})
     'pass format="sharegpt"'
     """
+    if {"chosen", "rejected"} <= row.keys() or {"chosen_ids", "rejected_ids"} <= row.keys():
+        return (
+            "it is a preference pair, which PreferenceCollator packs; to train on the chosen "
+            "answers alone, convert the rows to prompt and completion"
+        )
     names = {"alpaca": {"instruction", "output"}, "sharegpt": {"conversations"}}
     found = next((name for name, columns in names.items() if columns <= row.keys()), None)
     if found is None:

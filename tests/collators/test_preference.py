@@ -35,6 +35,14 @@ def test_too_long_a_pair_loses_its_prompt_s_head_once_for_both():
     assert batch["labels"].tolist() == [[-100, 4, 5, -100, 6, 7]]
 
 
+@pytest.mark.parametrize(("max_length", "cut"), [(None, 0), (6, 0), (5, 2)])
+def test_pairs_that_lose_tokens_are_counted(max_length, cut):
+    collator = PreferenceCollator(max_length=max_length)
+    for _ in range(2):
+        collator([PAIR])
+    assert collator.num_cut == cut
+
+
 @pytest.mark.parametrize(
     ("part", "ids", "told"),
     [

@@ -82,6 +82,8 @@ def test_a_function_converts_rows_and_its_errors_are_those_of_the_row():
         ({"conversations": [{"role": "user"}]}, "sharegpt", "needs from and value"),
         (ALPACA, None, 'pass format="alpaca"'),
         ({"conversations": []}, None, 'pass format="sharegpt"'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "it is a preference pair"),
+        ({"chosen": [], "rejected": []}, None, "it is a preference pair, which PreferenceCollator"),
     ],
 )
 def test_a_row_of_another_format_is_refused_with_the_way_out(row, chosen, told):
