@@ -83,7 +83,7 @@ def _row(
 
 
 def report(out: Console, name: str, rows: list[Row]) -> None:
-    """Print a table of the rows that ran, then the others with their reasons."""
+    """Print a table of the rows that ran, the others with their reasons, and a verdict."""
     title = "log-probabilities of generated tokens, engine against training forward"
     out.print(f"{printable(name)}: {title}\n", style="bold")
     names = ("dtype", "backend", "tokens", "mean diff", "max diff", "seconds", "")
@@ -98,3 +98,15 @@ def report(out: Console, name: str, rows: list[Row]) -> None:
     out.print("")
     for row in (row for row in rows if row.parity is None):
         out.print(printable(f"not run: {row.dtype} {row.backend} ({row.note})"), style="dim")
+    out.print("")
+    out.print(_verdict(rows))
+
+
+def _verdict(rows: list[Row]) -> str:
+    limits = ", ".join(f"{limit:g} in {dtype}" for dtype, limit in MAX_MEAN.items())
+    rounding = f"rounding (a mean diff of at most {limits})"
+    if any(row.is_bad for row in rows if row.parity is not None):
+        return f"Generation and training DIFFER by more than {rounding}."
+    if any(row.is_bad for row in rows):
+        return "Generation was NOT compared with training: sdpa, which runs everywhere, did not."
+    return f"Generation agrees with training, but for {rounding}."

@@ -231,6 +231,7 @@ def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, 
     assert float(rows["float32", "sdpa,"][4]) == 0.0, "batch-invariant: not even rounding differs"
     assert "not run: float32 flash2 (it needs CUDA)" in text
     assert "not run: bfloat16 flash2 (it needs CUDA)" in text
+    assert text.splitlines()[-1].startswith("Generation agrees with training, but for rounding")
 
 
 def test_a_mismatch_is_status_one(capsys, monkeypatch):
@@ -239,7 +240,9 @@ def test_a_mismatch_is_status_one(capsys, monkeypatch):
 
     monkeypatch.setattr(doctor_parity, "compare_logprobs", mismatch)
     assert main(["llama", "--parity"]) == 1
-    assert "TOO LARGE" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "TOO LARGE" in text
+    assert text.splitlines()[-1].startswith("Generation and training DIFFER by more than rounding")
 
 
 @pytest.mark.parametrize("fails", [("sdpa",), ("sdpa", "flash2", "triton")])
@@ -251,7 +254,9 @@ def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkey
 
     monkeypatch.setattr(doctor_parity, "compare_logprobs", sometimes)
     assert main(["llama", "--parity"]) == 1
-    assert "not run: bfloat16 sdpa (no kernel image)" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "not run: bfloat16 sdpa (no kernel image)" in text
+    assert text.splitlines()[-1].startswith("Generation was NOT compared with training")
 
 
 def test_parity_of_a_refused_model_is_not_tried(capsys):
