@@ -95,11 +95,10 @@ def report(out: Console, name: str, rows: list[Row]) -> None:
             verdict = Text("TOO LARGE", "bold red") if row.is_bad else ""
             made.add_row(row.dtype, row.backend, *cells, verdict)
     out.print(made)
-    out.print("")
-    for row in (row for row in rows if row.parity is None):
-        out.print(printable(f"not run: {row.dtype} {row.backend} ({row.note})"), style="dim")
-    out.print("")
-    out.print(_verdict(rows))
+    notes = [f"not run: {r.dtype} {r.backend} ({r.note})" for r in rows if r.parity is None]
+    for note in ["", *notes]:
+        out.print(printable(note), style="dim")
+    out.print(f"\n{_verdict(rows)}" if notes else _verdict(rows))
 
 
 def _verdict(rows: list[Row]) -> str:

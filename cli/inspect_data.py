@@ -197,7 +197,7 @@ def _summary(lengths: np.ndarray, total: int | None) -> str:
 def _too_long(max_length: int | None, overflow: str) -> str:
     limit = "" if max_length is None else f"{max_length:,} tokens (--max-length) or "
     then = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
-    return f"samples of more than {limit}the budget; they are {then[overflow]} (--overflow)"
+    return f"samples longer than {limit}the budget; they are {then[overflow]} (--overflow)"
 
 
 def _print(report: DataReport) -> None:

@@ -64,8 +64,8 @@ class PreferenceCollator:
             add_eos: end answers of text with the tokenizer's eos (True), with this id, or not
                 (False). Messages end as the chat template says, and ready ids as they are.
             max_length: the longest sequence; an answer loses its end, then the prompt its
-                beginning, as much for both answers, and
-                `num_cut` counts the pair. None: nothing is cut.
+                beginning, as much for both answers; `num_cut` counts the pair. None: nothing is
+                cut.
             options: those of `PackedCollator`, except for fixed shapes: pairs vary in length.
         """
         if max_length is not None and check_ints(max_length=max_length)[0] < 2:

@@ -40,7 +40,7 @@ def labelled_samples(pack: Pack, tokenizer: Any, max_chars: int) -> list[tuple[i
         texts = _decode(np.split(pack.tokens[a:b], edges[1:-1]), tokenizer)
         spans = [
             Span(_shorten(text, max_chars), bool(in_loss[start]))
-            for text, start in zip(texts, edges, strict=False)
+            for text, start in zip(texts, edges[:-1], strict=True)
         ]
         samples.append((b - a, spans))
     return samples

@@ -120,7 +120,7 @@ def test_rows_of_another_layout_and_a_shorter_length_are_inspected(
     out = capsys.readouterr().out
     line = next(each for each in out.splitlines() if each.startswith("    64"))
     assert line.split()[4] == "5", "all are longer than --max-length"
-    limit = "samples of more than 8 tokens (--max-length) or the budget; they are split"
+    limit = "samples longer than 8 tokens (--max-length) or the budget; they are split"
     assert limit in out and limit in page.read_text()
 
 
