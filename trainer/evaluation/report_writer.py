@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 MAX_CHARACTERS = 400
 """Characters shown of a text: the last ones of a prompt, the first ones of the others."""
 
+_SHOWN_IF_ANY = ("failed", "timed_out")
+"""Counters that the console shows only where they are not zero."""
+
 
 class ReportWriter:
     """Writes the completions of reports to loggers, and to the console if asked."""
@@ -67,14 +70,14 @@ def report_lines(report: Report, metrics: bool = True) -> list[str]:
     """Return the lines of a `report` for the console: `metrics`, the first error, completions.
 
     >>> row = TableRow("2+2=", "4", "4")
-    >>> report = Report(5, {"eval/exact": 0.5, "eval/seconds": 0.123}, [row])
+    >>> report = Report(5, {"eval/exact": 0.5, "eval/failed": 0, "eval/seconds": 0.123}, [row])
     >>> print(*report_lines(report), sep="\\n")
     after 5 steps: exact 0.5, seconds 0.123
       '2+2=' -> '4'
     """
     prefix = full_name(report.name, "")
-    pairs = report.metrics.items() if metrics else ()
-    values = ", ".join(f"{k.removeprefix(prefix)} {v:.4g}" for k, v in pairs)
+    shown = {k.removeprefix(prefix): v for k, v in report.metrics.items()} if metrics else {}
+    values = ", ".join(f"{k} {v:.4g}" for k, v in shown.items() if v or k not in _SHOWN_IF_ANY)
     title = f"after {report.step} steps{report.name and f', {report.name}'}: {values}".rstrip()
     errors = [] if report.error is None else [f"  error: {' '.join(report.error.split())}"]
     completions = [
