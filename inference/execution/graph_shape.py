@@ -133,6 +133,8 @@ def pad_step(step: Step, shape: GraphShape, padding_row: int) -> GraphArrays:
     if shape.mixed:
         arrays.cu_seqlens[: num_seqs + 1] = step.cu_seqlens
         arrays.cu_seqlens[num_seqs + 1 :] = num_tokens
+        # Padding rows of logits take a token with few keys: each is attended once more.
+        arrays.logits_indices[:] = arrays.positions.argmin()
         arrays.logits_indices[: len(step.logits_indices)] = step.logits_indices
     return arrays
 

@@ -5,8 +5,9 @@
                        └── GEMM ◀── gated GEMM ◀── add, norm ◀───────────┘
                            down     gate, up
 
-Steps with prompts take the same way; their products are the library's, and attention has one more
-kernel. It is used inside CUDA graphs only, for model families whose layers are known to be norm,
+Steps with prompts take the same way; their products are the library's, attention has one more
+kernel, and the last layer computes only the tokens that get logits. It is used for steps inside
+CUDA graphs and for those too large for one, for model families whose layers are known to be norm,
 attention with rotary positions, norm, gated MLP; and not where a module it bypasses has a hook.
 """
 
@@ -39,7 +40,9 @@ from ...kernels import (
 )
 from ...runtime import rms_norm_eps
 from ..execution.capture import is_capturing, run_on_streams
+from ..execution.graph_shape import MIXED_TOKENS
 from ..live_model.patches import Patches
+from .kept_tokens import KeptTokens
 from .qkv_weights import QKVWeights
 
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -68,10 +71,13 @@ class FusedDecoder:
         self._split_counters: Tensor | None = None
         self._owner: nn.Module | None = None
         """The model whose layers are patched."""
+        self._last_layer: nn.Module | None = None
         self._step: Varlen | None = None
         """What the model's forward was called with; the layers around it receive no keywords."""
         self._token_lengths: Tensor | None = None
         """int32 [T]: keys of each token's sequence up to itself, where sequences have several."""
+        self._kept: KeptTokens | None = None
+        """The tokens that the last layer computes; None: all."""
 
     def __call__(
         self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
@@ -82,8 +88,11 @@ class FusedDecoder:
         assert type(body.embed_tokens) is nn.Embedding, "no plain embedding"
         for layer in body.layers:
             check_supported_layer(layer)
-        self._owner = body
+        self._owner, self._last_layer = body, body.layers[-1]
         self._supported = _has_one_dtype(body) and _has_no_hooks(body) and _is_verified(body)
+        if _has_plain_head(modules[0], body):
+            model: Any = modules[0]
+            patches.set(model, "forward", partial(self._causal_lm, model.forward))
         for module, forward in (
             (body, self._body),
             (body.embed_tokens, self._embed),
@@ -97,12 +106,25 @@ class FusedDecoder:
     def _active_pages(self) -> Pages | None:
         """Return the pages of this step, if the fused layers compute it."""
         varlen = self._varlen()
-        if not self._supported or not is_capturing() or varlen is None:
+        if not self._supported or varlen is None or varlen.pages is None:
             return None
-        return varlen.pages
+        is_large = len(varlen.pages.kv_slots) > MIXED_TOKENS[-1]
+        return varlen.pages if is_capturing() or is_large else None
 
     def _varlen(self) -> Varlen | None:
         return current_varlen(self._owner) if self._step is None else self._step
+
+    def _causal_lm(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; if the last layer computes few tokens, take the logits of all of them."""
+        self._step, keep = kwargs.get("varlen"), kwargs.get("logits_to_keep", 0)
+        if self._active_pages() is not None and (varlen := self._varlen()) is not None:
+            self._kept = KeptTokens.of(keep, varlen)
+        if self._kept is not None:
+            kwargs["logits_to_keep"] = 0
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._step = self._kept = None
 
     def _body(self, body: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._step = kwargs.get("varlen")
@@ -122,7 +144,9 @@ class FusedDecoder:
         if pages is None:
             return original(x, position_ids)
         if not self._rope_tables or len(self._rope_tables[-1][0]) < pages.max_length:
-            positions = torch.arange(pages.max_length, device=x.device)
+            # A power of two: steps outside of graphs come in any length.
+            num_positions = 1 << (pages.max_length - 1).bit_length()
+            positions = torch.arange(num_positions, device=x.device)
             cos, sin = original(x, positions[None])
             self._rope_tables.append((cos[0].contiguous(), sin[0].contiguous()))
         varlen = self._varlen()
@@ -143,7 +167,10 @@ class FusedDecoder:
         residual, x = self._add_pending_residual(hidden, layer.input_layernorm)
         weight, bias = self._qkv_weights.weights(attn)
         transform = QKTransform(*self._rope_tables[-1], bias, *_qk_norm_weights(attn))
-        attn_out = self._attend(attn, linear_split_k(x, weight), transform, use_pdl)
+        kept = self._kept if layer is self._last_layer else None
+        attn_out = self._attend(attn, linear_split_k(x, weight), transform, use_pdl, kept)
+        if kept is not None:
+            residual = residual[kept.indices]
         partials = linear_split_k(attn_out.flatten(1), attn.o_proj.weight)
         norm = layer.post_attention_layernorm
         residual, x = add_rms_norm_split_k(residual, partials, norm.weight, _eps(norm), use_pdl)
@@ -152,7 +179,14 @@ class FusedDecoder:
         self._pending = residual, partials
         return residual
 
-    def _attend(self, attn: Any, partials: Tensor, transform: QKTransform, use_pdl: bool) -> Tensor:
+    def _attend(
+        self,
+        attn: Any,
+        partials: Tensor,
+        transform: QKTransform,
+        use_pdl: bool,
+        kept: KeptTokens | None,
+    ) -> Tensor:
         varlen = self._varlen()
         assert varlen is not None and varlen.pages is not None
         pages, layer, num_rows = varlen.pages, attn.layer_idx, partials.shape[1]
@@ -168,6 +202,8 @@ class FusedDecoder:
             q = write_qkv(
                 partials, transform, *cache, token_lengths, pages.kv_slots, heads, use_pdl
             )
+            if kept is not None:
+                q, varlen = q[kept.indices], kept.varlen(varlen, token_lengths)
             return attend_cached(q, varlen, layer=layer, scale=attn.scaling)
         if self._split_counters is None:
             shape = _MAX_ONE_KERNEL_BATCH, kv_heads
@@ -194,7 +230,7 @@ class FusedDecoder:
         return add_rms_norm_split_k(x, partials, norm.weight, _eps(norm), supports_pdl(x.device))
 
     def _clear_pending(self) -> None:
-        self._pending = self._token_lengths = None
+        self._pending = self._token_lengths = self._kept = None
 
 
 def linear_split_k(x: Tensor, weight: Tensor) -> Tensor:
@@ -232,6 +268,12 @@ def check_supported_layer(layer: Any) -> None:
     # Mistral's attention reads its configuration; the others have a window per layer.
     windowed = attn.config if family == "Mistral" else attn
     assert getattr(windowed, "sliding_window", None) is None, "a sliding window"
+
+
+def _has_plain_head(model: Any, body: Any) -> bool:
+    """Whether a model is a stock causal LM, which reads only the tokens it computes logits of."""
+    cls, family = type(model), type(body).__name__.removesuffix("Model")
+    return cls.__name__ == f"{family}ForCausalLM" and cls.__module__.startswith("transformers.")
 
 
 def _has_one_dtype(body: nn.Module) -> bool:

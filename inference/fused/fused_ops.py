@@ -188,7 +188,7 @@ def _trial_logits(model: Any, cache_like: PagedCache) -> Tensor:
     cache = _small_cache(cache_like)
     logits = [_run_step(model, cache, [range(5), range(3)])]
     with capture_mode():
-        logits.append(_run_step(model, cache, [range(5, 6), range(3, 7)]))
+        logits.append(_run_step(model, cache, [range(5, 6), range(3, 7)], keep=[0, 4]))
         logits.append(_run_step(model, cache, [range(6, 7), range(7, 8)]))
     return torch.cat(logits, dim=1)
 
@@ -200,8 +200,10 @@ def _small_cache(cache_like: PagedCache) -> PagedCache:
     return PagedCache(2, cache_like.page_size, shapes, keys.dtype, keys.device)
 
 
-def _run_step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
-    """Return the logits of the positions in `spans`; sequence n has page n."""
+def _run_step(
+    model: Any, cache: PagedCache, spans: list[range], keep: list[int] | None = None
+) -> Tensor:
+    """Return the logits of the positions in `spans`, or of those to keep; sequence n has page n."""
 
     def on_device(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=cache.layer(0)[0].device)
@@ -217,6 +219,10 @@ def _run_step(model: Any, cache: PagedCache, spans: list[range]) -> Tensor:
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
     with step_context(model, varlen):
         out = model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, varlen=varlen
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=0 if keep is None else on_device(keep),
+            varlen=varlen,
         )
     return out.logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import accumulate
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ def test_fused_decode_steps_give_the_logits_of_the_model(family):
             with apply_ops(list(model.modules()), parts):
                 got = _run_step(model, cache, mixed).float()
         assert (got - want).norm() / want.norm() < 3e-2, rows
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_last_layer_computes_the_tokens_with_logits_alone(captured):
+    from nopad.attention import PagedCache, layer_shapes
+    from nopad.inference.execution.capture import capture_mode
+    from nopad.inference.fused.fused_ops import _run_step, apply_ops, verified_ops
+    from nopad.inference.live_model.borrow import borrow_model
+
+    model = llama()
+    shapes = layer_shapes(model)
+    parts = verified_ops(model, PagedCache(1, 256, shapes, torch.bfloat16, "cuda"))
+    for rows in (3, 20) if captured else (20, 70):  # more than 4096 tokens without a graph
+        cache = PagedCache(rows, 256, shapes, torch.bfloat16, "cuda")
+        spans = [range(256 - row % 3) for row in range(rows)]
+        keep = [total - 1 for total in accumulate(map(len, spans))]
+        with borrow_model(model), capture_mode(captured):
+            want = _run_step(model, cache, spans, keep).float()
+            with apply_ops(list(model.modules()), parts):
+                got = _run_step(model, cache, spans, keep).float()
+        assert got.shape[1] == rows and (got - want).norm() / want.norm() < 3e-2, rows
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])

@@ -6,8 +6,10 @@ import sys
 
 import torch
 from nopad.attention import PagedCache, layer_shapes
-from nopad.inference.fused import apply_ops, verified_ops
-from nopad.inference.fused.fused_ops import _precompile_step, _trial_logits
+from nopad.inference.execution import graph_shape
+from nopad.inference.execution.capture import capture_mode
+from nopad.inference.fused import apply_ops, fused_decoder, verified_ops
+from nopad.inference.fused.fused_ops import _precompile_step, _run_step, _trial_logits
 from nopad.inference.live_model.borrow import borrow_model
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,10 +48,30 @@ def check_models() -> None:
                 assert getattr(file, "apply_rotary_pos_emb", None) is rotary, "other models' too"
                 if len(ops) == 6:
                     _precompile_step(model, cache_like, num_seqs=3)
+                    check_kept_tokens(model, ops[-1])
         assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         assert [dict(m.__dict__) for m in model.modules()] == before, "a module was left changed"
     plain = [counts[family] for family in ("llama", "qwen3", "qwen2")]
     assert plain == [6] * 3, counts
+
+
+def check_kept_tokens(model, decoder) -> None:
+    """Compute the last layer of few tokens: in captured steps, and in those too large for that."""
+    cache = PagedCache(3, 16, layer_shapes(model), torch.float32, "cpu")
+    first, second = [range(7), range(2), range(4)], [range(7, 8), range(2, 9), range(4, 6)]
+    keep = [0, 7, 9]  # the last token of each sequence
+    _run_step(model, cache, first)
+    expected = _run_step(model, cache, second)[:, keep]
+    rows = []
+    attend = decoder._attend
+    decoder._attend = lambda *args: rows.append(attend(*args)) or rows[-1]
+    with capture_mode():
+        assert_close(_run_step(model, cache, second, keep), expected, atol=1e-4, rtol=1e-4)
+    fused_decoder.MIXED_TOKENS = (8,)
+    assert_close(_run_step(model, cache, second, keep), expected, atol=1e-4, rtol=1e-4)
+    assert [len(each) for each in rows] == [10, 3] * 2, "of each layer"
+    del decoder._attend
+    fused_decoder.MIXED_TOKENS = graph_shape.MIXED_TOKENS
 
 
 if __name__ == "__main__":
