@@ -19,6 +19,10 @@ class ScoreParams:
     sinks: Tensor | None = None
     """[H]: one more logit per head, which takes weight and has no value."""
 
+    def __post_init__(self) -> None:
+        if not self.scale > 0:  # the maximum is taken before the scale is applied
+            raise ValueError(f"scale is {self.scale}: the factor of attention scores is positive")
+
     @property
     def scale_only(self) -> bool:
         """Whether scores are plain causal scores: no window, softcap or sinks."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention_tile import padded_dim
     from .cross_entropy import losses_and_gradient, scale_tensor
-    from .fused_decode import QKTransform, fused_decode_attention, fused_decode_tiles, write_qkv
+    from .fused_decode import fused_decode_attention, fused_decode_tiles
     from .kv_write import write_kv
     from .launch import sm_count, supports_pdl
     from .norm import (
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         programs_per_kv_head,
     )
     from .paged_prefill import PrefillTiles, paged_attention_prefill
+    from .qkv_write import QKTransform, write_qkv
     from .rotary import apply_rotary, rotate_heads
     from .skinny_gemm import GemmTiles, gated_gemm, gated_gemm_tiles, gemm_tiles, split_k_gemm
     from .swiglu import TRAINING_BLOCK, silu_mul, silu_mul_backward
@@ -73,12 +74,7 @@ __all__ = [
 _MODULES = {
     "attention_tile": ("padded_dim",),
     "cross_entropy": ("losses_and_gradient", "scale_tensor"),
-    "fused_decode": (
-        "QKTransform",
-        "fused_decode_attention",
-        "fused_decode_tiles",
-        "write_qkv",
-    ),
+    "fused_decode": ("fused_decode_attention", "fused_decode_tiles"),
     "kv_write": ("write_kv",),
     "launch": ("sm_count", "supports_pdl"),
     "norm": (
@@ -95,6 +91,7 @@ _MODULES = {
         "programs_per_kv_head",
     ),
     "paged_prefill": ("PrefillTiles", "paged_attention_prefill"),
+    "qkv_write": ("QKTransform", "write_qkv"),
     "rotary": ("apply_rotary", "rotate_heads"),
     "skinny_gemm": ("GemmTiles", "gated_gemm", "gated_gemm_tiles", "gemm_tiles", "split_k_gemm"),
     "swiglu": ("TRAINING_BLOCK", "silu_mul", "silu_mul_backward"),

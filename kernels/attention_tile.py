@@ -128,26 +128,30 @@ def _attend_block(
         else:
             v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
     s = tl.dot(q, k, input_precision=PRECISION)
+    scale2 = scale * LOG2E
     if SOFTCAP:
         s = s * (scale / softcap)
-        s = softcap * LOG2E * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))
-    else:
-        s = s * (scale * LOG2E)
+        s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))
+        scale2 = LOG2E
     if MASKED:
         key = first_key + offs_n
         visible = mask_n[None, :] & (key[None, :] <= last_key[:, None])
         if WINDOW:
             visible = visible & (key[None, :] > last_key[:, None] - window)
         s = tl.where(visible, s, float("-inf"))
-    return online_softmax(s, v, acc, m_i, l_i, PRECISION)
+    return online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION)
 
 
 @triton.jit
-def online_softmax(s, v, acc, m_i, l_i, PRECISION: tl.constexpr):
-    """Update the running sums by values v [N, BLOCK_DV] with base-2 scores s [M, N]."""
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+def online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION: tl.constexpr):
+    """Update the running sums by values v [N, BLOCK_DV] with scores s [M, N].
+
+    Scores times scale2, which is positive, are in base 2; multiplied here, in one operation with
+    the subtraction of the maximum.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale2)
     floor = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - floor[:, None])
+    p = tl.exp2(s * scale2 - floor[:, None])
     alpha = tl.exp2(m_i - floor)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]

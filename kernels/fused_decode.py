@@ -3,19 +3,16 @@
     partials [S, M, (H + 2 Hkv) D] ─▶ QK norm, rotary ─┬─▶ new key and value, into their KV slot
                                                        └─▶ queries ─▶ paged keys ─▶ out [M, H, D]
 
-`fused_decode_attention` computes all of it, for few sequences; `write_qkv` is the first half, for
-many. A program takes (kv head, split, sequence): the queries of the group and their new key are the
-rows of one tile. The first split takes the new token from the partials; the keys before it are
-divided over all splits, and the program that ends last combines them.
+It is for few sequences; for many, `write_qkv` is the first half. A program takes (kv head, split,
+sequence): the queries of the group and their new key are the rows of one tile. The first split
+takes the new token from the partials; the keys before it are divided over all splits, and the
+program that ends last combines them.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -25,110 +22,7 @@ from torch import Tensor
 from .attention_tile import dot_precision, online_softmax, padded_dim
 from .launch import sm_count
 from .paged_decode import DecodeTiles
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QKTransform:
-    """What turns projections into queries and keys: optional bias and QK norms, and rotary."""
-
-    cos: Tensor
-    """[positions, D]."""
-    sin: Tensor
-    bias: Tensor | None = None
-    q_gain: Tensor | None = None
-    k_gain: Tensor | None = None
-    eps: float = 0.0
-
-
-@triton.jit
-def _sum_split_k(
-    partials, bias, num_rows, row, column, mask,
-    width: tl.constexpr, NUM_PARTIALS: tl.constexpr, dtype: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of the partials at `column`, rounded to dtype like a product's result."""
-    value = tl.zeros(column.shape, tl.float32)
-    for split in tl.static_range(NUM_PARTIALS):
-        ptr = partials + (split * num_rows + row) * width + column
-        value += tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        value += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    return value.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _norm_and_rotate(
-    partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
-    WIDTH: tl.constexpr, NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """Return the rows of a group after norm and rotary: its queries, then its key (GROUP_SIZE)."""
-    mask_d = (offs_d < D)[None, :]
-    is_query = (offs_m < GROUP_SIZE)[:, None]
-    mask = (offs_m <= GROUP_SIZE)[:, None] & mask_d
-    first = tl.where(is_query, kv_head * GROUP_SIZE + offs_m[:, None], HEADS + kv_head) * D
-    partner = tl.where(offs_d < D // 2, offs_d + D // 2, offs_d - D // 2)[None, :]
-    x = _sum_split_k(
-        partials, bias, num_rows, row, first + offs_d[None, :], mask,
-        WIDTH, NUM_PARTIALS, dtype, BIAS,
-    )  # fmt: skip
-    x_partner = _sum_split_k(
-        partials, bias, num_rows, row, first + partner, mask, WIDTH, NUM_PARTIALS, dtype, BIAS
-    )
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        q_x = tl.load(q_gain + offs_d[None, :], mask=mask_d, other=0.0).to(tl.float32)
-        k_x = tl.load(k_gain + offs_d[None, :], mask=mask_d, other=0.0).to(tl.float32)
-        q_partner = tl.load(q_gain + partner, mask=mask_d, other=0.0).to(tl.float32)
-        k_partner = tl.load(k_gain + partner, mask=mask_d, other=0.0).to(tl.float32)
-        x = (x * rstd).to(dtype).to(tl.float32) * tl.where(is_query, q_x, k_x)
-        x_partner = (x_partner * rstd).to(dtype).to(tl.float32)
-        x_partner = x_partner * tl.where(is_query, q_partner, k_partner)
-        x, x_partner = x.to(dtype).to(tl.float32), x_partner.to(dtype).to(tl.float32)
-    sign = tl.where(offs_d < D // 2, -1.0, 1.0)[None, :]
-    return (x * cos_d[None, :] + x_partner * sin_d[None, :] * sign).to(dtype)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _write_kernel(
-    partials, bias, cos, sin, q_gain, k_gain, keys, values, kv_slots, lengths, out, eps, num_rows,
-    cos_stride, slot_stride_k, slot_stride_v,
-    NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):  # fmt: skip
-    GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
-    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    dtype: tl.constexpr = out.dtype.element_ty
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    position = tl.load(lengths + row) - 1
-    slot = tl.load(kv_slots + row)
-    cos_d = tl.load(cos + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    sin_d = tl.load(sin + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    qk = _norm_and_rotate(
-        partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
-        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
-    )  # fmt: skip
-    query = row * HEADS + kv_head * GROUP_SIZE + offs_m
-    mask_q = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
-    tl.store(out + query[:, None] * D + offs_d[None, :], qk, mask=mask_q)
-    if slot >= 0:
-        k_ptr = keys + slot * slot_stride_k + kv_head * D + offs_d[None, :]
-        k_ptr = k_ptr + tl.zeros_like(offs_m)[:, None]
-        tl.store(k_ptr, qk, mask=(offs_m == GROUP_SIZE)[:, None] & mask_d[None, :])
-        v_column = (HEADS + KV_HEADS + kv_head) * D + offs_d
-        value = _sum_split_k(
-            partials, bias, num_rows, row, v_column, mask_d, WIDTH, NUM_PARTIALS, dtype, BIAS
-        )
-        v_ptr = values + slot * slot_stride_v + kv_head * D + offs_d
-        tl.store(v_ptr, value.to(dtype), mask=mask_d)
+from .qkv_write import QKTransform, norm_and_rotate, qkv_arguments, sum_split_k
 
 
 @triton.jit(do_not_specialize=["num_rows", "page_table_stride"])
@@ -159,7 +53,7 @@ def _attention_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    qk = _norm_and_rotate(
+    qk = norm_and_rotate(
         partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
         WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
     )  # fmt: skip
@@ -171,7 +65,7 @@ def _attention_kernel(
         qk_fp32 = qk.to(tl.float32)
         key = tl.sum(tl.where((offs_m == GROUP_SIZE)[:, None], qk_fp32, 0.0), 0)
         v_column = (HEADS + KV_HEADS + kv_head) * D + offs_d
-        value = _sum_split_k(
+        value = sum_split_k(
             partials, bias, num_rows, row, v_column, mask_d, WIDTH, NUM_PARTIALS, dtype, BIAS
         )
         m_i = tl.sum(qk_fp32 * key[None, :], 1) * (scale * 1.4426950408889634)
@@ -265,10 +159,10 @@ def _attend_block(
     else:
         k = tl.load(k_ptr, mask=(offs_d < D)[:, None], other=0.0)
         v = tl.load(v_ptr, mask=(offs_d < D)[None, :], other=0.0)
-    s = tl.dot(qk, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
+    s = tl.dot(qk, k, input_precision=PRECISION)
     if MASKED:
         s = tl.where(mask_n[None, :], s, float("-inf"))
-    return online_softmax(s, v, acc, m_i, l_i, PRECISION)
+    return online_softmax(s, scale * 1.4426950408889634, v, acc, m_i, l_i, PRECISION)
 
 
 @triton.jit
@@ -325,7 +219,7 @@ def fused_decode_attention(
     shape = (num_rows * heads * num_splits, dim) if num_splits > 1 else (0, 0)
     split_out = torch.empty(shape, dtype=torch.float32, device=partials.device)
     split_lse = torch.empty(shape[0], dtype=torch.float32, device=partials.device)
-    args, constants = _launch_args(
+    args, constants = qkv_arguments(
         partials, transform, keys, values, lengths, kv_slots, out, use_pdl
     )
     _attention_kernel[(kv_heads, num_splits, num_rows)](
@@ -335,57 +229,6 @@ def fused_decode_attention(
         num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
-
-
-def write_qkv(
-    partials: Tensor,
-    transform: QKTransform,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    kv_slots: Tensor,
-    heads: int,
-    use_pdl: bool,
-) -> Tensor:
-    """Write the keys and values of `partials` into their KV slots; return the queries [M, H, D]."""
-    num_rows = partials.shape[1]
-    kv_heads, dim = keys.shape[2:]
-    out = torch.empty(num_rows, heads, dim, dtype=transform.cos.dtype, device=partials.device)
-    args, constants = _launch_args(
-        partials, transform, keys, values, lengths, kv_slots, out, use_pdl, min_rows=1
-    )
-    _write_kernel[(kv_heads, num_rows)](*args, **constants, launch_pdl=use_pdl, num_warps=1)
-    return out
-
-
-def _launch_args(
-    partials: Tensor,
-    transform: QKTransform,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    kv_slots: Tensor,
-    out: Tensor,
-    use_pdl: bool,
-    min_rows: int = 16,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what both kernels take; min_rows: of a tile, 16 for a dot."""
-    kv_heads, dim = keys.shape[2:]
-    heads, cos = out.shape[1], transform.cos
-    optional = transform.bias, transform.q_gain, transform.k_gain
-    bias, q_gain, k_gain = (cos if x is None else x for x in optional)
-    args = (
-        partials, bias, cos, transform.sin, q_gain, k_gain, keys, values, kv_slots, lengths, out,
-        transform.eps, partials.shape[1], cos.stride(0), keys.stride(1), values.stride(1),
-    )  # fmt: skip
-    constants = {
-        "NUM_PARTIALS": len(partials), "HEADS": heads, "KV_HEADS": kv_heads,
-        "D": dim, "BLOCK_D": padded_dim(dim),
-        "BLOCK_M": max(min_rows, triton.next_power_of_2(heads // kv_heads + 1)),
-        "NORM": transform.q_gain is not None, "BIAS": transform.bias is not None,
-        "USE_PDL": use_pdl,
-    }  # fmt: skip
-    return args, constants
 
 
 def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTiles:

@@ -4,9 +4,10 @@
     gated_gemm     x [M, K], gate and up [N, K] ─▶ SiLU(x gateᵀ) * (x upᵀ)
 
 Few rows make few output tiles. Splitting K fills the device, and the partial sums are added in a
-fixed order. With PDL (programmatic dependent launch) a kernel starts while the previous one ends,
-and waits for it just before it reads. The tile sizes were measured on an H200; for shapes they do
-not cover, `gemm_tiles` and `gated_gemm_tiles` return None and the library is faster.
+fixed order. Tiles are read by TMA (tensor descriptors). With PDL (programmatic dependent launch) a
+kernel starts while the previous one ends, and waits for it just before it reads. The tile sizes
+were measured on an H200; for shapes they do not cover, `gemm_tiles` and `gated_gemm_tiles` return
+None and the library is faster.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -14,13 +15,19 @@ not cover, `gemm_tiles` and `gated_gemm_tiles` return None and the library is fa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .launch import sm_count
 from .swiglu import silu
+
+MAX_ROWS = 512
+"""Most rows for which tiles were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +40,28 @@ class GemmTiles:
     block_m: int
     block_n: int
     block_k: int
-    num_splits: int
+    num_splits: int = 1
     num_stages: int = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _split_k_kernel(
-    x, weight, out, num_rows, num_columns, width, x_stride, split_width,
+    x, weight, out, num_rows, num_columns, split_width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_m = (offs_m < num_rows)[:, None]
-    weight_row = tl.minimum(offs_n, num_columns - 1).to(tl.int64)
-    x_ptr = x + offs_m[:, None] * x_stride + offs_k[None, :]
-    w_ptr = weight + weight_row[:, None] * width + offs_k[None, :]
+    first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    split = tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for start in range(split * split_width, split * split_width + split_width, BLOCK_K):
-        w = tl.load(w_ptr + start)
-        a = tl.load(x_ptr + start, mask=mask_m, other=0.0)
+    for k in range(split * split_width, split * split_width + split_width, BLOCK_K):
+        w = weight.load([first_n, k])
+        a = x.load([first_m, k])
         acc = tl.dot(w, a.T, acc)
+    offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     out_ptr = out + (split * num_rows + offs_m[:, None]) * num_columns + offs_n[None, :]
-    mask = mask_m & (offs_n < num_columns)[None, :]
+    mask = (offs_m < num_rows)[:, None] & (offs_n < num_columns)[None, :]
     tl.store(out_ptr, acc.T.to(out.dtype.element_ty), mask=mask)
 
 
@@ -69,48 +71,38 @@ def split_k_gemm(x: Tensor, weight: Tensor, tiles: GemmTiles, use_pdl: bool) -> 
     num_columns, num_splits = len(weight), tiles.num_splits
     dtype = x.dtype if num_splits == 1 else torch.float32
     out = torch.empty(num_splits, num_rows, num_columns, dtype=dtype, device=x.device)
-    grid = (
-        triton.cdiv(num_columns, tiles.block_n),
-        num_splits,
-        triton.cdiv(num_rows, tiles.block_m),
-    )
-    _split_k_kernel[grid](
-        x, weight, out, num_rows, num_columns, width, x.stride(0), width // num_splits,
+    _split_k_kernel[(*_grid(num_rows, num_columns, tiles), num_splits)](
+        _blocks(x, tiles.block_m, tiles), _blocks(weight, tiles.block_n, tiles), out,
+        num_rows, num_columns, width // num_splits,
         tiles.block_m, tiles.block_n, tiles.block_k, use_pdl,
-        num_warps=4, num_stages=tiles.num_stages, **_pdl_option(use_pdl),
+        **_launch_options(tiles, tiles.block_m * tiles.block_n, use_pdl),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_kernel(
-    x, gate, up, out, num_rows, num_columns, width, x_stride,
+    x, gate, up, out, num_rows, num_columns, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_m = (offs_m < num_rows)[:, None]
-    weight_row = tl.minimum(offs_n, num_columns - 1).to(tl.int64)
+    first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x_ptr = x + offs_m[:, None] * x_stride + offs_k[None, :]
-    gate_ptr = gate + weight_row[:, None] * width + offs_k[None, :]
-    up_ptr = up + weight_row[:, None] * width + offs_k[None, :]
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for start in range(0, width, BLOCK_K):
-        a = tl.load(x_ptr + start, mask=mask_m, other=0.0)
-        g = tl.load(gate_ptr + start)
-        u = tl.load(up_ptr + start)
+    for k in range(0, width, BLOCK_K):
+        a = x.load([first_m, k])
+        g = gate.load([first_n, k])
+        u = up.load([first_n, k])
         acc_gate = tl.dot(g, a.T, acc_gate)
         acc_up = tl.dot(u, a.T, acc_up)
     dtype = out.dtype.element_ty
     value = silu(acc_gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     value = (value * acc_up.to(dtype).to(tl.float32)).to(dtype)
+    offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     out_ptr = out + offs_m[:, None] * num_columns + offs_n[None, :]
-    tl.store(out_ptr, value.T, mask=mask_m & (offs_n < num_columns)[None, :])
+    tl.store(out_ptr, value.T, mask=(offs_m < num_rows)[:, None] & (offs_n < num_columns)[None, :])
 
 
 def gated_gemm(x: Tensor, gate: Tensor, up: Tensor, tiles: GemmTiles, use_pdl: bool) -> Tensor:
@@ -118,39 +110,89 @@ def gated_gemm(x: Tensor, gate: Tensor, up: Tensor, tiles: GemmTiles, use_pdl: b
     num_rows, width = x.shape
     num_columns = len(gate)
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(num_columns, tiles.block_n), 1, triton.cdiv(num_rows, tiles.block_m))
-    _gated_kernel[grid](
-        x, gate, up, out, num_rows, num_columns, width, x.stride(0),
+    _gated_kernel[_grid(num_rows, num_columns, tiles)](
+        _blocks(x, tiles.block_m, tiles), _blocks(gate, tiles.block_n, tiles),
+        _blocks(up, tiles.block_n, tiles), out, num_rows, num_columns, width,
         tiles.block_m, tiles.block_n, tiles.block_k, use_pdl,
-        num_warps=4, num_stages=tiles.num_stages, **_pdl_option(use_pdl),
+        **_launch_options(tiles, 2 * tiles.block_m * tiles.block_n, use_pdl),
     )  # fmt: skip
     return out
 
 
-def _pdl_option(use_pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if use_pdl else {}
+def _grid(num_rows: int, num_columns: int, tiles: GemmTiles) -> tuple[int, int]:
+    """Return the tiles of rows and of columns; neighbours read the same weights."""
+    return triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_columns, tiles.block_n)
 
 
-def gemm_tiles(num_rows: int, num_columns: int, width: int) -> GemmTiles | None:
+def _blocks(matrix: Tensor, num_rows: int, tiles: GemmTiles) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [num_rows, tiles.block_k])
+
+
+def _launch_options(tiles: GemmTiles, num_sums: int, use_pdl: bool) -> dict[str, int | bool]:
+    """Return Triton's launch options; num_sums: fp32 sums that a program keeps in registers."""
+    num_warps = 8 if num_sums >= 128 * 128 else 4
+    options = {"num_warps": num_warps, "num_stages": tiles.num_stages}
+    return options | ({"launch_pdl": True} if use_pdl else {})
+
+
+def gemm_tiles(num_rows: int, weight: Tensor) -> GemmTiles | None:
     """Return the tiles for x [M, K] weightᵀ, or None where the library is faster."""
-    wide_output = num_rows > 64 and num_columns > width
-    if num_rows > 128 or wide_output or num_columns > 16384 or width % 128:
+    num_columns, width = weight.shape
+    if num_rows > MAX_ROWS or num_columns > 16384 or width % 128 or not _is_aligned(weight):
         return None
-    block_m = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
-    block_k, num_stages = (256, 3) if block_m == 16 and width % 512 == 0 else (128, 4)
+    if num_rows > 64:
+        return _one_wave(num_rows, num_columns, width, sm_count(weight.device))
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    block_k, num_stages = (256, 3) if block_m <= 32 and width % 512 == 0 else (128, 4)
     num_splits = 1
     while num_columns // 64 * num_splits < 96 and width % (num_splits * 2 * block_k) == 0:
         num_splits *= 2
     return GemmTiles(block_m, 64, block_k, num_splits, num_stages)
 
 
-def gated_gemm_tiles(num_rows: int, num_columns: int, width: int) -> GemmTiles | None:
+def _one_wave(num_rows: int, num_columns: int, width: int, num_sms: int) -> GemmTiles | None:
+    """Return tiles of which every SM computes one, if there are any; those that read the least."""
+    best, least = None, float("inf")
+    for block_m, block_n in ((64, 64), (128, 64), (128, 128)):
+        if num_rows % block_m:  # TMA is slow where a tile ends past the last row
+            continue
+        num_tiles = num_rows // block_m * triton.cdiv(num_columns, block_n)
+        for num_splits in (1, 2, 4, 8) if block_n == 64 else (1,):
+            num_programs = num_tiles * num_splits
+            if not 0.85 * num_sms <= num_programs <= num_sms or width % (num_splits * 128):
+                continue
+            cost = (block_m + block_n) * width / num_splits
+            if num_splits > 1:  # fp32 partial sums are written and read again
+                cost += 14 * block_m * block_n
+            if cost < least:
+                stages = 6 if block_m == 64 else 4
+                block_k = 64 if block_n == 128 else 128
+                best, least = GemmTiles(block_m, block_n, block_k, num_splits, stages), cost
+    return best
+
+
+def gated_gemm_tiles(num_rows: int, gate: Tensor, up: Tensor) -> GemmTiles | None:
     """Return the tiles for the gate and up products, or None where the library is faster."""
-    narrow = num_columns < 6144
-    if num_rows > (256 if narrow else 128) or width % 128:
+    num_columns, width = gate.shape
+    if num_rows > MAX_ROWS or width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
         return None
-    largest = 64 if narrow and num_rows <= 128 else 128
-    block_m = max(16, min(triton.next_power_of_2(num_rows), largest))
-    if block_m == 16:
-        return GemmTiles(block_m, 64, 64, 1, 4)
-    return GemmTiles(block_m, 64, 128, 1, 3)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    if block_m <= 64:
+        return GemmTiles(block_m, 64, 128)
+    if num_columns < 6144:
+        tiles = GemmTiles(64, 64, 128 if num_rows <= 128 else 64)
+        return None if num_rows % 64 else tiles
+    if num_rows % 128:
+        return None
+    if num_rows == 128:
+        return GemmTiles(128, 64, 64, num_stages=6)
+    tiles = GemmTiles(128, 128, 64)
+    num_tiles, num_sms = prod(_grid(num_rows, num_columns, tiles)), sm_count(gate.device)
+    # The last wave of tiles should leave few SMs idle.
+    return tiles if num_tiles >= 0.85 * num_sms * triton.cdiv(num_tiles, num_sms) else None
+
+
+def _is_aligned(weight: Tensor) -> bool:
+    """Whether TMA can read it: rows without gaps that begin at multiples of 16 bytes."""
+    row_bytes = weight.shape[1] * weight.element_size()
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and row_bytes % 16 == 0

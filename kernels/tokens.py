@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ARGMAX_BLOCK = 2048
+"""Logits that a program of one warp searches; fastest on an H200 for 16 to 512 rows."""
+
 
 @triton.jit
 def _first_max(value, token):
@@ -25,39 +28,39 @@ def _first_max(value, token):
 
 
 @triton.jit
-def _chunk_max_kernel(logits, maxima, tokens, vocab_size, stride, chunk, BLOCK: tl.constexpr):
+def _chunk_max_kernel(logits, maxima, tokens, vocab_size, stride, BLOCK: tl.constexpr):
     row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offs = index * chunk + tl.arange(0, BLOCK)
-    mask = (tl.arange(0, BLOCK) < chunk) & (offs < vocab_size)
-    value = tl.load(logits + row * stride + offs, mask=mask, other=float("-inf"))
+    offs = index * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * stride + offs, mask=offs < vocab_size, other=float("-inf"))
     maximum, first = _first_max(value.to(tl.float32), offs)
     tl.store(maxima + row * tl.num_programs(1) + index, maximum)
     tl.store(tokens + row * tl.num_programs(1) + index, first)
 
 
 @triton.jit
-def _row_max_kernel(maxima, tokens, out, NUM_CHUNKS: tl.constexpr):
+def _row_max_kernel(maxima, tokens, out, num_chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    offs = row * NUM_CHUNKS + tl.arange(0, NUM_CHUNKS)
-    maximum, first = _first_max(tl.load(maxima + offs), tl.load(tokens + offs))
+    offs = tl.arange(0, BLOCK)
+    mask = offs < num_chunks
+    value = tl.load(maxima + row * num_chunks + offs, mask=mask, other=float("-inf"))
+    token = tl.load(tokens + row * num_chunks + offs, mask=mask, other=1 << 30)
+    maximum, first = _first_max(value, token)
     tl.store(out + row, tl.where(maximum != maximum, -1, first).to(tl.int64))
 
 
 def argmax(logits: Tensor) -> Tensor:
     """Return the token with the largest logit of each row of [R, V]; int64 [R]."""
     rows, vocab_size = logits.shape
-    num_chunks = 64 if rows <= 64 else 16
-    chunk = triton.cdiv(vocab_size, num_chunks)
+    num_chunks = triton.cdiv(vocab_size, ARGMAX_BLOCK)
     maxima = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        block = triton.next_power_of_2(chunk)
         _chunk_max_kernel[(rows, num_chunks)](
-            logits, maxima, tokens, vocab_size, logits.stride(0), chunk, block,
-            num_warps=max(1, min(8, block // 512)),
-        )  # fmt: skip
-        _row_max_kernel[(rows,)](maxima, tokens, out, num_chunks, num_warps=1)
+            logits, maxima, tokens, vocab_size, logits.stride(0), ARGMAX_BLOCK, num_warps=1
+        )
+        block = triton.next_power_of_2(num_chunks)
+        _row_max_kernel[(rows,)](maxima, tokens, out, num_chunks, block, num_warps=1)
     return out
 
 

@@ -235,7 +235,7 @@ class FusedDecoder:
 
 def linear_split_k(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [M, K] times weight [N, K] as partial sums [S, M, N]."""
-    tiles = gemm_tiles(len(x), *weight.shape) if x.is_cuda else None
+    tiles = gemm_tiles(len(x), weight) if x.is_cuda else None
     if tiles is None:
         return F.linear(x, weight)[None]
     return split_k_gemm(x, weight, tiles, supports_pdl(x.device))
@@ -244,7 +244,7 @@ def linear_split_k(x: Tensor, weight: Tensor) -> Tensor:
 def gated_linear(x: Tensor, mlp: Any) -> Tensor:
     """Return SiLU(gate(x)) * up(x)."""
     gate, up = mlp.gate_proj, mlp.up_proj
-    tiles = gated_gemm_tiles(len(x), *gate.weight.shape) if x.is_cuda else None
+    tiles = gated_gemm_tiles(len(x), gate.weight, up.weight) if x.is_cuda else None
     if tiles is None:
         gate_out, up_out = run_on_streams(x, gate, up)
         return silu_mul(gate_out, up_out)

@@ -84,7 +84,9 @@ def assert_same_pages(step):
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_queries_are_returned_and_keys_and_values_written(step):
+@pytest.mark.parametrize("many", [False, True])
+def test_queries_are_returned_and_keys_and_values_written(step, many, monkeypatch):
+    monkeypatch.setattr("nopad.kernels.qkv_write.MANY_TOKENS", 1 if many else 1024)
     pages, heads = step.pages, step.queries.shape[1]
     cache = pages.cache.layer(0)
     q = write_qkv(

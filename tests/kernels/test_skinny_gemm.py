@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from nopad.kernels import GemmTiles, gated_gemm, split_k_gemm
+from nopad.kernels import GemmTiles, gated_gemm, gated_gemm_tiles, gemm_tiles, split_k_gemm
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -33,3 +33,45 @@ def test_the_gated_product_is_silu_of_one_times_the_other(operands):
     x, gate, up = operands
     out = gated_gemm(x, gate, up, GemmTiles(16, 64, 32, 1), use_pdl=False)
     assert_close(out, silu(x @ gate.T) * (x @ up.T), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    monkeypatch.setattr("nopad.kernels.skinny_gemm.sm_count", lambda device: 132)
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "width", "expected"),
+    [
+        (32, 2048, 8192, GemmTiles(32, 64, 256, 4, 3)),
+        (64, 2048, 8192, GemmTiles(64, 64, 128, 4)),
+        (128, 2048, 8192, GemmTiles(128, 64, 128, 4)),
+        (256, 2048, 8192, GemmTiles(128, 64, 128, 2)),
+        (256, 2048, 2048, GemmTiles(64, 64, 128, 1, 6)),
+        (256, 1024, 2048, GemmTiles(64, 64, 128, 2, 6)),
+        (512, 4096, 1024, GemmTiles(128, 128, 64)),
+        (256, 3072, 2048, None),  # no tiles make a whole wave
+        (513, 2048, 2048, None),
+        (32, 2048, 2000, None),
+    ],
+)
+def test_tiles_make_one_wave_or_are_left_to_the_library(num_rows, columns, width, expected):
+    assert gemm_tiles(num_rows, torch.empty(columns, width, device="cpu")) == expected
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_weights_that_tma_cannot_read_are_left_to_the_library():
+    shifted = torch.empty(2048 * 2048 + 1)[1:].view(2048, 2048)
+    whole = torch.empty(2048, 2048)
+    assert gemm_tiles(32, whole) and gated_gemm_tiles(32, whole, whole)
+    assert gemm_tiles(32, shifted) is None
+    assert gated_gemm_tiles(32, whole, shifted) is None
+    assert gemm_tiles(32, torch.empty(2048, 4096)[:, :2048]) is None
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(("num_rows", "fused"), [(256, True), (384, False), (512, True)])
+def test_a_wide_gated_product_is_fused_where_its_last_wave_is_full(num_rows, fused):
+    weight = torch.empty(8192, 2048)
+    assert (gated_gemm_tiles(num_rows, weight, weight) is not None) == fused
