@@ -6,7 +6,7 @@ anything runs; a prompt that the model or its cache cannot take fails alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class EncodedPrompt(NamedTuple):
     token_ids: np.ndarray | None
     error: str | None
     params: SamplingParams
+    stop_token_ids: frozenset[int]
     priority: int
     seconds: float
 
@@ -59,11 +60,9 @@ class RequestBuilder:
     def encode(self, specs: Sequence[PromptSpec]) -> list[EncodedPrompt]:
         """Tokenize prompts and check their parameters; a fault of the call raises."""
         self._tokenizer.check_batch([spec.prompt for spec in specs])
-        checked: dict[int, SamplingParams] = {}  # by object: prompts usually share their params
+        checked = self._check_params({id(spec.params): spec.params for spec in specs})
         encoded = []
         for index, (prompt, params, priority, seconds) in enumerate(specs):
-            if id(params) not in checked:
-                checked[id(params)] = self._tokenizer.check_params(params)
             ids = error = None
             try:
                 ids = self._tokenizer.encode(prompt)
@@ -71,8 +70,20 @@ class RequestBuilder:
                 error = str(fault)
             except ValueError as fault:
                 raise ValueError(f"prompt {index}: {fault}") from None
-            encoded.append(EncodedPrompt(ids, error, checked[id(params)], priority, seconds))
+            encoded.append(EncodedPrompt(ids, error, *checked[id(params)], priority, seconds))
         return encoded
+
+    def _check_params(
+        self, distinct: Mapping[int, SamplingParams]
+    ) -> dict[int, tuple[SamplingParams, frozenset[int]]]:
+        """The parameters for this model and the tokens that end a text, by the same keys."""
+        if distinct:
+            is_sampled = not all(params.is_greedy for params in distinct.values())
+            self._tokenizer.check_generation_config(is_sampled)
+        checked = {key: self._tokenizer.check_params(params) for key, params in distinct.items()}
+        return {
+            key: (params, self._tokenizer.stop_token_ids(params)) for key, params in checked.items()
+        }
 
     def generation_requests(
         self,
@@ -134,7 +145,6 @@ class RequestBuilder:
         if ids is None:
             raise RequestError(prompt.error)
         max_len = self._max_len(len(ids), params.max_tokens, cache_tokens)
-        stop_token_ids = self._tokenizer.stop_token_ids(params)
         if params.seed is None:
             seeds = [draws.seed(self._seed, index, sample) for sample in range(params.n)]
         else:  # fixed, wherever the prompt is
@@ -149,7 +159,7 @@ class RequestBuilder:
                 seed=seed,
                 priority=prompt.priority,
                 deadline=now + prompt.seconds,
-                stop_token_ids=stop_token_ids,
+                stop_token_ids=prompt.stop_token_ids,
                 score_from=None if params.prompt_logprobs is None else 1,
                 needs_host_check=streaming or bool(params.stop) or params.logprobs is not None,
             )
@@ -191,23 +201,24 @@ def broadcast_params(
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts is one {type(prompts).__name__}; pass a list of prompts")
     num_prompts = len(prompts)
-    all_params = _broadcast("params", params, num_prompts, (SamplingParams, Mapping, type(None)))
-    priorities = _broadcast("priority", priority, num_prompts, (Integral,))
-    deadlines = _broadcast("deadline", deadline, num_prompts, (Real, type(None)))
     checked: dict[int, SamplingParams] = {}
-    for one in all_params or ([params] if isinstance(params, Mapping) else []):
+
+    def convert(one: Any) -> SamplingParams:
         if id(one) not in checked:
             checked[id(one)] = to_sampling_params(one)
-    for value in priorities:
-        if not isinstance(value, Integral):
-            raise ValueError(f"priority is {value!r}; pass {_EXPECTED['priority']}")
-    seconds = [deadline_seconds(value) for value in deadlines]
-    columns = zip(prompts, (checked[id(p)] for p in all_params), priorities, seconds, strict=True)
-    return [PromptSpec(*values) for values in columns]
+        return checked[id(one)]
+
+    scalar = (SamplingParams, Mapping, type(None))
+    all_params = _broadcast("params", params, num_prompts, scalar, convert)
+    priorities = _broadcast("priority", priority, num_prompts, (Integral,), _check_priority)
+    seconds = _broadcast("deadline", deadline, num_prompts, (Real, type(None)), deadline_seconds)
+    return list(map(PromptSpec, prompts, all_params, priorities, seconds))
 
 
 def to_sampling_params(params: Any) -> SamplingParams:
     """Return sampling parameters that may be given as a dict, or None for the defaults."""
+    if isinstance(params, SamplingParams):
+        return params
     if params is None:
         return SamplingParams()
     if isinstance(params, Mapping):
@@ -215,9 +226,7 @@ def to_sampling_params(params: Any) -> SamplingParams:
             return SamplingParams(**params)
         except TypeError as error:
             raise ValueError(f"sampling parameters: {error}") from None
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"sampling parameters are a {type(params).__name__}; pass SamplingParams")
-    return params
+    raise ValueError(f"sampling parameters are a {type(params).__name__}; pass SamplingParams")
 
 
 def deadline_seconds(deadline: Any) -> float:
@@ -236,11 +245,24 @@ _EXPECTED = {
 }
 
 
-def _broadcast(name: str, value: Any, count: int, scalar_types: tuple[type, ...]) -> list[Any]:
+def _check_priority(value: Any) -> Any:
+    if not isinstance(value, Integral):
+        raise ValueError(f"priority is {value!r}; pass {_EXPECTED['priority']}")
+    return value
+
+
+def _broadcast(
+    name: str,
+    value: Any,
+    count: int,
+    scalar_types: tuple[type, ...],
+    convert: Callable[[Any], Any],
+) -> list[Any]:
+    """One converted value for each prompt; a single value is converted once."""
     if isinstance(value, scalar_types):
-        return [value] * count
+        return [convert(value)] * count
     if isinstance(value, str) or not hasattr(value, "__len__"):
         raise ValueError(f"{name} is {value!r}; pass {_EXPECTED[name]}, or one for each prompt")
     if len(value) != count:
         raise ValueError(f"{len(value)} {name} for {count} prompts; pass one, or one for each")
-    return list(value)
+    return [convert(one) for one in list(value)]
