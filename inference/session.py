@@ -183,12 +183,10 @@ class ModelSession:
         runner, cast_weights = self.executor.runner, self.executor.cast_weights
         # Ranks in lockstep vote before each forward, which a CUDA graph cannot contain.
         runner.may_capture = not gathers_parameters(self._model)
-        moved = self._weights.moved()
-        if cast_weights is not None:
-            moved = cast_weights.refresh(self._modules) or moved
-        if moved:
-            runner.drop_graphs()
+        recast = cast_weights is not None and cast_weights.refresh(self._modules)
         changed = self._on_any_rank(self._weights.refresh())
+        if self._weights.moved or recast:
+            runner.drop_graphs()
         if self._weights.forward_changed:  # graphs and fused kernels hold what forwards were
             runner.drop_graphs()
             self.executor.fused_ops = build_fused_ops(self._model, runner, self.settings)

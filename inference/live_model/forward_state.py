@@ -6,6 +6,7 @@ what a layer returns, and none of it raises a tensor's version counter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,11 +24,11 @@ OWN_HOOK = "_nopad_hook"
 """Attribute of hooks that the engine itself adds for a call."""
 
 
-def forward_state(model: nn.Module) -> list[Any]:
+def forward_state(modules: Iterable[nn.Module]) -> list[Any]:
     """Return what to compare: two equal states compute the same function of the same tensors."""
     state: list[Any] = []
     configs: dict[int, Any] = {}
-    for module in model.modules():
+    for module in modules:
         attributes = vars(module)
         state.append(type(module))
         state.append(type(module).forward)

@@ -15,8 +15,7 @@ neither numbers, strings nor functions; functions replaced in the model's Python
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, gcd
 from typing import Any
 
@@ -51,27 +50,34 @@ class WeightsVersion:
         self._forward_state: list[Any] = []
         self.forward_changed = False
         """Whether the last `refresh` found other hooks, forwards or attributes."""
-        self._addresses: tuple[int, ...] = ()
+        self.moved = False
+        """Whether the last `refresh` found a tensor at a new address: graphs hold addresses."""
+        self._addresses: list[int] = []
         self._adapter_layers: list[AdapterLayer] = []
         self.adapters: AdapterState = []
         """Which adapters were active at the last check."""
 
     def refresh(self) -> bool:
         """Check all weights; return whether they changed since the last check."""
-        unchanged, checksum = bool(self._tensors_seen) and self.unchanged(), self._sample_checksum()
-        state = forward_state(self._model)
-        self.forward_changed = state != self._forward_state
-        changed = not unchanged or checksum != self._checksum or self.forward_changed
-        self._checksum, self._forward_state = checksum, state
-        self._adapter_layers = adapter_layers(self._model.modules())
-        self.adapters = adapter_state(self._adapter_layers)
-        self._tensors_seen = [
+        modules = list(self._model.modules())
+        tensors_seen = [
             (holder, name, tensor, _version(tensor))
-            for module in self._model.modules()
+            for module in modules
             for holder in (module._parameters, module._buffers)
             for name, tensor in holder.items()
             if tensor is not None
         ]
+        distinct = {id(tensor): tensor for _, _, tensor, _ in tensors_seen}
+        tensors = [t.to_local() if isinstance(t, DTensor) else t for t in distinct.values()]
+        addresses, checksum = [t.data_ptr() for t in tensors], sample_checksum(tensors)
+        state, unchanged = forward_state(modules), bool(self._tensors_seen) and self.unchanged()
+        self.moved = addresses != self._addresses
+        self.forward_changed = state != self._forward_state
+        changed = not unchanged or checksum != self._checksum or self.forward_changed
+        self._addresses, self._checksum, self._forward_state = addresses, checksum, state
+        self._adapter_layers = adapter_layers(modules)
+        self.adapters = adapter_state(self._adapter_layers)
+        self._tensors_seen = tensors_seen
         self.number += changed
         return changed
 
@@ -84,34 +90,28 @@ class WeightsVersion:
                 return False
         return not adapters_changed(self._adapter_layers, self.adapters)
 
-    def moved(self) -> bool:
-        """Return whether a tensor has a new address since the last call: graphs hold addresses."""
-        before, self._addresses = self._addresses, tuple(t.data_ptr() for t in self._tensors())
-        return before != self._addresses
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for tensor in chain(self._model.parameters(), self._model.buffers()):
-            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-    def _sample_checksum(self) -> float:
-        """Sum a sample of every tensor, each element with its own weight."""
-        samples = []
-        for tensor in self._tensors():
-            count = tensor.numel()
-            if count:
-                stride = sample_stride(count, tensor.shape[-1] if tensor.ndim else 1)
-                size = -(-count // stride)
-                flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().reshape(-1)
-                sample = flat.as_strided((size,), (stride,))
-                # 8-bit floats cannot be concatenated with other dtypes; their bytes can.
-                samples.append(sample.view(torch.uint8) if sample.itemsize == 1 else sample)
-        if not samples:
-            return 0.0
-        # Autocast may refuse to concatenate several dtypes.
-        with torch.autocast(samples[0].device.type, enabled=False):
-            values = torch.cat(samples).double()
-        order = torch.arange(1, len(values) + 1, device=values.device, dtype=torch.float64)
-        return float((values.nan_to_num() * order.sin()).sum())
+@torch.no_grad()
+def sample_checksum(tensors: Iterable[Tensor]) -> float:
+    """Sum a sample of every tensor, each element with its own weight."""
+    samples, strides = [], dict[torch.Size, int]()  # by shape: a model has few of them
+    for tensor in tensors:
+        count, shape = tensor.numel(), tensor.shape
+        if not count:
+            continue
+        if (stride := strides.get(shape)) is None:
+            stride = strides[shape] = sample_stride(count, shape[-1] if shape else 1)
+        flat = tensor if tensor.is_contiguous() else tensor.reshape(-1)
+        sample = flat.as_strided((-(-count // stride),), (stride,))
+        # 8-bit floats cannot be concatenated with other dtypes; their bytes can.
+        samples.append(sample.view(torch.uint8) if sample.itemsize == 1 else sample)
+    if not samples:
+        return 0.0
+    # Autocast may refuse to concatenate several dtypes.
+    with torch.autocast(samples[0].device.type, enabled=False):
+        values = torch.cat(samples).double()
+    order = torch.arange(1, len(values) + 1, device=values.device, dtype=torch.float64)
+    return float((values.nan_to_num() * order.sin()).sum())
 
 
 def sample_stride(count: int, columns: int) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
+from nopad.inference.live_model import weights_version
 from nopad.inference.requests.detokenizer import Detokenizer, find_stop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -311,9 +312,10 @@ def test_requests_look_at_the_values_of_the_weights_once_until_the_engine_is_idl
 ):
     engine = Engine(tiny("llama"))
     engine.add_request([5, 6, 7], GREEDY)
-    samples, weights = [], engine._session._weights
-    plain = weights._sample_checksum
-    monkeypatch.setattr(weights, "_sample_checksum", lambda: samples.append(1) or plain())
+    samples, plain = [], weights_version.sample_checksum
+    monkeypatch.setattr(
+        weights_version, "sample_checksum", lambda tensors: samples.append(1) or plain(tensors)
+    )
     engine.add_request([8, 9], GREEDY)
     assert not samples
     engine.step()
