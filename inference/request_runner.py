@@ -81,9 +81,10 @@ class RequestRunner:
 
     def queue(self, requests: Sequence[Request]) -> None:
         """Queue requests, which wait until the scheduler admits them."""
+        loop = self.loop
         for request in requests:
-            self._stats.record_queued(request, self.loop.clock())
-            self.loop.scheduler.add(request)
+            self._stats.record_queued(request, loop.clock())
+            loop.scheduler.add(request)
 
     def queue_backlog(self, backlog: deque[Request]) -> None:
         """Queue requests until `max_waiting` is reached."""

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from .prefix import PrefixIndex, sha256
+from .prefix import PrefixIndex, TokenIds, sha256
 
 
 class OutOfPages(RuntimeError):
@@ -140,7 +140,7 @@ class PageAllocator:
         table[index] = target
         return PageCopy(page, target)
 
-    def register(self, owner: Hashable, tokens: Sequence[int], scope: str) -> None:
+    def register(self, owner: Hashable, tokens: TokenIds, scope: str) -> None:
         """Register the owner's pages, which hold these leading tokens, for later owners.
 
         Several owners may register the same prefix; the pages of the first are used.
@@ -150,7 +150,7 @@ class PageAllocator:
             raise ValueError(f"owner {owner!r}: {len(tokens)} tokens do not fit pages {table}")
         self._prefixes.register(tokens, table, scope)
 
-    def attach_prefix(self, owner: Hashable, tokens: Sequence[int], scope: str) -> PrefixHit:
+    def attach_prefix(self, owner: Hashable, tokens: TokenIds, scope: str) -> PrefixHit:
         """Create an owner with the longest registered prefix of its tokens.
 
         Full pages are shared. If the hit ends inside a page, that page must be copied; if no page

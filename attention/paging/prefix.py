@@ -14,10 +14,12 @@ lives as long as both pages.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+TokenIds = Sequence[int] | np.ndarray
 STRIDE = 16
 """Tokens per link, whatever the page size."""
 
@@ -55,7 +57,7 @@ class PrefixIndex:
         """Return the pages that have links."""
         return set(self._in_page)
 
-    def find(self, tokens: Sequence[int], scope: str) -> tuple[int, list[int]]:
+    def find(self, tokens: TokenIds, scope: str) -> tuple[int, list[int]]:
         """Return the number of leading tokens found, and their pages."""
         parent, pages, num_tokens = None, [], 0
         for key, chunk in self._chunks(tokens, scope):
@@ -67,7 +69,7 @@ class PrefixIndex:
             parent = link
         return num_tokens, pages
 
-    def register(self, tokens: Sequence[int], table: Sequence[int], scope: str) -> None:
+    def register(self, tokens: TokenIds, table: Sequence[int], scope: str) -> None:
         """Add the links of these tokens, which are in the pages of `table`."""
         parent = None
         for index, (key, chunk) in enumerate(self._chunks(tokens, scope)):
@@ -110,9 +112,9 @@ class PrefixIndex:
             parent.children.add(link)
         return link
 
-    def _chunks(self, tokens: Sequence[int], scope: str) -> Iterator[tuple[bytes, bytes]]:
+    def _chunks(self, tokens: TokenIds, scope: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield the key and the tokens of each link."""
-        data = array("q", tokens).tobytes()
+        data = np.asarray(tokens, dtype=np.int64).tobytes()
         key = self.digest(scope.encode())
         size = STRIDE * 8
         for start in range(0, len(data) - size + 1, size):

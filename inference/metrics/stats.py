@@ -6,8 +6,9 @@ a long-lived engine uses constant memory for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,12 +37,15 @@ class RingBuffer:
     def __len__(self) -> int:
         return min(self._num_added, len(self._rows))
 
-    def add(self, rows: np.ndarray) -> None:
+    def add(self, rows: np.ndarray | Sequence[Any]) -> None:
         """Append rows; the oldest are overwritten."""
         limit = len(self._rows)
         rows = rows[-limit:]
-        indices = (self._num_added + np.arange(len(rows))) % limit
-        self._rows[indices] = rows
+        start = self._num_added % limit
+        num_before_end = min(len(rows), limit - start)
+        self._rows[start : start + num_before_end] = rows[:num_before_end]
+        if num_before_end < len(rows):
+            self._rows[: len(rows) - num_before_end] = rows[num_before_end:]
         self._num_added += len(rows)
 
     def rows(self) -> np.ndarray:
@@ -103,7 +107,7 @@ class Stats:
         self._row_queued_at[row] = queued_at
         self._row_last_token_at[row] = now if request.output_token_ids else np.nan
         if not request.num_preemptions:
-            self._queue_time.add(np.array([now - queued_at]))
+            self._queue_time.add([now - queued_at])
 
     def record_step_time(self, seconds: float) -> None:
         self.step_seconds += seconds
@@ -117,7 +121,7 @@ class Stats:
         # `max_num_seqs` may have been lowered below the number that runs.
         max_running = max(scheduler.max_num_seqs, num_running)
         entry = (now, num_running, scheduler.num_waiting, num_tokens, used_pages, max_running)
-        self._steps_log.add(np.array([(*entry, pages.num_pages)]))
+        self._steps_log.add([(*entry, pages.num_pages)])
         counters = (
             scheduler.num_preemptions,
             scheduler.num_prefix_hit_tokens,
@@ -151,7 +155,7 @@ class Stats:
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self._queued_at.pop(request.id, None)
         if not self._queued_at:
-            self._idle_since.add(np.array([now]))
+            self._idle_since.add([now])
 
     @property
     def steps_log(self) -> np.ndarray:

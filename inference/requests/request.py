@@ -43,6 +43,7 @@ class Request:
     needs_host_check: bool = False
     """Whether every step reports it: it is streamed, or has stop strings or log-probabilities."""
 
+    prompt_len: int = field(init=False)
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
     num_computed: int = 0
@@ -63,7 +64,7 @@ class Request:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_token_ids)
+        self.num_tokens = self.prompt_len = len(self.prompt_token_ids)
 
     @property
     def num_remaining(self) -> int:
@@ -73,12 +74,12 @@ class Request:
     @property
     def num_in_flight(self) -> int:
         """Tokens sampled on the device that the host has not read yet."""
-        return self.num_tokens - len(self.prompt_token_ids) - len(self.output_token_ids)
+        return self.num_tokens - self.prompt_len - len(self.output_token_ids)
 
     @property
     def at_max_len(self) -> bool:
         """Whether the host has read all tokens that `max_len` allows."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) >= self.max_len
+        return self.prompt_len + len(self.output_token_ids) >= self.max_len
 
     @property
     def max_prefix_hit(self) -> int:
@@ -92,11 +93,11 @@ class Request:
         """Positions in [start, stop) whose logits score the token after them."""
         if self.score_from is None:
             return range(0)
-        return range(max(start, self.score_from - 1), min(stop, len(self.prompt_token_ids) - 1))
+        return range(max(start, self.score_from - 1), min(stop, self.prompt_len - 1))
 
     def token_ids(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions [start, stop), all known to the host."""
-        prompt_len = len(self.prompt_token_ids)
+        prompt_len = self.prompt_len
         if stop <= prompt_len:
             return self.prompt_token_ids[start:stop]
         output = self.output_token_ids[max(start - prompt_len, 0) : stop - prompt_len]

@@ -145,7 +145,9 @@ class RequestBuilder:
         if ids is None:
             raise RequestError(prompt.error)
         max_len = self._max_len(len(ids), params.max_tokens, cache_tokens)
-        if params.seed is None:
+        if params.is_greedy:
+            seeds = [0] * params.n  # nothing is drawn
+        elif params.seed is None:
             seeds = [draws.seed(self._seed, index, sample) for sample in range(params.n)]
         else:  # fixed, wherever the prompt is
             key = prompt_hash(ids)

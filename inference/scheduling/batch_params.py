@@ -47,6 +47,6 @@ class BatchParams:
         self.frequency_penalty[row] = p.frequency_penalty
         self.has_penalties[row] = p.has_penalties
         self.num_logprobs[row] = -1 if p.logprobs is None else min(p.logprobs, _UNLIMITED)
-        self.prompt_len[row] = len(request.prompt_token_ids)
+        self.prompt_len[row] = request.prompt_len
         may_ban_stops = p.min_tokens > 0 and bool(request.stop_token_ids)
         self.has_logit_edits[row] = bool(p.logit_bias) or may_ban_stops

@@ -149,8 +149,9 @@ class StepLoop:
 
         Without a request that waits for its next token nobody is held up.
         """
-        decodes = any(request.output_token_ids for request in self.scheduler.running)
-        if self.target_itl is None or not decodes:
+        if self.target_itl is None:
+            return None
+        if not any(request.output_token_ids for request in self.scheduler.running):
             return None
         tokens = self.costs.tokens_within(self.target_itl)
         sizes = self._runner.step_sizes
@@ -196,10 +197,7 @@ class StepLoop:
                     request.logprobs.append((token, *_logprobs(output, index, top)))
             if token in request.stop_token_ids:
                 self._finish(request, "stop")
-            elif (
-                len(tokens) >= request.max_len - len(request.prompt_token_ids)
-                and not request.params.stop
-            ):
+            elif len(tokens) >= request.max_len - request.prompt_len and not request.params.stop:
                 self._finish(request, "length")
             else:
                 continue
@@ -213,7 +211,7 @@ class StepLoop:
         """Finish the requests that were only scored, once their last token is."""
         finished = []
         for request, span in step.scored:
-            is_done = request.max_len == len(request.prompt_token_ids) == span.stop + 1
+            is_done = request.max_len == request.prompt_len == span.stop + 1
             if is_done and request.finish_reason is None:
                 self._finish(request, "length")
                 finished.append(request)

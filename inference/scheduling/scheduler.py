@@ -112,8 +112,7 @@ class Scheduler:
         heappush(self._waiting, (_sort_key(request), request))
         if request.deadline != float("inf"):
             heappush(self._deadlines, (request.deadline, request.arrival, request))
-        prompt_len = len(request.prompt_token_ids)
-        self._trace.add(request.id, "queued", prompt=prompt_len, limit=request.max_len)
+        self._trace.add(request.id, "queued", prompt=request.prompt_len, limit=request.max_len)
 
     def pop_overdue(self, now: float) -> list[Request]:
         """Return the unfinished requests whose deadline has passed, each once."""
@@ -130,14 +129,15 @@ class Scheduler:
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
         if max_tokens is not None:
             tokens_left = min(tokens_left, max(max_tokens, len(self.running) + _MIN_CHUNK))
-        page_size = self.pages.page_size
-        preemptions_before, index = self.num_preemptions, 0
-        while index < len(self.running) and tokens_left > 0:
-            request = self.running[index]
+        page_size, running, scheduled = self.pages.page_size, self.running, plan.requests
+        preemptions_before = self.num_preemptions
+        for index, request in enumerate(running):  # preemption removes requests after this one
+            if tokens_left <= 0:
+                break
             start = request.num_computed
-            num_remaining = min(request.num_tokens, request.max_len - 1) - start
-            # Leave one token for each request after this one.
-            num_tokens = min(num_remaining, max(1, tokens_left - len(self.running) + index + 1))
+            num_tokens = min(request.num_tokens, request.max_len - 1) - start
+            if num_tokens > 1:  # leave one token for each request after this one
+                num_tokens = min(num_tokens, max(1, tokens_left - len(running) + index + 1))
             if request.score_from is not None:
                 num_tokens = self._limit_scored(request, num_tokens, scored_left)
                 scored_left -= len(request.scored_positions(start, start + num_tokens))
@@ -146,9 +146,8 @@ class Scheduler:
                 break
             if num_tokens:
                 request.num_scheduled = num_tokens
-                plan.requests.append(request)
+                scheduled.append(request)
                 tokens_left -= num_tokens
-            index += 1
         if self.num_preemptions == preemptions_before:
             self._admit_waiting(plan, tokens_left, scored_left)
         return plan
@@ -157,14 +156,13 @@ class Scheduler:
         """Advance the counters of a plan whose step was launched."""
         for request in plan.requests:
             start = request.num_computed
-            request.num_computed += request.num_scheduled
-            prompt_len = len(request.prompt_token_ids)
-            if start < prompt_len:
+            end = request.num_computed = start + request.num_scheduled
+            if start < request.prompt_len:
                 self._register_prefix(request, start)
-                if request.num_computed >= prompt_len:
+                if end >= request.prompt_len:
                     plan.prefilled.append(request)
-            if request.num_computed == request.num_tokens:
-                request.num_tokens += 1
+            if end == request.num_tokens:
+                request.num_tokens = end + 1
 
     def on_prefilled(self, requests: list[Request]) -> None:
         """Trace that the step which completed these requests' prompts is done."""
@@ -245,6 +243,8 @@ class Scheduler:
 
     def _admit_waiting(self, plan: SchedulerOutput, tokens_left: int, scored_left: int) -> None:
         """Admit waiting requests while rows, pages and tokens last."""
+        if not self._waiting:
+            return
         prefixes_in_progress = {
             self._next_prefix_key(r, r.num_computed) for r in plan.requests if r.num_scheduled > 1
         }
@@ -258,7 +258,7 @@ class Scheduler:
             if not self._waiting:
                 break
             request = self._waiting[0][1]
-            prefix = request.token_ids(0, request.max_prefix_hit).tolist()
+            prefix = request.token_ids(0, request.max_prefix_hit)
             hit = self.pages.attach_prefix(request.id, prefix, self.cache_salt)
             if self._prefix_in_progress(request, hit, prefixes_in_progress):
                 self.pages.free(request.id)
@@ -327,10 +327,9 @@ class Scheduler:
 
     def _register_prefix(self, request: Request, start: int) -> None:
         """Let later requests share the part of the prompt that the step just planned adds."""
-        stop = min(request.num_computed, len(request.prompt_token_ids))
+        stop = min(request.num_computed, request.prompt_len)
         if stop // STRIDE > start // STRIDE:
-            prefix = request.prompt_token_ids[:stop].tolist()
-            self.pages.register(request.id, prefix, self.cache_salt)
+            self.pages.register(request.id, request.prompt_token_ids[:stop], self.cache_salt)
 
     def _append_pages(self, request: Request, count: int) -> None:
         start, new = request.num_pages, self.pages.allocate(request.id, count)
