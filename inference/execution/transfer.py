@@ -59,9 +59,10 @@ def pack_arrays(arrays: Sequence[np.ndarray]) -> tuple[Tensor, list[int]]:
         offsets.append(size)
         size += -(-a.nbytes // _ALIGNMENT) * _ALIGNMENT
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    raw = packed.numpy()
+    raw = packed.numpy().data
     for a, offset in zip(arrays, offsets, strict=True):
-        raw[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+        if a.size:  # an empty array has no bytes to cast to
+            raw[offset : offset + a.nbytes] = np.ascontiguousarray(a).data.cast("B")
     return packed, offsets
 
 
