@@ -88,7 +88,8 @@ class RequestRunner:
 
     def queue_backlog(self, backlog: deque[Request]) -> None:
         """Queue requests until `max_waiting` is reached."""
-        while backlog and self.loop.scheduler.queue_error(1) is None:
+        scheduler = self.loop.scheduler
+        while backlog and scheduler.queue_error(1) is None:
             request = backlog.popleft()
             if request.finish_reason is None:
                 self.queue([request])

@@ -37,7 +37,8 @@ class OutputProcessor:
                 queue.append(_final_event(group))
             else:
                 self._groups[group.id] = group, queue
-                self._group_of.update({request.id: group for request in group.requests})
+                for request in group.requests:
+                    self._group_of[request.id] = group
 
     def get(self, group_id: int) -> RequestGroup | None:
         return self._groups[group_id][0] if group_id in self._groups else None

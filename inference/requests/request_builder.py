@@ -61,11 +61,11 @@ class RequestBuilder:
         """Tokenize prompts and check their parameters; a fault of the call raises."""
         self._tokenizer.check_batch([spec.prompt for spec in specs])
         checked = self._check_params({id(spec.params): spec.params for spec in specs})
-        encoded = []
+        encoded, vocab_size = [], self._tokenizer.vocab_size
         for index, (prompt, params, priority, seconds) in enumerate(specs):
             ids = error = None
             try:
-                ids = self._tokenizer.encode(prompt)
+                ids = self._tokenizer.encode(prompt, vocab_size=vocab_size)
             except RequestError as fault:
                 error = str(fault)
             except ValueError as fault:

@@ -58,14 +58,22 @@ class TokenizerAdapter:
         return int(self._siblings[self._name].weight.shape[0])
 
     def encode(
-        self, prompt: Any, add_special_tokens: bool = True, allow_empty: bool = False
+        self,
+        prompt: Any,
+        add_special_tokens: bool = True,
+        allow_empty: bool = False,
+        vocab_size: int | None = None,
     ) -> np.ndarray:
         """Return the token ids of a prompt; RequestError if the model cannot take it.
 
         Any other ValueError is a fault of the call: a wrong type, or text without a tokenizer.
+
+        vocab_size: that of the model, if the caller has it: reading it takes time.
         """
         may_be_padded = False
-        if isinstance(prompt, str):
+        if _is_id_list(prompt):
+            ids, may_be_padded = prompt, True
+        elif isinstance(prompt, str):
             tokenizer = self._require("text")
             ids = _call_tokenizer(tokenizer, prompt, add_special_tokens=add_special_tokens)
         elif _is_messages(prompt):
@@ -81,7 +89,7 @@ class TokenizerAdapter:
         array = _to_array(ids)
         if may_be_padded:
             self._check_padding(array)
-        self._check_vocabulary(array)
+        self._check_vocabulary(array, vocab_size or self.vocab_size)
         if not array.size and not allow_empty:
             raise RequestError("the prompt is empty; pass at least one token")
         return array
@@ -139,9 +147,9 @@ class TokenizerAdapter:
             raise ValueError(f"{purpose} needs a tokenizer: Engine(model, tokenizer)")
         return self.tokenizer
 
-    def _check_vocabulary(self, ids: np.ndarray) -> None:
+    def _check_vocabulary(self, ids: np.ndarray, vocab_size: int) -> None:
         # As unsigned numbers, negative ids are larger than any vocabulary.
-        if ids.size and ids.view(np.uint64).max() >= self.vocab_size:
+        if ids.size and int(ids.view(np.uint64).max()) >= vocab_size:
             raise RequestError(self._out_of_vocab(int(ids.min() if ids.min() < 0 else ids.max())))
 
     def check_batch(self, prompts: Sequence[Any]) -> None:
@@ -163,9 +171,9 @@ class TokenizerAdapter:
         """Refuse ids that start or end with several padding tokens."""
         if len(ids) < 3:
             return
-        repeated = [int(end[0]) for end in (ids[:2], ids[-2:]) if end[0] == end[1]]
-        if repeated and (pad := self._pad_token_id) in repeated:
-            raise ValueError(self._padded(pad))
+        for outer, inner in ((0, 1), (-1, -2)):
+            if ids[outer] == ids[inner] == self._pad_token_id:
+                raise ValueError(self._padded(int(ids[outer])))
 
     def _padded(self, pad: int) -> str:
         return (
@@ -200,7 +208,7 @@ def prompt_hash(token_ids: np.ndarray) -> int:
 
 def _to_array(ids: Any) -> np.ndarray:
     """Return ids as a flat int64 array; ValueError if they are anything but whole numbers."""
-    if type(ids) is list and ids and type(ids[0]) is int:
+    if _is_id_list(ids):
         try:  # NumPy takes twice as long for a list
             return np.frombuffer(bytearray(struct.pack(f"{len(ids)}q", *ids)), np.int64)
         except (struct.error, TypeError):
@@ -245,6 +253,11 @@ def _ids_without_mask(prompt: Any) -> Any:
 
 def _is_id(value: Any, token: int) -> bool:
     return isinstance(value, (int, np.integer)) and value == token
+
+
+def _is_id_list(prompt: Any) -> bool:
+    """Whether a prompt is a list that starts with an id: the most common one, told apart fast."""
+    return type(prompt) is list and len(prompt) > 0 and type(prompt[0]) is int
 
 
 def _is_messages(prompt: Any) -> bool:
