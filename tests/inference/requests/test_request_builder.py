@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
@@ -85,3 +86,27 @@ def test_a_list_of_no_continuations_gives_a_list_of_no_scores(engine):
     none, one, two = engine.score(["abc", "abc", "abc"], [[], "d", ["d", [5, 6]]])
     assert none == [] and one == two[0] and len(two) == 2
     assert DataParallelEngine(engine).score(["abc"], [[]]) == [[]]
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, np.int32(6), True], [np.int64(5), 6], (5, 6), np.array([5, 6], np.uint8)]
+)
+def test_ids_are_whole_numbers_of_any_kind(engine, ids):
+    want = [int(i) for i in ids]
+    (completion,) = engine.generate([ids], GREEDY)
+    assert completion.error is None and completion.prompt_token_ids == want
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, 6.0], [5, "6"], [5, None], [5, [6]], [True, False], [1, 2**63]]
+)
+def test_a_list_that_only_starts_with_an_id_raises(engine, ids):
+    with pytest.raises(ValueError, match="prompt 1: a prompt is a list; pass text"):
+        engine.generate([[5], ids], GREEDY)
+
+
+@pytest.mark.parametrize("name", ["temperature", "priority", "deadline"])
+def test_a_single_wrong_value_raises_also_without_prompts(engine, name):
+    options = {"params": {"temperature": -1}} if name == "temperature" else {name: "x"}
+    with pytest.raises(ValueError, match=f"{name} is "):
+        engine.generate([], **options)
