@@ -44,6 +44,7 @@ class Request:
     """Whether every step reports it: it is streamed, or has stop strings or log-probabilities."""
 
     prompt_len: int = field(init=False)
+    """Tokens of the prompt: steps read it often, and the length of an array takes longer."""
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
     num_computed: int = 0
