@@ -151,22 +151,25 @@ def gemm_tiles(num_rows: int, weight: Tensor) -> GemmTiles | None:
 
 
 def _one_wave(num_rows: int, num_columns: int, width: int, num_sms: int) -> GemmTiles | None:
-    """Return tiles of which every SM computes one, if there are any; those that read the least."""
+    """Return tiles of which nearly every SM computes one, if there are any.
+
+    Of several, those that read the least; partial sums count as well, written and read in fp32.
+    """
     best, least = None, float("inf")
-    for block_m, block_n in ((64, 64), (128, 64), (128, 128)):
-        if num_rows % block_m:  # TMA is slow where a tile ends past the last row
+    busy_share = 0.7 if num_rows <= 192 else 0.85  # with fewer SMs the library is faster
+    for block_m, block_n in ((64, 64), (128, 64), (128, 128), (64, 128)):
+        if num_rows % block_m:  # TMA is slow where the last of several tiles is not full
             continue
         num_tiles = num_rows // block_m * triton.cdiv(num_columns, block_n)
-        for num_splits in (1, 2, 4, 8) if block_n == 64 else (1,):
+        for num_splits in (1,) if block_m == block_n == 128 else (1, 2, 4, 8):
             num_programs = num_tiles * num_splits
-            if not 0.85 * num_sms <= num_programs <= num_sms or width % (num_splits * 128):
+            if not busy_share * num_sms <= num_programs <= num_sms or width % (128 * num_splits):
                 continue
             cost = (block_m + block_n) * width / num_splits
-            if num_splits > 1:  # fp32 partial sums are written and read again
-                cost += 14 * block_m * block_n
+            cost += 14 * block_m * block_n if num_splits > 1 else 0
             if cost < least:
-                stages = 6 if block_m == 64 else 4
-                block_k = 64 if block_n == 128 else 128
+                block_k = 64 if block_m == block_n == 128 else 128
+                stages = 6 if block_m == block_n == 64 else 4
                 best, least = GemmTiles(block_m, block_n, block_k, num_splits, stages), cost
     return best
 
@@ -176,20 +179,20 @@ def gated_gemm_tiles(num_rows: int, gate: Tensor, up: Tensor) -> GemmTiles | Non
     num_columns, width = gate.shape
     if num_rows > MAX_ROWS or width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
         return None
-    block_m = max(16, triton.next_power_of_2(num_rows))
-    if block_m <= 64:
-        return GemmTiles(block_m, 64, 128)
-    if num_columns < 6144:
-        tiles = GemmTiles(64, 64, 128 if num_rows <= 128 else 64)
-        return None if num_rows % 64 else tiles
-    if num_rows % 128:
+    if num_rows <= 64:
+        return GemmTiles(max(16, triton.next_power_of_2(num_rows)), 64, 128)
+    if num_rows % 64:
         return None
+    if num_columns < 6144:
+        return GemmTiles(64, 64, 128 if num_rows == 128 else 64)
+    if num_rows == 192:
+        return GemmTiles(64, 64, 64, num_stages=3)
     if num_rows == 128:
         return GemmTiles(128, 64, 64, num_stages=6)
     tiles = GemmTiles(128, 128, 64)
     num_tiles, num_sms = prod(_grid(num_rows, num_columns, tiles)), sm_count(gate.device)
-    # The last wave of tiles should leave few SMs idle.
-    return tiles if num_tiles >= 0.85 * num_sms * triton.cdiv(num_tiles, num_sms) else None
+    is_full = num_tiles >= 0.85 * num_sms * triton.cdiv(num_tiles, num_sms)  # the last wave too
+    return tiles if is_full and num_rows % 128 == 0 else None
 
 
 def _is_aligned(weight: Tensor) -> bool:

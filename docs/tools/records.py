@@ -82,6 +82,15 @@ def loop_table() -> str:
     return _table(["loop", "tokens/s", "MFU", "peak memory"], rows, path)
 
 
+def convergence_table() -> str:
+    """Validation losses of packed and padded training."""
+    path, record = newest("convergence-h200")
+    ways = record["summary"]["validation"]
+    head = ["validation loss", *(f"seed {seed}" for seed in range(len(ways["packed"])))]
+    rows = [[way, *(f"{loss:.4f}" for loss in losses)] for way, losses in ways.items()]
+    return _table(head, rows, path)
+
+
 def generation_table() -> str:
     """Generation, beside Transformers' continuous batching."""
     path, record = newest("generation-h200")

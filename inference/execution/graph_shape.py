@@ -17,9 +17,9 @@ import numpy as np
 from ...attention.backends import forced_paged_backend
 from ..scheduling.step import Step
 
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Rows of captured decode steps. Sizes between them would gain nothing: the products read the same
-weights in the same tiles, and attention costs nothing for rows of padding."""
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of captured decode steps; above, multiples of 64. Sizes between them would gain nothing: the
+products would read the same weights in the same tiles."""
 MIXED_TOKENS = (
     *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
     *(1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096),
@@ -46,10 +46,10 @@ class GraphShape(NamedTuple):
 
 
 def capture_size(batch_size: int) -> int:
-    """Return the smallest capture size that holds `batch_size` rows; multiples of 64 above 256.
+    """Return the smallest capture size that holds `batch_size` rows.
 
-    >>> [capture_size(n) for n in (1, 3, 100, 256, 257, 1000)]
-    [1, 4, 128, 256, 320, 1024]
+    >>> [capture_size(n) for n in (1, 3, 20, 65, 257)]
+    [1, 4, 32, 128, 320]
     """
     if batch_size > CAPTURE_SIZES[-1]:
         return -(-batch_size // 64) * 64

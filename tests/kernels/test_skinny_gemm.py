@@ -47,11 +47,13 @@ def on_h200(monkeypatch):
         (32, 2048, 8192, GemmTiles(32, 64, 256, 4, 3)),
         (64, 2048, 8192, GemmTiles(64, 64, 128, 4)),
         (128, 2048, 8192, GemmTiles(128, 64, 128, 4)),
+        (192, 2048, 8192, GemmTiles(64, 128, 128, 2)),
         (256, 2048, 8192, GemmTiles(128, 64, 128, 2)),
         (256, 2048, 2048, GemmTiles(64, 64, 128, 1, 6)),
         (256, 1024, 2048, GemmTiles(64, 64, 128, 2, 6)),
         (512, 4096, 1024, GemmTiles(128, 128, 64)),
         (256, 3072, 2048, None),  # no tiles make a whole wave
+        (160, 2048, 8192, None),  # the last tile would not be full
         (513, 2048, 2048, None),
         (32, 2048, 2000, None),
     ],
@@ -71,7 +73,9 @@ def test_weights_that_tma_cannot_read_are_left_to_the_library():
 
 
 @pytest.mark.usefixtures("on_h200")
-@pytest.mark.parametrize(("num_rows", "fused"), [(256, True), (384, False), (512, True)])
-def test_a_wide_gated_product_is_fused_where_its_last_wave_is_full(num_rows, fused):
+@pytest.mark.parametrize(
+    ("num_rows", "fused"), [(192, True), (256, True), (384, False), (448, False), (512, True)]
+)
+def test_a_wide_gated_product_is_fused_where_its_tiles_are_full(num_rows, fused):
     weight = torch.empty(8192, 2048)
     assert (gated_gemm_tiles(num_rows, weight, weight) is not None) == fused
