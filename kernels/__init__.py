@@ -30,11 +30,19 @@ if TYPE_CHECKING:
     from .paged_prefill import PrefillTiles, paged_attention_prefill
     from .qkv_write import QKTransform, write_qkv
     from .rotary import apply_rotary, rotate_heads
-    from .skinny_gemm import GemmTiles, gated_gemm, gated_gemm_tiles, gemm_tiles, split_k_gemm
+    from .skinny_gemm import (
+        MAX_GEMM_ROWS,
+        GemmTiles,
+        gated_gemm,
+        gated_gemm_tiles,
+        gemm_tiles,
+        split_k_gemm,
+    )
     from .swiglu import TRAINING_BLOCK, silu_mul, silu_mul_backward
     from .tokens import argmax, embed, fill_last_tokens
 
 __all__ = [
+    "MAX_GEMM_ROWS",
     "MIN_SPLIT_KEYS",
     "TRAINING_BLOCK",
     "DecodeTiles",
@@ -93,7 +101,14 @@ _MODULES = {
     "paged_prefill": ("PrefillTiles", "paged_attention_prefill"),
     "qkv_write": ("QKTransform", "write_qkv"),
     "rotary": ("apply_rotary", "rotate_heads"),
-    "skinny_gemm": ("GemmTiles", "gated_gemm", "gated_gemm_tiles", "gemm_tiles", "split_k_gemm"),
+    "skinny_gemm": (
+        "MAX_GEMM_ROWS",
+        "GemmTiles",
+        "gated_gemm",
+        "gated_gemm_tiles",
+        "gemm_tiles",
+        "split_k_gemm",
+    ),
     "swiglu": ("TRAINING_BLOCK", "silu_mul", "silu_mul_backward"),
     "tokens": ("argmax", "embed", "fill_last_tokens"),
 }

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import sm_count
 from .swiglu import silu
 
-MAX_ROWS = 512
+MAX_GEMM_ROWS = 512
 """Most rows for which tiles were measured."""
 
 
@@ -138,7 +138,7 @@ def _launch_options(tiles: GemmTiles, num_sums: int, use_pdl: bool) -> dict[str,
 def gemm_tiles(num_rows: int, weight: Tensor) -> GemmTiles | None:
     """Return the tiles for x [M, K] weightᵀ, or None where the library is faster."""
     num_columns, width = weight.shape
-    if num_rows > MAX_ROWS or num_columns > 16384 or width % 128 or not _is_aligned(weight):
+    if num_rows > MAX_GEMM_ROWS or num_columns > 16384 or width % 128 or not _is_aligned(weight):
         return None
     if num_rows > 64:
         return _one_wave(num_rows, num_columns, width, sm_count(weight.device))
@@ -177,7 +177,7 @@ def _one_wave(num_rows: int, num_columns: int, width: int, num_sms: int) -> Gemm
 def gated_gemm_tiles(num_rows: int, gate: Tensor, up: Tensor) -> GemmTiles | None:
     """Return the tiles for the gate and up products, or None where the library is faster."""
     num_columns, width = gate.shape
-    if num_rows > MAX_ROWS or width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
+    if num_rows > MAX_GEMM_ROWS or width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
         return None
     if num_rows <= 64:
         return GemmTiles(max(16, triton.next_power_of_2(num_rows)), 64, 128)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...attention import PagedCache, Pages, Varlen, forward_context, step_context
 from ..execution.capture import capture_mode
+from ..execution.graph_shape import MIXED_TOKENS, capture_sizes
 from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
 from ..live_model.patches import Patches
@@ -121,10 +122,7 @@ def apply_ops(
 def _precompile(
     model: Any, ops: Sequence[FusedOp], cache_like: PagedCache, max_num_seqs: int
 ) -> None:
-    """Compile the kernels of steps up to a size, for the replacements that can be applied.
-
-    Tile sizes change only at powers of two.
-    """
+    """Compile the kernels of all steps, for the replacements that can be applied."""
     from .precompile import precompile_kernels  # needs Triton
 
     modules = list(model.modules())
@@ -135,36 +133,56 @@ def _precompile(
         with suppress(Exception), precompile_kernels(next(model.parameters()).device):
             _trial_logits(model, cache_like)
             with suppress(Exception):  # another architecture: its kernels compile at first use
-                for power in range(max_num_seqs.bit_length()):
-                    _precompile_step(model, cache_like, 1 << power)
+                for shape in _kernel_shapes(max_num_seqs):
+                    _precompile_step(model, cache_like, *shape)
 
 
-def _precompile_step(model: Any, cache_like: PagedCache, num_seqs: int) -> None:
-    """Run steps that mix prefill and decode, eager and as captured, and captured decode steps.
+def _kernel_shapes(max_num_seqs: int) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield steps that together launch every kernel: sequences, pages, tokens, captured or not.
+
+    Tiles of products change up to MAX_GEMM_ROWS tokens, everything else at powers of two.
+    """
+    from ...kernels import MAX_GEMM_ROWS
+
+    sizes = {1 << power for power in range(max_num_seqs.bit_length())}
+    sizes.update(size for size in capture_sizes(max_num_seqs) if size <= MAX_GEMM_ROWS)
+    for size in sorted(sizes):
+        yield size, 4, size, False
+        yield size, 8, max(2048, size), True
+        yield size, 4, size, True
+        yield size, 16, size, True
+    for num_tokens in MIXED_TOKENS:
+        if num_tokens <= MAX_GEMM_ROWS:
+            yield 1, 8, num_tokens, True
+
+
+def _precompile_step(
+    model: Any,
+    cache_like: PagedCache,
+    num_seqs: int,
+    num_pages: int,
+    num_tokens: int,
+    captured: bool,
+) -> None:
+    """Run a decode step if it is captured and has a token per sequence, else one with prompts.
 
     All layers launch the same kernels, so only the first one runs.
     """
     body, cache, device = model.model, _small_cache(cache_like), model.device
-    for num_pages, num_tokens, captured in (
-        (4, num_seqs, False),
-        (8, max(2048, num_seqs), True),
-        (4, num_seqs, True),
-        (16, num_seqs, True),
-    ):
-        max_queries = 1 if captured and num_tokens == num_seqs else 2
-        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
-        cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        table = torch.zeros(num_seqs, num_pages, dtype=torch.int32, device=device)
-        max_length = num_pages * cache.page_size
-        pages = Pages(cache, table, cu_seqlens[:-1] * 0 + 1, ids[0] - 1, max_length)
-        varlen = Varlen(cu_seqlens, max_queries, pages)
-        with forward_context(varlen, model), capture_mode(captured):
-            x = body.embed_tokens(ids)
-            kwargs = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
-            x = body.layers[0](x, attention_mask=None, **kwargs)
-            x = body.norm(x if isinstance(x, Tensor) else x[0])
-            logits = x.new_empty(1, model.config.vocab_size).expand(num_seqs, -1)
-            sample(logits, SamplingInputs())
+    max_queries = 1 if captured and num_tokens == num_seqs else 2
+    ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+    table = torch.zeros(num_seqs, num_pages, dtype=torch.int32, device=device)
+    max_length = num_pages * cache.page_size
+    pages = Pages(cache, table, cu_seqlens[:-1] * 0 + 1, ids[0] - 1, max_length)
+    varlen = Varlen(cu_seqlens, max_queries, pages)
+    with forward_context(varlen, model), capture_mode(captured):
+        x = body.embed_tokens(ids)
+        kwargs = {"position_embeddings": body.rotary_emb(x, ids), "varlen": varlen}
+        x = body.layers[0](x, attention_mask=None, **kwargs)
+        x = body.norm(x if isinstance(x, Tensor) else x[0])
+        logits = x.new_empty(1, model.config.vocab_size).expand(num_seqs, -1)
+        sample(logits, SamplingInputs())
 
 
 def _matches_model(

@@ -80,3 +80,27 @@ def test_whether_our_own_kernels_read_the_pages_is_asked_as_attention_asks(monke
     assert (spec.device, spec.dtype, spec.page_size) == ("cuda", torch.bfloat16, 256)
     assert (spec.heads, spec.kv_heads, spec.key_dim) == (12, 4, 64)
     assert (spec.decode, spec.grad) == (True, False)
+
+
+@pytest.mark.parametrize("max_num_seqs", [7, 100, 512])
+def test_the_tiles_of_every_captured_step_are_compiled_before_the_first(max_num_seqs, monkeypatch):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.inference.execution import graph_shape
+    from nopad.inference.fused.fused_ops import _kernel_shapes
+    from nopad.kernels import gated_gemm_tiles, gemm_tiles
+
+    monkeypatch.setattr("nopad.kernels.skinny_gemm.sm_count", lambda device: 132)
+    weights = [torch.empty(rows, 2048, device="meta") for rows in (1024, 2048, 3072, 8192)]
+    monkeypatch.setattr("nopad.kernels.skinny_gemm._is_aligned", lambda weight: True)
+
+    def tiles(num_rows: int) -> set:
+        """What is compiled: the kernel does not depend on the number of splits, if there are."""
+        found = {("gated", gated_gemm_tiles(num_rows, w, w)) for w in weights}
+        for one in (gemm_tiles(num_rows, w) for w in weights):
+            blocks = None if one is None else (one.block_m, one.block_n, one.block_k)
+            found.add((blocks, one is not None and (one.num_splits > 1, one.num_stages)))
+        return found
+
+    compiled = set().union(*(tiles(shape[2]) for shape in _kernel_shapes(max_num_seqs)))
+    captured = {*graph_shape.capture_sizes(max_num_seqs), *graph_shape.MIXED_TOKENS}
+    assert set().union(*map(tiles, captured)) <= compiled

@@ -47,7 +47,8 @@ def check_models() -> None:
                 assert len(ops) < 6 or ops[-1]._supported, family
                 assert getattr(file, "apply_rotary_pos_emb", None) is rotary, "other models' too"
                 if len(ops) == 6:
-                    _precompile_step(model, cache_like, num_seqs=3)
+                    for shape in ((3, 4, 3, False), (3, 8, 64, True), (3, 4, 3, True)):
+                        _precompile_step(model, cache_like, *shape)
                     check_kept_tokens(model, ops[-1])
         assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         assert [dict(m.__dict__) for m in model.modules()] == before, "a module was left changed"
