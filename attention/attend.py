@@ -49,7 +49,7 @@ def attend(
         v: values [T, Hkv, Dv] of the same tokens.
         varlen: where the sequences begin and, with pages, where all their keys are.
         layer: the layer of the cache to use, with pages.
-        scale: factor of the scores; default: 1 / sqrt(Dk).
+        scale: positive factor of the scores; default: 1 / sqrt(Dk).
         window: number of keys a query sees, itself included.
         softcap: cap of the scores, c * tanh(score / c).
         sinks: [H], one more logit per head, which takes weight and has no value.

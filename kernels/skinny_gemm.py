@@ -6,8 +6,8 @@
 Few rows make few output tiles. Splitting K fills the device, and the partial sums are added in a
 fixed order. Tiles are read by TMA (tensor descriptors). With PDL (programmatic dependent launch) a
 kernel starts while the previous one ends, and waits for it just before it reads. The tile sizes
-were measured on an H200; for shapes they do not cover, `gemm_tiles` and `gated_gemm_tiles` return
-None and the library is faster.
+were measured on an H200 (engine-kernels in benchmarks/results/). For shapes they do not cover,
+`gemm_tiles` and `gated_gemm_tiles` return None and the library is faster.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false

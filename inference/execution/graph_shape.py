@@ -18,8 +18,8 @@ from ...attention.backends import forced_paged_backend
 from ..scheduling.step import Step
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of captured decode steps; above, multiples of 64. Sizes between them would gain nothing: the
-products would read the same weights in the same tiles."""
+"""Rows of captured decode steps. Above come multiples of 64, the rows of the smallest tile: TMA is
+slow where the last of several tiles is not full."""
 MIXED_TOKENS = (
     *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
     *(1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096),

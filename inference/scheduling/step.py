@@ -23,7 +23,7 @@ from .batch_params import BatchParams
 
 ANY_ORDER = 64
 """Requests whose attention a GPU computes at once. Of more, the longest come first, so that short
-ones fill the gaps at the end: up to 13 % less time on an H200."""
+ones fill the gaps at the end: the decode kernel takes 2 to 13 % less time on an H200."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
