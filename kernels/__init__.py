@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention_tile import padded_dim
     from .cross_entropy import losses_and_gradient, scale_tensor
-    from .fused_decode import fused_decode_attention, fused_decode_tiles
+    from .fused_decode import MAX_FUSED_SEQS, fused_decode_attention, fused_decode_tiles
     from .kv_write import write_kv
     from .launch import sm_count, supports_pdl
     from .norm import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .tokens import argmax, embed, fill_last_tokens
 
 __all__ = [
+    "MAX_FUSED_SEQS",
     "MAX_GEMM_ROWS",
     "MIN_SPLIT_KEYS",
     "TRAINING_BLOCK",
@@ -82,7 +83,7 @@ __all__ = [
 _MODULES = {
     "attention_tile": ("padded_dim",),
     "cross_entropy": ("losses_and_gradient", "scale_tensor"),
-    "fused_decode": ("fused_decode_attention", "fused_decode_tiles"),
+    "fused_decode": ("MAX_FUSED_SEQS", "fused_decode_attention", "fused_decode_tiles"),
     "kv_write": ("write_kv",),
     "launch": ("sm_count", "supports_pdl"),
     "norm": (

@@ -25,6 +25,7 @@ from ...attention import Pages, Varlen, attend_cached
 from ...attention.backends import CallSpec, select_backend
 from ...attention.hf import current_varlen, record_call
 from ...kernels import (
+    MAX_FUSED_SEQS,
     QKTransform,
     add_rms_norm_split_k,
     embed,
@@ -50,8 +51,6 @@ _QK_NORMS = {"q_norm", "k_norm"}
 _FAMILIES = {"Llama", "Mistral", "Qwen2", "Qwen3"}
 """Other families have modules of the same names that compute something else: layers without rotary,
 scaled residuals, scores that change at long distances. Comparing a few logits would not show it."""
-_MAX_ONE_KERNEL_BATCH = 16
-"""Most sequences for which attention in one kernel is faster, measured on an H200."""
 _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone."""
 
@@ -171,10 +170,10 @@ class FusedDecoder:
         attn_out = self._attend(attn, linear_split_k(x, weight), transform, use_pdl, kept)
         if kept is not None:
             residual = residual[kept.indices]
-        partials = linear_split_k(attn_out.flatten(1), attn.o_proj.weight)
+        partials = add_linear(residual, attn_out.flatten(1), attn.o_proj.weight)
         norm = layer.post_attention_layernorm
         residual, x = add_rms_norm_split_k(residual, partials, norm.weight, _eps(norm), use_pdl)
-        partials = linear_split_k(gated_linear(x, mlp), mlp.down_proj.weight)
+        partials = add_linear(residual, gated_linear(x, mlp), mlp.down_proj.weight)
         residual = residual[None]
         self._pending = residual, partials
         return residual
@@ -195,8 +194,10 @@ class FusedDecoder:
         record_call(layer, "call", (kv_heads, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
         cache = keys, values
-        is_small = varlen.max_length == 1 and num_rows <= _MAX_ONE_KERNEL_BATCH
-        if not is_small or not _by_own_kernels(keys, heads):
+        tiles = None
+        if varlen.max_length == 1 and _by_own_kernels(keys, heads):
+            tiles = fused_decode_tiles(keys, num_rows, pages.max_length)
+        if tiles is None:
             token_lengths = self._token_lengths
             assert token_lengths is not None
             q = write_qkv(
@@ -206,9 +207,8 @@ class FusedDecoder:
                 q, varlen = q[kept.indices], kept.varlen(varlen, token_lengths)
             return attend_cached(q, varlen, layer=layer, scale=attn.scaling)
         if self._split_counters is None:
-            shape = _MAX_ONE_KERNEL_BATCH, kv_heads
+            shape = MAX_FUSED_SEQS, kv_heads
             self._split_counters = torch.zeros(shape, dtype=torch.int32, device=partials.device)
-        tiles = fused_decode_tiles(keys, num_rows, pages.max_length)
         paging = pages.table, pages.lengths, pages.kv_slots
         return fused_decode_attention(
             partials, transform, *cache, *paging, heads, attn.scaling, tiles,
@@ -239,6 +239,18 @@ def linear_split_k(x: Tensor, weight: Tensor) -> Tensor:
     if tiles is None:
         return F.linear(x, weight)[None]
     return split_k_gemm(x, weight, tiles, supports_pdl(x.device))
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the partial sums of x [M, K] times weight [N, K] that are still to be added.
+
+    The library adds its product to `residual` at once, in place, and leaves none.
+    """
+    tiles = gemm_tiles(len(x), weight) if x.is_cuda else None
+    if tiles is not None:
+        return split_k_gemm(x, weight, tiles, supports_pdl(x.device))
+    residual.addmm_(x, weight.t())
+    return x.new_empty(0, *residual.shape)
 
 
 def gated_linear(x: Tensor, mlp: Any) -> Tensor:

@@ -149,8 +149,8 @@ def _kernel_shapes(max_num_seqs: int) -> Iterator[tuple[int, int, int, bool]]:
     for size in sorted(sizes):
         yield size, 4, size, False
         yield size, 8, max(2048, size), True
-        yield size, 4, size, True
-        yield size, 16, size, True
+        for num_pages in (4, 16, 64):
+            yield size, num_pages, size, True
     for num_tokens in MIXED_TOKENS:
         if num_tokens <= MAX_GEMM_ROWS:
             yield 1, 8, num_tokens, True

@@ -12,7 +12,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from nopad.kernels import DecodeTiles, QKTransform, fused_decode_attention, write_qkv
+from nopad.kernels import (
+    MAX_FUSED_SEQS,
+    DecodeTiles,
+    QKTransform,
+    fused_decode_attention,
+    fused_decode_tiles,
+    write_qkv,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 LENGTHS = [1, 17, 40, 33, 100]
@@ -109,3 +116,16 @@ def test_one_kernel_computes_what_single_operations_compute(step, num_splits):
     assert_close(out[rows], step.expected[rows], rtol=1e-4, atol=1e-5)
     assert not counters.any()
     assert_same_pages(step)
+
+
+def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
+    monkeypatch.setattr("nopad.kernels.fused_decode.sm_count", lambda device: 132)
+    keys = torch.empty(1, 256, 8, 64, device="meta", dtype=torch.bfloat16)
+
+    def splits(num_seqs: int, max_length: int) -> int | None:
+        tiles = fused_decode_tiles(keys, num_seqs, max_length)
+        return None if tiles is None else tiles.max_splits
+
+    assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 1]
+    assert splits(MAX_FUSED_SEQS + 1, 1024) is None
+    assert (splits(64, 4096), splits(64, 8192), splits(128, 4096)) == (2, None, None)

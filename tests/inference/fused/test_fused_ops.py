@@ -104,3 +104,25 @@ def test_the_tiles_of_every_captured_step_are_compiled_before_the_first(max_num_
     compiled = set().union(*(tiles(shape[2]) for shape in _kernel_shapes(max_num_seqs)))
     captured = {*graph_shape.capture_sizes(max_num_seqs), *graph_shape.MIXED_TOKENS}
     assert set().union(*map(tiles, captured)) <= compiled
+
+
+@pytest.mark.parametrize("heads_and_dim", [(8, 64), (8, 128), (2, 64)])
+def test_the_splits_of_every_captured_decode_are_compiled_before_the_first(
+    heads_and_dim, monkeypatch
+):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    from nopad.inference.execution import graph_shape
+    from nopad.inference.fused.fused_ops import _kernel_shapes
+    from nopad.kernels import fused_decode_tiles
+
+    monkeypatch.setattr("nopad.kernels.fused_decode.sm_count", lambda device: 132)
+    keys = torch.empty(1, 256, *heads_and_dim, device="meta", dtype=torch.bfloat16)
+    compiled = {
+        fused_decode_tiles(keys, num_seqs, num_pages * 256)
+        for num_seqs, num_pages, num_tokens, captured in _kernel_shapes(512)
+        if captured and num_seqs == num_tokens
+    }
+    sizes, widths = graph_shape.capture_sizes(512), [4 << power for power in range(8)]
+    needed = {fused_decode_tiles(keys, size, width * 256) for size in sizes for width in widths}
+    assert needed <= compiled
+    assert None in needed and len(needed) > 3
