@@ -136,9 +136,13 @@ class RequestGroup:
 
 
 def longest_first(groups: Iterable[RequestGroup]) -> deque[Request]:
-    """All requests, longest `max_len` first: short ones then fill the gaps at the end."""
+    """All requests, those that may generate the most tokens first, among equals the longest prompt.
+
+    A request takes a step per token: prompts of the others run in steps that the longest need
+    anyway, and few steps at the end have few requests.
+    """
     requests = [request for group in groups for request in group.requests]
-    return deque(sorted(requests, key=lambda r: -r.max_len))
+    return deque(sorted(requests, key=lambda r: (r.prompt_len - r.max_len, -r.prompt_len)))
 
 
 def _context(request: Request) -> list[int]:

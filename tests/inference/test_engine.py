@@ -233,6 +233,18 @@ def test_a_full_queue_refuses_and_a_blocking_call_feeds_it_slowly(tiny):
     assert all(c.error is None for c in engine.generate([[5, 6, i] for i in range(7, 20)], GREEDY))
 
 
+def test_prompts_run_in_the_steps_that_the_longest_answer_needs(tiny):
+    engine = Engine(tiny("llama"), page_size=16, max_num_batched_tokens=32)
+    prompts = [[5 + i, *range(5, 34)] for i in range(8)] + [[5, 6, 7]]
+    limits = [2] * 8 + [12]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in limits]
+    done = engine.generate(prompts, params)
+    assert [len(c.token_ids) for c in done] == limits
+    # A step per token of the longest answer, though the prompts alone fill eight; the loop runs
+    # one step ahead. In the order of their lengths there would be 19.
+    assert engine.stats.steps <= 12 + 1
+
+
 def test_messages_go_through_the_chat_template(engine):
     chat = [{"role": "user", "content": "hello"}]
     assert engine.generate([chat], GREEDY) == engine.generate(["hello"], GREEDY)
