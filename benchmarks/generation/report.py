@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from record import header, write_record
 
+_VLLM_KEYS = ("spread", "startup_seconds", "settings", "given", "versions")
 _results: list[dict] = []
 _file: Path | None = None
 _discarding = False
@@ -37,7 +39,7 @@ def add_row(
     row |= {k: round(v, 5) if isinstance(v, float) else v for k, v in more.items()}
     add_result(row)
     share = f"{row.get('share_of_floor', 0):6.1%}" if floor else "      "
-    extra = "  ".join(f"{k} {v}" for k, v in row.items() if k in more)
+    extra = "  ".join(f"{k} {row[k]}" for k, v in more.items() if not isinstance(v, dict))
     print(
         f"{workload:8} {who:38} {seconds:8.3f} s {tokens / seconds:10.0f} tok/s {share}  {extra}",
         flush=True,
@@ -51,18 +53,23 @@ def add_result(result: dict) -> None:
 
 
 def add_vllm(path: Path) -> None:
-    """Add what vLLM measured in a process of its own: JSON lines, one for each workload or rate."""
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        rate = row.get("rate")
-        who = row["engine"] if rate is None else f"{row['engine']}, {rate:g} a second"
-        shown = {
-            key: value
-            for key, value in row.items()
-            if key.startswith(("ttft", "itl")) or key in ("spread", "startup_seconds", "settings")
-        }
-        workload = row["workload"] if rate is None else "o"
-        add_row(workload, who, row["seconds"], row["new_tokens"], **shown)
+    """Add what vLLM measured in a process of its own: JSON lines, one for each run.
+
+    A rate that was run several times is one row, with the medians and all values.
+    """
+    runs: dict[tuple[str, str], list[dict]] = {}
+    for run in map(json.loads, path.read_text().splitlines()):
+        rate = run.get("rate")
+        name = run["engine"] if rate is None else f"{run['engine']}, {rate:g} a second"
+        runs.setdefault((run["workload"] if rate is None else "o", name), []).append(run)
+    for (workload, who), repeats in runs.items():
+        last = repeats[-1]
+        shown = {key: last[key] for key in _VLLM_KEYS if key in last}
+        for key in (key for key in last if key.startswith(("ttft", "itl"))):
+            values = [run[key] for run in repeats]
+            shown |= {key: statistics.median(values), f"{key}_all": [round(v, 5) for v in values]}
+        seconds = statistics.median(run["seconds"] for run in repeats)
+        add_row(workload, who, seconds, last["new_tokens"], **shown)
 
 
 def build_record() -> dict:
