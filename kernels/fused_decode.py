@@ -22,7 +22,7 @@ from torch import Tensor
 from .attention_tile import dot_precision, online_softmax, padded_dim
 from .launch import sm_count
 from .paged_decode import DecodeTiles
-from .qkv_write import QKTransform, norm_and_rotate, qkv_arguments, sum_split_k
+from .qkv_write import QKTransform, load_group, qkv_arguments, sum_split_k
 
 MAX_FUSED_SEQS = 128
 """Most sequences for which one kernel is faster than three, measured on an H200."""
@@ -50,19 +50,11 @@ def _attention_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    # Everything the step started with can be read here; the partials may still be computed.
-    num_cached = tl.load(lengths + row) - 1
-    slot = tl.load(kv_slots + row)
-    cos_d = tl.load(cos + num_cached * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    sin_d = tl.load(sin + num_cached * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    qk = norm_and_rotate(
-        partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
-        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
+    qk, num_cached, slot = load_group(
+        partials, bias, cos, sin, q_gain, k_gain, kv_slots, lengths, eps, num_rows, cos_stride, row,
+        kv_head, offs_m, offs_d,
+        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, USE_PDL, dtype,
     )  # fmt: skip
-
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -55,7 +55,32 @@ def sum_split_k(
 
 
 @triton.jit
-def norm_and_rotate(
+def load_group(
+    partials, bias, cos, sin, q_gain, k_gain, kv_slots, lengths, eps, num_rows, cos_stride, row,
+    kv_head, offs_m, offs_d,
+    WIDTH: tl.constexpr, NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return queries and key of a group after norm and rotary, the token's position and KV slot."""
+    # Everything the step started with can be read here; the partials may still be computed.
+    position = tl.load(lengths + row) - 1
+    slot = tl.load(kv_slots + row)
+    mask_d = offs_d < D
+    cos_d = tl.load(cos + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    sin_d = tl.load(sin + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    qk = _norm_and_rotate(
+        partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
+        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
+    )  # fmt: skip
+    return qk, position, slot
+
+
+@triton.jit
+def _norm_and_rotate(
     partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
     WIDTH: tl.constexpr, NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
@@ -106,16 +131,10 @@ def _write_kernel(
     kv_head, offs_m = (first_head + offs // BLOCK_M)[:, None], offs % BLOCK_M
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    position = tl.load(lengths + row) - 1
-    slot = tl.load(kv_slots + row)
-    cos_d = tl.load(cos + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    sin_d = tl.load(sin + position * cos_stride + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    qk = norm_and_rotate(
-        partials, bias, cos_d, sin_d, q_gain, k_gain, eps, num_rows, row, kv_head, offs_m, offs_d,
-        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, dtype,
+    qk, _, slot = load_group(
+        partials, bias, cos, sin, q_gain, k_gain, kv_slots, lengths, eps, num_rows, cos_stride, row,
+        kv_head, offs_m, offs_d,
+        WIDTH, NUM_PARTIALS, HEADS, GROUP_SIZE, D, NORM, BIAS, USE_PDL, dtype,
     )  # fmt: skip
     query = row * HEADS + kv_head * GROUP_SIZE + offs_m[:, None]
     mask_q = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
