@@ -5,39 +5,31 @@ A hash chain with one link every 16 tokens:
     tokens   [ 16 tokens ][ 16 tokens ][ 16 tokens ]…
     keys     h(scope,·) ─▶ h(key0,·) ──▶ h(key1,·)      scope: the weights that computed them
 
-A key only finds a candidate: a link is a hit if its tokens are equal and its parent is the link
-found before, so a hash collision can cost a hit but never give a wrong one. A link lives as long as
-its parent. If the page size is not a multiple of 16, a link may cross a page boundary; it then
-lives as long as both pages.
+A key only finds a candidate: a link is a hit if what its key was computed from is equal, and its
+parent is the link found before. So a hash collision can cost a hit but never give a wrong one. A
+link lives as long as its parent. If the page size is not a multiple of 16, a link may cross a page
+boundary; it then lives as long as both pages.
+
+Links are bytes in dicts, not objects that refer to each other: hundreds of thousands of those would
+make Python's garbage collector visit every object of the process again and again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 TokenIds = Sequence[int] | np.ndarray
 STRIDE = 16
 """Tokens per link, whatever the page size."""
+_POSITION_BYTES = 8
+_TOKENS_BYTES = STRIDE * 8
 
 
 def sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """The keys of 16 tokens, after those of the parent."""
-
-    key: bytes
-    tokens: bytes
-    pages: tuple[int, ...]
-    """The pages of its tokens; the first also holds the tokens before them in that page."""
-    parent: Link | None
-    children: set[Link] = field(default_factory=set)
 
 
 class PrefixIndex:
@@ -46,8 +38,14 @@ class PrefixIndex:
     def __init__(self, page_size: int, digest: Callable[[bytes], bytes] = sha256):
         self.page_size = page_size
         self.digest = digest
-        self._links: dict[bytes, Link] = {}
-        self._in_page: dict[int, list[Link]] = {}
+        self._links: dict[bytes, bytes] = {}
+        """By key, what it was computed from: position, key of the parent, tokens."""
+        self._pages: dict[bytes, tuple[int, ...]] = {}
+        """The pages of a link's tokens; the first also holds the tokens before them in that page."""
+        self._in_page: dict[int, list[bytes]] = {}
+        """Links by page. A page holds one sequence: each is an ancestor of those after it."""
+        self._children: dict[bytes, set[bytes]] = {}
+        """Children that are not in the pages of their parent."""
 
     def holds(self, page: int) -> bool:
         """Return whether a page has links."""
@@ -59,41 +57,38 @@ class PrefixIndex:
 
     def find(self, tokens: TokenIds, scope: str) -> tuple[int, list[int]]:
         """Return the number of leading tokens found, and their pages."""
-        parent, pages, num_tokens = None, [], 0
-        for key, chunk in self._chunks(tokens, scope):
-            link = self._links.get(key)
-            if link is None or link.tokens != chunk or link.parent is not parent:
+        pages, num_tokens = [], 0
+        for key, link in self._chain(tokens, scope):
+            if self._links.get(key) != link:
                 break
-            pages[num_tokens // self.page_size :] = link.pages
+            pages[num_tokens // self.page_size :] = self._pages[key]
             num_tokens += STRIDE
-            parent = link
         return num_tokens, pages
 
     def register(self, tokens: TokenIds, table: Sequence[int], scope: str) -> None:
         """Add the links of these tokens, which are in the pages of `table`."""
-        parent = None
-        for index, (key, chunk) in enumerate(self._chunks(tokens, scope)):
-            link = self._links.get(key)
-            if link is None:
-                link = self._add(key, chunk, self._pages_of_link(table, index * STRIDE), parent)
-            elif link.tokens != chunk or link.parent is not parent:
+        for index, (key, link) in enumerate(self._chain(tokens, scope)):
+            registered = self._links.get(key)
+            if registered is None:
+                self._add(key, link, self._pages_of_link(table, index * STRIDE))
+            elif registered != link:
                 return  # a collision: the link that has this key keeps it
-            parent = link
 
     def drop(self, page: int) -> list[int]:
         """Drop the links in a page and their descendants; return the pages left without links."""
-        links, emptied = list(self._in_page.get(page, ())), []
-        while links:
-            link = links.pop()
-            if self._links.get(link.key) is not link:
+        keys, emptied = list(self._in_page.get(page, ())), []
+        while keys:
+            key = keys.pop()
+            link = self._links.pop(key, None)
+            if link is None:
                 continue
-            del self._links[link.key]
-            if link.parent is not None:
-                link.parent.children.remove(link)
-            links.extend(link.children)
-            for link_page in link.pages:
+            keys.extend(self._children.pop(key, ()))
+            if (siblings := self._children.get(_parent(link))) is not None:
+                siblings.discard(key)
+            for link_page in self._pages.pop(key):
                 in_page = self._in_page[link_page]
-                in_page.remove(link)
+                keys.extend(in_page[in_page.index(key) + 1 :])
+                in_page.remove(key)
                 if not in_page:
                     del self._in_page[link_page]
                     emptied.append(link_page)
@@ -104,20 +99,28 @@ class PrefixIndex:
         last = (start + STRIDE - 1) // self.page_size
         return tuple(table[start // self.page_size : last + 1])
 
-    def _add(self, key: bytes, chunk: bytes, pages: tuple[int, ...], parent: Link | None) -> Link:
-        link = self._links[key] = Link(key, chunk, pages, parent)
+    def _add(self, key: bytes, link: bytes, pages: tuple[int, ...]) -> None:
+        self._links[key], self._pages[key] = link, pages
         for page in pages:
-            self._in_page.setdefault(page, []).append(link)
-        if parent is not None:
-            parent.children.add(link)
-        return link
+            self._in_page.setdefault(page, []).append(key)
+        parent = _parent(link)
+        if parent in self._links and self._pages[parent] != pages:
+            self._children.setdefault(parent, set()).add(key)
 
-    def _chunks(self, tokens: TokenIds, scope: str) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the key and the tokens of each link."""
+    def _chain(self, tokens: TokenIds, scope: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield each link with its key.
+
+        With its position no link is equal to one that follows it, whatever the keys are.
+        """
         data = np.asarray(tokens, dtype=np.int64).tobytes()
-        key = self.digest(scope.encode())
-        size = STRIDE * 8
-        for start in range(0, len(data) - size + 1, size):
-            chunk = data[start : start + size]
-            key = self.digest(key + chunk)
-            yield key, chunk
+        key = scope.encode()
+        for start in range(0, len(data) - _TOKENS_BYTES + 1, _TOKENS_BYTES):
+            position = start.to_bytes(_POSITION_BYTES, "big")
+            link = position + key + data[start : start + _TOKENS_BYTES]
+            key = self.digest(link)
+            yield key, link
+
+
+def _parent(link: bytes) -> bytes:
+    """Return the key of a link's parent; for the first link its scope."""
+    return link[_POSITION_BYTES:-_TOKENS_BYTES]

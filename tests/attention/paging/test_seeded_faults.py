@@ -63,8 +63,8 @@ def test_every_seeded_fault_is_caught(fault, monkeypatch):
 @pytest.mark.parametrize("fault", ["tokens are not compared", "the scope is not hashed"])
 def test_seeded_faults_of_the_prefix_index_are_caught(fault, monkeypatch):
     if fault == "the scope is not hashed":
-        original = PrefixIndex._chunks
-        monkeypatch.setattr(PrefixIndex, "_chunks", lambda self, t, scope: original(self, t, ""))
+        original = PrefixIndex._chain
+        monkeypatch.setattr(PrefixIndex, "_chain", lambda self, t, scope: original(self, t, ""))
         digest = sha256
     else:
         monkeypatch.setattr(PrefixIndex, "find", _trusting_find)
@@ -76,8 +76,8 @@ def test_seeded_faults_of_the_prefix_index_are_caught(fault, monkeypatch):
 def _trusting_find(self, tokens, scope):
     """Take every key's word for it."""
     pages = []
-    for key, _ in self._chunks(tokens, scope):
+    for key, _ in self._chain(tokens, scope):
         if key not in self._links:
             break
-        pages.append(self._links[key].pages[0])
+        pages.append(self._pages[key][0])
     return 16 * len(pages), pages
