@@ -97,7 +97,14 @@ def build_executor(
     batch_params = BatchParams(settings.max_num_seqs)
     scheduler = _build_scheduler(settings, cache.num_pages, batch_params, stats, trace)
     runner = ModelRunner(
-        model, cache, batch_params, stats, device, graph_budget, settings.max_model_len
+        model,
+        cache,
+        batch_params,
+        stats,
+        device,
+        graph_budget,
+        settings.max_model_len,
+        captures_ahead=settings.target_itl is not None,
     )
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
     loop = StepLoop(

@@ -41,7 +41,7 @@ class PrefixIndex:
         self._links: dict[bytes, bytes] = {}
         """By key, what it was computed from: position, key of the parent, tokens."""
         self._pages: dict[bytes, tuple[int, ...]] = {}
-        """The pages of a link's tokens; the first also holds the tokens before them in that page."""
+        """The pages of a link; the first also holds the tokens before the link in that page."""
         self._in_page: dict[int, list[bytes]] = {}
         """Links by page. A page holds one sequence: each is an ancestor of those after it."""
         self._children: dict[bytes, set[bytes]] = {}

@@ -1,9 +1,10 @@
 """CUDA graphs of steps: one launch instead of hundreds.
 
 A graph has a fixed shape (`graph_shape.py`). It also holds the attention kernels it was captured
-with, so every backend forced by name has its own graphs. Graphs are captured on first use and stay
-valid while the weights keep their addresses: an optimizer updates them in place. Once the graphs
-have used up their memory budget, a step runs in the next larger captured graph, or without one.
+with, so every backend forced by name has its own graphs. Graphs are captured on first use; where
+latency matters, those of steps with prompts before the first step. They stay valid while the
+weights keep their addresses: an optimizer updates them in place. Once the graphs have used up their
+memory budget, a step runs in the next larger captured graph, or without one.
 
     host ─one copy─▶ ids, positions, KV slots, lengths, page table ─▶ [ graph: model, argmax ]
 
@@ -21,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ...attention import PagedCache, Pages, Varlen
 from ...attention.backends import NotCapturable
-from ...runtime import is_out_of_memory
+from ...runtime import is_out_of_memory, rank
 from ..scheduling.step import Step
 from .capture import capture_mode, capture_streams
 from .gc_control import gc_disabled
@@ -35,6 +37,7 @@ from .graph_shape import (
     capture_sizes,
     mixed_seqs,
     pad_step,
+    shapes_ahead,
     step_shape,
 )
 from .sampler import SamplingInputs, sample
@@ -104,28 +107,44 @@ class StepGraphs:
         """
         shape, count = self._shape(step), len(step.logits_indices)
         assert shape is not None
-        if shape not in self._captured:
-            try:
-                self._captured[shape] = self._capture(shape, forward)
-            except NotCapturable:
-                raise
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    self._used_bytes = self._byte_budget
-                    reason = "out of memory: no more graphs are captured"
-                elif shape.mixed:  # a model may look at the tokens of a prompt, and not at decodes
-                    self._captures_mixed = False
-                    reason = f"steps with prompts run without graphs ({error})"
-                else:
-                    raise
-                log.warning("CUDA graph of %d tokens: %s", shape.num_tokens, reason)
-                return None
+        if not self._ensure(shape, forward):
+            return None
         captured = self._captured[shape]
         arrays = pad_step(step, shape, len(self._last_tokens) - 1)
         captured.inputs.copy_(pack_arrays(arrays)[0], non_blocking=True)
         captured.graph.replay()
         padding = shape.num_tokens - len(step.token_ids)
         return captured.logits[:count], captured.tokens[:count], padding
+
+    def capture_ahead(self, forward: Forward) -> None:
+        """Capture the graphs of steps with prompts, so that no request waits for one."""
+        shapes = shapes_ahead(len(self._last_tokens) - 1)
+        off = rank() > 0 or None  # None: only in a terminal
+        for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
+            if self._used_bytes >= self._byte_budget or (shape.mixed and not self._captures_mixed):
+                continue
+            self._ensure(shape, forward)
+
+    def _ensure(self, shape: GraphShape, forward: Forward) -> bool:
+        """Capture a shape unless it is captured; False, with a warning, if it cannot be."""
+        if shape in self._captured:
+            return True
+        try:
+            self._captured[shape] = self._capture(shape, forward)
+            return True
+        except NotCapturable:
+            raise
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._used_bytes = self._byte_budget
+                reason = "out of memory: no more graphs are captured"
+            elif shape.mixed:  # a model may look at the tokens of a prompt, and not at decodes
+                self._captures_mixed = False
+                reason = f"steps with prompts run without graphs ({error})"
+            else:
+                raise
+            log.warning("CUDA graph of %d tokens: %s", shape.num_tokens, reason)
+            return False
 
     def _shape(self, step: Step) -> GraphShape | None:
         """Return the smallest graph for a step; without budget, the smallest captured one."""

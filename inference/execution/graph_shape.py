@@ -26,6 +26,8 @@ MIXED_TOKENS = (
 )
 """Tokens of captured steps with prompts; the kernels of larger steps outlast their launches."""
 _MIXED_SEQS = (16, 64, 128, 256)
+_MIXED_WIDTH = 8
+"""Columns of the page table in the smallest of them."""
 
 
 class GraphShape(NamedTuple):
@@ -76,17 +78,32 @@ def step_shape(step: Step) -> GraphShape | None:
     backend, num_pages = forced_paged_backend(), step.page_table.shape[1]
     if is_decode_only(step):
         size = capture_size(len(step.requests))
-        return GraphShape(
-            backend, False, size, size, 4 << max(0, (num_pages - 1) // 4).bit_length()
-        )
+        width = 4 << ((num_pages - 1) // 4).bit_length()
+        return GraphShape(backend, False, size, size, width)
     num_tokens = mixed_tokens(len(step.token_ids))
     num_seqs = mixed_seqs(max(len(step.requests), len(step.logits_indices)))
     if num_tokens is None or num_seqs > num_tokens:
         return None
-    width = 8
+    width = _MIXED_WIDTH
     while width < num_pages:
         width *= 4
     return GraphShape(backend, True, num_tokens, num_seqs, width)
+
+
+def shapes_ahead(max_num_seqs: int) -> list[GraphShape]:
+    """Return the shapes of mixed steps of short requests, the largest first: it has all the memory.
+
+    >>> shapes = shapes_ahead(64)
+    >>> len(shapes), shapes[0]
+    (44, GraphShape(backend=None, mixed=True, num_tokens=4096, num_seqs=64, width=8))
+    """
+    all_seqs = {mixed_seqs(size) for size in capture_sizes(max_num_seqs)}
+    return [
+        GraphShape(forced_paged_backend(), True, num_tokens, num_seqs, _MIXED_WIDTH)
+        for num_tokens in reversed(MIXED_TOKENS)
+        for num_seqs in sorted(all_seqs, reverse=True)
+        if num_seqs <= num_tokens
+    ]
 
 
 def mixed_tokens(count: int) -> int | None:

@@ -87,6 +87,30 @@ def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limit
     assert engine.stats.padded_rows > 0
 
 
+def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
+    """The graphs of mixed steps are captured before the first step; later ones find theirs."""
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * 12
+    want = run_staggered(make_engine(False), params, 1)
+    engine = make_engine(True)
+    assert engine._executor is not None
+    runner: Any = engine._executor.runner
+    runner._captures_ahead = True
+    engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
+    ahead = set(runner._graphs._captured)
+    assert len(ahead) == 12  # (8, 16, 24, 48) tokens of (2, 4, 8) requests
+    engine.reset_prefix_cache()
+    assert run_staggered(engine, params, 1) == want
+    assert {shape for shape in runner._graphs._captured if shape.mixed} == ahead
+
+
+def test_only_engines_with_a_target_latency_capture_ahead(tiny):
+    for target_itl in (None, 0.01):
+        engine = Engine(tiny("llama"), page_size=16, target_itl=target_itl)
+        engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
+        assert engine._executor is not None
+        assert engine._executor.runner._captures_ahead == (target_itl is not None)
+
+
 def test_scores_of_captured_steps_are_those_of_the_model(make_engine):
     contexts = [list(range(3, 3 + n)) for n in (1, 9, 20)]
     continuations = [[[7, 8], [9]], [[11, 12, 13]], [[4] * 3, [5]]]
