@@ -119,7 +119,7 @@ def run_at_capacity(name: str, model, seconds: float = 60.0) -> None:
     due = np.random.default_rng(0).exponential(1 / rate, count).cumsum()
     result = clients.run(many, due)
     lengths = [length for _, length in clients.queue_lengths]
-    thirds = [statistics.mean(part) for part in np.array_split(lengths, 3) if len(part)]
+    thirds = [float(part.mean()) for part in np.array_split(lengths, 3) if len(part)]
     add_row(
         name, f"nopad, {rate:.0f} a second (90 % of capacity)", result.pop("seconds"),
         many.new_tokens, in_flight_by_third=[round(each, 1) for each in thirds], **result,

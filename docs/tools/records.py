@@ -30,9 +30,11 @@ RUNS = {
     "long-offloaded": "the same, `offload_checkpoints`",
 }
 PEER = "transformers continuous batching"
+VLLM = "vllm 0.26.0"
 WORKLOADS = {
     "a": "512 requests, median 220 tokens in and 160 out",
-    "b": "256 requests, 100 to 1024 tokens in and out",
+    "b": "256 requests, 100 to 1024 tokens in and out, 0.6B shape",
+    "c": "256 requests of a code assistant: long prompts, short answers",
     "d": "512 requests with one shared prefix",
 }
 
@@ -92,16 +94,16 @@ def convergence_table() -> str:
 
 
 def generation_table() -> str:
-    """Generation, beside Transformers' continuous batching."""
+    """Generation, beside vLLM and Transformers' continuous batching."""
     path, record = newest("generation-h200")
     by_run = {(run.get("workload"), run.get("who")): run for run in record["results"]}
     rows = []
     for workload, shown in WORKLOADS.items():
-        ours = by_run[workload, "nopad"]
-        peer = by_run[workload, PEER]
-        ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
-        rows.append([shown, f"**{_k(ours)}**", _k(peer), f"{ratio:.1f}x"])
-    head = ["workload", "nopad, new tokens/s", "Transformers continuous batching, warm", "speed"]
+        ours, vllm = by_run[workload, "nopad"], by_run[workload, VLLM]
+        row = [shown, f"**{_k(ours)}**", f"{_k(vllm)} ({_times(ours, vllm)})"]
+        peer = by_run.get((workload, PEER))
+        rows.append([*row, "not run" if peer is None else f"{_k(peer)} ({_times(ours, peer)})"])
+    head = ["workload", "nopad", "vLLM 0.26", "Transformers continuous batching, warm"]
     return _table(head, rows, path)
 
 
@@ -151,7 +153,7 @@ def results_table() -> str:
         ["bf16 loop, tokens/s", _pair(loop["nopad eager"]),
          f"padded batches: {_pair(loop['hf padded sdpa'])}"],
         ["generation, new tokens/s", _k(by_run["a", "nopad"]),
-         f"Transformers continuous batching: {_k(by_run['a', PEER])}"],
+         f"vLLM 0.26: {_k(by_run['a', VLLM])}; Transformers: {_k(by_run['a', PEER])}"],
         ["evaluation of 512 questions in training", f"{times['nopad, evaluation 2']:.2f} s",
          f"`generate_batch`: {times['generate_batch, evaluation 2, manager kept']:.2f} s"],
         ["fill, 200,000 log-normal lengths, budget 2048", f"{planned['fill']['ours']:.2f} %",
@@ -185,15 +187,22 @@ def results_plot() -> str:
         ("Generation (new tokens per second)", [
             _bar("nopad", by_run["a", "nopad"], ours=True),
             _bar("Transformers continuous batching", by_run["a", PEER]),
+            _bar("vLLM 0.26", by_run["a", VLLM]),
         ]),
     ]  # fmt: skip
-    note = "Llama-3.2-1B shape, random weights, one H200; each pair from one run"
+    note = (
+        "Llama-3.2-1B shape, random weights, one H200; vLLM within the hour, the others in one run"
+    )
     return bar_chart("Speed beside the usual setups", groups, note)
 
 
 def _bar(name: str, run: dict[str, Any], ours: bool = False) -> Bar:
     memory = f", {_gb(run)}" if "peak_GB" in run else ""
     return Bar(name, run["tokens_per_second"], f"{_k(run)}{memory}", ours)
+
+
+def _times(ours: dict[str, Any], peer: dict[str, Any]) -> str:
+    return f"{ours['tokens_per_second'] / peer['tokens_per_second']:.2f}x"
 
 
 def _pair(run: dict[str, Any]) -> str:
