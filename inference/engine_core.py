@@ -104,7 +104,7 @@ def build_executor(
         device,
         graph_budget,
         settings.max_model_len,
-        captures_ahead=settings.target_itl is not None,
+        tokens_ahead=0 if settings.target_itl is None else settings.max_num_batched_tokens,
     )
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
     loop = StepLoop(

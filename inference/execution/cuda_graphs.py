@@ -116,9 +116,9 @@ class StepGraphs:
         padding = shape.num_tokens - len(step.token_ids)
         return captured.logits[:count], captured.tokens[:count], padding
 
-    def capture_ahead(self, forward: Forward) -> None:
+    def capture_ahead(self, forward: Forward, max_num_tokens: int) -> None:
         """Capture the graphs of steps with prompts, so that no request waits for one."""
-        shapes = shapes_ahead(len(self._last_tokens) - 1)
+        shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens)
         off = rank() > 0 or None  # None: only in a terminal
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
             if self._used_bytes >= self._byte_budget or (shape.mixed and not self._captures_mixed):

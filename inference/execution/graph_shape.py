@@ -90,19 +90,20 @@ def step_shape(step: Step) -> GraphShape | None:
     return GraphShape(backend, True, num_tokens, num_seqs, width)
 
 
-def shapes_ahead(max_num_seqs: int) -> list[GraphShape]:
+def shapes_ahead(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
     """Return the shapes of mixed steps of short requests, the largest first: it has all the memory.
 
-    >>> shapes = shapes_ahead(64)
+    >>> shapes = shapes_ahead(64, max_num_tokens=1000)
     >>> len(shapes), shapes[0]
-    (44, GraphShape(backend=None, mixed=True, num_tokens=4096, num_seqs=64, width=8))
+    (24, GraphShape(backend=None, mixed=True, num_tokens=1024, num_seqs=64, width=8))
     """
+    most = mixed_tokens(max_num_tokens) or MIXED_TOKENS[-1]
     all_seqs = {mixed_seqs(size) for size in capture_sizes(max_num_seqs)}
     return [
         GraphShape(forced_paged_backend(), True, num_tokens, num_seqs, _MIXED_WIDTH)
         for num_tokens in reversed(MIXED_TOKENS)
         for num_seqs in sorted(all_seqs, reverse=True)
-        if num_seqs <= num_tokens
+        if num_seqs <= num_tokens <= most
     ]
 
 

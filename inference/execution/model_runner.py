@@ -50,12 +50,13 @@ class ModelRunner:
         device: torch.device,
         graph_byte_budget: int,
         max_model_len: int,
-        captures_ahead: bool = False,
+        tokens_ahead: int = 0,
     ):
         """Set up the buffers.
 
         graph_byte_budget: memory for CUDA graphs, 0 for none.
-        captures_ahead: capture the graphs of steps with prompts before the first step.
+        tokens_ahead: capture the graphs of steps with prompts, up to so many tokens, before the
+            first step.
         """
         self.lookahead = 1 if device.type == "cuda" else 0
         self.step_sizes: Sequence[int] = MIXED_TOKENS if graph_byte_budget else ()
@@ -73,7 +74,7 @@ class ModelRunner:
         self._stats = stats
         self._graph_byte_budget = graph_byte_budget
         self._max_model_len = max_model_len
-        self._captures_ahead = captures_ahead
+        self._tokens_ahead = tokens_ahead
         self._graphs = self._new_graphs() if graph_byte_budget else None
         self.may_capture = True
         """Whether forwards can be captured and replayed now; a collective in them cannot."""
@@ -136,8 +137,8 @@ class ModelRunner:
         self._captured_adapters = self.adapters  # comparing the same object is fast next time
         began, captured = perf_counter(), len(self._graphs)
         try:
-            if self._captures_ahead and not captured:
-                self._graphs.capture_ahead(self.forward)
+            if self._tokens_ahead and not captured:
+                self._graphs.capture_ahead(self.forward, self._tokens_ahead)
             replayed = self._graphs.run(step, self.forward)
             if len(self._graphs) > captured:
                 self._stats.capture_seconds += perf_counter() - began

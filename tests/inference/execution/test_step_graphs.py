@@ -94,7 +94,7 @@ def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
     engine = make_engine(True)
     assert engine._executor is not None
     runner: Any = engine._executor.runner
-    runner._captures_ahead = True
+    runner._tokens_ahead = 48
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
     ahead = set(runner._graphs._captured)
     assert len(ahead) == 12  # (8, 16, 24, 48) tokens of (2, 4, 8) requests
@@ -104,11 +104,13 @@ def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
 
 
 def test_only_engines_with_a_target_latency_capture_ahead(tiny):
-    for target_itl in (None, 0.01):
-        engine = Engine(tiny("llama"), page_size=16, target_itl=target_itl)
+    for target_itl, tokens_ahead in ((None, 0), (0.01, 20)):
+        engine = Engine(
+            tiny("llama"), page_size=16, target_itl=target_itl, max_num_batched_tokens=20
+        )
         engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
         assert engine._executor is not None
-        assert engine._executor.runner._captures_ahead == (target_itl is not None)
+        assert engine._executor.runner._tokens_ahead == tokens_ahead
 
 
 def test_scores_of_captured_steps_are_those_of_the_model(make_engine):
