@@ -121,9 +121,8 @@ class StepGraphs:
         shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens)
         off = rank() > 0 or None  # None: only in a terminal
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
-            if self._used_bytes >= self._byte_budget or (shape.mixed and not self._captures_mixed):
-                continue
-            self._ensure(shape, forward)
+            if self._used_bytes >= self._byte_budget or not self._ensure(shape, forward):
+                break
 
     def _ensure(self, shape: GraphShape, forward: Forward) -> bool:
         """Capture a shape unless it is captured; False, with a warning, if it cannot be."""
