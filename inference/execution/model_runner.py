@@ -130,23 +130,26 @@ class ModelRunner:
         backend = forced_paged_backend()
         if self._graphs is None or not self.may_capture or backend in self._uncapturable:
             return None
-        if not self._graphs.can_run(step):
-            return None
-        if self._captured_adapters != self.adapters:
-            self.drop_graphs()
-        self._captured_adapters = self.adapters  # comparing the same object is fast next time
         began, captured = perf_counter(), len(self._graphs)
         try:
-            if self._tokens_ahead and not captured:
-                self._graphs.capture_ahead(self.forward, self._tokens_ahead)
-            replayed = self._graphs.run(step, self.forward)
-            if len(self._graphs) > captured:
-                self._stats.capture_seconds += perf_counter() - began
-            return replayed
+            if self._tokens_ahead:  # only before the first step: later, running requests would wait
+                max_num_tokens, self._tokens_ahead = self._tokens_ahead, 0
+                self._captured_adapters = self.adapters
+                self._graphs.capture_ahead(self.forward, max_num_tokens)
+            if not self._graphs.can_run(step):
+                return None
+            if self._captured_adapters != self.adapters:
+                self.drop_graphs()
+                captured = 0
+            self._captured_adapters = self.adapters  # comparing the same object is fast next time
+            return self._graphs.run(step, self.forward)
         except NotCapturable as reason:
             self._uncapturable.add(backend)
             log.warning("steps run without CUDA graphs: %s", reason)
             return None
+        finally:
+            if len(self._graphs) > captured:
+                self._stats.capture_seconds += perf_counter() - began
 
     def drop_graphs(self) -> None:
         """Drop captured graphs: the weights have moved, or the adapters have changed."""

@@ -103,6 +103,19 @@ def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
     assert {shape for shape in runner._graphs._captured if shape.mixed} == ahead
 
 
+def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
+    """Also if no graph holds that step; and not again, when running requests would wait for it."""
+    engine = make_engine(True)
+    assert engine._executor is not None
+    runner: Any = engine._executor.runner
+    runner._tokens_ahead = 48
+    engine.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1))
+    assert engine.stats.graph_steps == 0 and len(runner._graphs) == 12
+    runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)  # as for an adapter
+    engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
+    assert engine.stats.graph_steps == 1 and len(runner._graphs) == 1
+
+
 def test_only_engines_with_a_target_latency_capture_ahead(tiny):
     for target_itl, tokens_ahead in ((None, 0), (0.01, 20)):
         engine = Engine(
