@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from generation import open_loop, workloads
+from generation.first_call import run_first_call
+from generation.mixed_steps import run_mixed_steps
 from generation.peers import run_continuous, run_static
 from generation.report import (
     add_result,
@@ -289,6 +291,8 @@ RUNS = {
     "o": lambda model, floor: open_loop.run_rates("o", model),
     "m": lambda model, floor: open_loop.run_conversations("m", model),
     "q": lambda model, floor: open_loop.run_at_capacity("q", model),
+    "p": lambda model, floor: run_mixed_steps("p", model),
+    "i": lambda model, floor: run_first_call("i"),
 }
 
 
@@ -311,10 +315,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--only",
-        default="a,b,k,c,d,e,s,g,o,m,q",
+        default="i,a,b,k,c,d,e,s,g,o,m,q,p",
         help="workloads, in this order; c: with f; k: (a) with flash-attn 2 attention;\n"
         "s: (a) in static batches; g: (a) with different limits;\n"
-        "o, m, q: open loops (Poisson arrivals, conversations, a minute near capacity)",
+        "o, m, q: open loops (Poisson arrivals, conversations, a minute near capacity);\n"
+        "p: a prompt joins 128 decodes; i: the first call in a new process",
     )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     parser.add_argument(

@@ -75,8 +75,8 @@ class Engine:
         page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
         max_num_seqs: requests per step, by default 512 on a GPU, else 64; more raise throughput
             and inter-token latency.
-        max_num_batched_tokens: tokens per step, by default 16384 on a GPU, else 2048; more finish
-            prompts sooner and delay running requests.
+        max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running
+            requests. Default: 2048; on a GPU 16384 in steps that no running request waits for.
         max_model_len: longest sequence; default: what the model allows.
         max_waiting: requests that may be queued; None: any number.
         target_itl: seconds between two tokens of a request that prompts of others may not exceed:
@@ -305,13 +305,14 @@ class Engine:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens per step; may be changed while requests run."""
+        """Tokens per step, whoever waits for it; may be changed while requests run."""
         return self._session.get_limit("max_num_batched_tokens")
 
     @max_num_batched_tokens.setter
     def max_num_batched_tokens(self, value: int) -> None:
         value = check_positive("max_num_batched_tokens", value)
         self._session.set_limit("max_num_batched_tokens", value)
+        self._session.set_limit("max_tokens_while_decoding", None)
 
     @exclusive
     def reset_prefix_cache(self) -> None:

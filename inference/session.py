@@ -56,7 +56,7 @@ class ModelSession:
         self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
-        self._limits: dict[str, int] = {}
+        self._limits: dict[str, int | None] = {}
         """Limits that were set after construction, for this executor and later ones."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
         """Result of `detect_autocast_dtype`, once it was called."""
@@ -115,14 +115,14 @@ class ModelSession:
             self.loop.drain()
             self.release()
 
-    def get_limit(self, name: str) -> int:
+    def get_limit(self, name: str) -> Any:
         """The current `max_num_seqs` or `max_num_batched_tokens`."""
         if self.executor is not None:
             return getattr(self.loop.scheduler, name)
         return self._limits[name] if name in self._limits else getattr(self.settings, name)
 
-    def set_limit(self, name: str, value: int) -> None:
-        """Set one of them, for this executor and later ones."""
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Set a limit of the scheduler, for this executor and later ones."""
         self._limits[name] = value
         if self.executor is not None:
             setattr(self.loop.scheduler, name, value)

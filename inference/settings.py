@@ -19,6 +19,9 @@ from .live_model.replica import replica_ranks
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SETTING = 2**31 - 1
 """Lengths and counts are kept in 32 bits."""
+TOKENS_WHILE_DECODING = 2048
+"""By default, on a GPU. Steps of 16,384 tokens are no faster where requests decode (on an H200, 1B
+shape: 3 % slower with long prompts, equal with short ones), and hold these up for 50 ms."""
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
 """Names of learned position tables; adapters wrap the layer that they adapt."""
 
@@ -31,6 +34,8 @@ class Settings:
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_tokens_while_decoding: int | None
+    """Fewer, while requests wait for their next tokens; None: as many."""
     max_model_len: int
     max_model_len_reason: str
     """Why the model allows no more, where its positions would."""
@@ -69,6 +74,7 @@ def resolve_settings(
         max_num_batched_tokens=check_positive(
             "max_num_batched_tokens", max_num_batched_tokens, 16384 if on_gpu else 2048
         ),
+        max_tokens_while_decoding=_tokens_while_decoding(model, on_gpu, max_num_batched_tokens),
         max_model_len=longest,
         max_model_len_reason="" if limit is None or longest < limit.length else limit.reason,
         max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
@@ -124,6 +130,12 @@ def _target_itl(model: Any, seconds: float | None) -> float | None:
             "times and cut prompts differently; lower max_num_batched_tokens instead"
         )
     return float(seconds)
+
+
+def _tokens_while_decoding(model: Any, on_gpu: bool, given: int | None) -> int | None:
+    # Whether steps are captured, and hence cut, could differ between the ranks of one model.
+    is_default = on_gpu and given is None and len(replica_ranks(model)) == 1
+    return TOKENS_WHILE_DECODING if is_default else None
 
 
 def _page_size(value: int | None, default: int) -> int:

@@ -252,11 +252,13 @@ def paged_attention_decode(
         maxnreg=tiles.max_registers, **shared,
     )  # fmt: skip
     if not single_split:
+        # Two sizes, not one for each number of splits: each is compiled before the first step.
+        block_splits = 16 if tiles.max_splits <= 16 else max(64, tiles.max_splits)
         _combine_kernel[(heads, num_seqs)](
             partials, lse, lengths, cu_seqlens, sinks_or_dummy, out, window or 0, num_seqs,
             num_programs, tiles.max_splits, out.stride(0), out.stride(1),
-            BLOCK_SPLITS=tiles.max_splits,
-            num_warps=1 if tiles.max_splits * padded_dim(dv) <= 1024 else 4, **shared,
+            BLOCK_SPLITS=block_splits,
+            num_warps=1 if block_splits * padded_dim(dv) <= 1024 else 4, **shared,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from .launch import sm_count
 from .swiglu import silu
 
 MAX_GEMM_ROWS = 512
-"""Most rows for which tiles were measured."""
+"""Most rows of products by our own tiles; gate and up have tiles for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class GemmTiles:
     block_k: int
     num_splits: int = 1
     num_stages: int = 4
+    num_warps: int | None = None
+    """None: by the size of a tile."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -130,7 +132,7 @@ def _blocks(matrix: Tensor, num_rows: int, tiles: GemmTiles) -> TensorDescriptor
 
 def _launch_options(tiles: GemmTiles, num_sums: int, use_pdl: bool) -> dict[str, int | bool]:
     """Return Triton's launch options; num_sums: fp32 sums that a program keeps in registers."""
-    num_warps = 8 if num_sums >= 128 * 128 else 4
+    num_warps = tiles.num_warps or (8 if num_sums >= 128 * 128 else 4)
     options = {"num_warps": num_warps, "num_stages": tiles.num_stages}
     return options | ({"launch_pdl": True} if use_pdl else {})
 
@@ -177,8 +179,12 @@ def _one_wave(num_rows: int, num_columns: int, width: int, num_sms: int) -> Gemm
 def gated_gemm_tiles(num_rows: int, gate: Tensor, up: Tensor) -> GemmTiles | None:
     """Return the tiles for the gate and up products, or None where the library is faster."""
     num_columns, width = gate.shape
-    if num_rows > MAX_GEMM_ROWS or width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
+    if width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
         return None
+    if num_rows > MAX_GEMM_ROWS:
+        least, most = (640, 4096) if num_columns < 6144 else (1024, 3072)
+        is_faster = least <= num_rows <= most and num_rows % 128 == 0
+        return GemmTiles(128, 64, 64, num_stages=3, num_warps=4) if is_faster else None
     if num_rows <= 64:
         return GemmTiles(max(16, triton.next_power_of_2(num_rows)), 64, 128)
     if num_rows % 64:

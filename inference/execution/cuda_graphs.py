@@ -88,7 +88,8 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._used_bytes = 0
         self._captured: dict[GraphShape, _Captured] = {}
-        self._captures_mixed = True
+        self.captures_mixed = True
+        """Whether steps with prompts can be captured, as far as is known."""
         self._logits: Tensor | None = None
         """Logits of mixed steps, [rows, V]."""
         self._pool = torch.cuda.graph_pool_handle()
@@ -138,7 +139,7 @@ class StepGraphs:
                 self._used_bytes = self._byte_budget
                 reason = "out of memory: no more graphs are captured"
             elif shape.mixed:  # a model may look at the tokens of a prompt, and not at decodes
-                self._captures_mixed = False
+                self.captures_mixed = False
                 reason = f"steps with prompts run without graphs ({error})"
             else:
                 raise
@@ -148,7 +149,7 @@ class StepGraphs:
     def _shape(self, step: Step) -> GraphShape | None:
         """Return the smallest graph for a step; without budget, the smallest captured one."""
         shape = step_shape(step)
-        if shape is None or (shape.mixed and not self._captures_mixed):
+        if shape is None or (shape.mixed and not self.captures_mixed):
             return None
         if shape in self._captured or self._used_bytes < self._byte_budget:
             return shape

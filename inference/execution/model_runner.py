@@ -59,7 +59,6 @@ class ModelRunner:
             first step.
         """
         self.lookahead = 1 if device.type == "cuda" else 0
-        self.step_sizes: Sequence[int] = MIXED_TOKENS if graph_byte_budget else ()
         self.cache = cache
         self._model = model
         self._row_params = batch_params
@@ -88,6 +87,13 @@ class ModelRunner:
     def uses_graphs(self) -> bool:
         """Whether steps may run as CUDA graphs."""
         return self._graphs is not None
+
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Tokens of the graphs of steps with prompts; none if such steps run without one."""
+        if self._graphs is None or not self.may_capture or not self._graphs.captures_mixed:
+            return ()
+        return () if forced_paged_backend() in self._uncapturable else MIXED_TOKENS
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""

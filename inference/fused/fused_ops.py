@@ -66,9 +66,7 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
     verified: list[FusedOp] = []
     qkv_weights = QKVWeights()
     candidates = (norms, gated_mlps, rotary, qkv_weights, residual_adds, _decoder(qkv_weights))
-    with borrow_model(model):
-        if next(model.parameters()).is_cuda:
-            _precompile(model, candidates, cache_like, max_num_seqs)
+    with borrow_model(model), _compiling_kernels(model, candidates, cache_like, max_num_seqs):
         expected = _trial_logits(model, cache_like)
         for op in candidates:
             if _matches_model(model, [*verified, op], expected, cache_like):
@@ -119,22 +117,29 @@ def apply_ops(
         patches.restore()
 
 
-def _precompile(
+@contextmanager
+def _compiling_kernels(
     model: Any, ops: Sequence[FusedOp], cache_like: PagedCache, max_num_seqs: int
-) -> None:
-    """Compile the kernels of all steps, for the replacements that can be applied."""
-    from .precompile import precompile_kernels  # needs Triton
+) -> Iterator[None]:
+    """On a GPU, compile the kernels of all steps; a verification inside waits for its own."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        yield
+        return
+    from .precompile import compiling, record_missing  # needs Triton
 
     modules = list(model.modules())
-    with apply_ops(modules, ()) as patches:
+    with apply_ops(modules, ()) as patches, record_missing() as missing:
         for op in ops:
             with suppress(Exception):  # verification reports it
                 op(modules, patches, True)
-        with suppress(Exception), precompile_kernels(next(model.parameters()).device):
+        with suppress(Exception):
             _trial_logits(model, cache_like)
-            with suppress(Exception):  # another architecture: its kernels compile at first use
-                for shape in _kernel_shapes(max_num_seqs):
-                    _precompile_step(model, cache_like, *shape)
+            # Another architecture may fail here: its kernels compile at first use.
+            for shape in _kernel_shapes(max_num_seqs):
+                _precompile_step(model, cache_like, *shape)
+    with compiling(missing, device):
+        yield
 
 
 def _kernel_shapes(max_num_seqs: int) -> Iterator[tuple[int, int, int, bool]]:

@@ -1,13 +1,13 @@
 """Compile the Triton kernels of a call before it is made, in parallel.
 
 Triton compiles a kernel when it is first launched, and the first steps of an engine launch dozens.
-Inside `precompile_kernels`, launches of kernels that are not compiled yet are skipped and recorded;
-on exit all of them are compiled at once. Results inside are meaningless, so no kernel may read
-indices that another kernel computes.
+Inside `record_missing` launches of kernels that are not compiled yet are skipped and recorded.
+Results inside are meaningless, so no kernel may read indices that another kernel computes.
 
-    with precompile_kernels(device):
+    with record_missing() as missing:
         step()          # launches the compiled kernels, records the missing ones
-    step()              # waits for no compiler
+    with compiling(missing, device):
+        step()          # waits for the kernels that it launches; on exit all are compiled
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -35,38 +35,47 @@ log = logging.getLogger("nopad.inference")
 
 _PACKAGE = __name__.partition(".")[0]
 
+MissingKernel = tuple[Any, str]
+"""A kernel's function and, as JSON, what it is specialized for."""
+
 
 @contextmanager
-def precompile_kernels(device: torch.device) -> Iterator[None]:
-    """Skip launches of our kernels that this thread would have to compile; compile them on exit.
+def record_missing() -> Iterator[list[MissingKernel]]:
+    """Skip launches of our kernels that this thread would have to compile, and collect them.
 
     Attention uses the preferred backend without a trial, which would prove nothing here: its
     kernels may be skipped too.
     """
-    missing: dict[Any, tuple[Any, str]] = {}
+    missing: list[MissingKernel] = []
+    names: set[Any] = set()
     thread, previous_hook = get_ident(), knobs.runtime.jit_cache_hook
 
-    def record_missing(*args: Any, **launch: Any) -> bool | None:
+    def record(*args: Any, **launch: Any) -> bool | None:
         function, kernel = launch["fn"], launch["compile"]
         if get_ident() != thread or not function.module.startswith(_PACKAGE):
             return previous_hook(*args, **launch) if previous_hook is not None else None
         name = function.module, function.name, str(launch["key"])
-        missing[name] = function.jit_function, kernel["specialization_data"]
+        if name not in names:
+            names.add(name)
+            missing.append((function.jit_function, kernel["specialization_data"]))
         return True
 
-    knobs.runtime.jit_cache_hook = record_missing
+    knobs.runtime.jit_cache_hook = record
     try:
         with without_trials():
-            yield
+            yield missing
     finally:
         knobs.runtime.jit_cache_hook = previous_hook
-    _compile(list(missing.values()), device)
 
 
-def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:
-    """Compile kernels and load them, as many at once as there are processors."""
+@contextmanager
+def compiling(missing: list[MissingKernel], device: torch.device) -> Iterator[None]:
+    """Compile kernels and load them, as many at once as there are processors, the longest first.
+
+    A launch inside waits for its own kernel only. A kernel that cannot be compiled raises when it
+    is launched.
+    """
     start = perf_counter()
-    # A kernel that cannot be compiled raises when it is launched.
     with (
         tqdm(
             total=len(missing),
@@ -77,8 +86,9 @@ def _compile(missing: list[tuple[Any, str]], device: torch.device) -> None:
         _CompilePool(device, bar) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
-        for function, specialization in missing:
+        for function, specialization in sorted(missing, key=lambda kernel: -len(kernel[0].src)):
             function.preload(specialization)
+        yield
     if missing:
         log.info("compiled %d kernels in %.1f s", len(missing), perf_counter() - start)
 

@@ -40,8 +40,11 @@ class Runner(Protocol):
 
     lookahead: int
     """Steps that may be in flight while the next one is planned: 0 or 1."""
-    step_sizes: Sequence[int]
-    """Numbers of tokens, rising, that steps are padded to; larger ones are not padded."""
+
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Numbers of tokens, rising, that steps are padded to; larger ones are not padded."""
+        ...
 
     def copy_pages(self, copies: list[PageCopy]) -> None: ...
     def launch(self, step: Step) -> Callable[[], StepOutput]: ...
@@ -145,16 +148,18 @@ class StepLoop:
         return updated
 
     def _max_tokens(self) -> int | None:
-        """Return how many tokens the next step may have for `target_itl`; None: any number.
+        """Return how many tokens the next step may have; None: as many as the scheduler allows.
 
         Without a request that waits for its next token nobody is held up.
         """
-        if self.target_itl is None:
-            return None
         if not any(request.output_token_ids for request in self.scheduler.running):
             return None
-        tokens = self.costs.tokens_within(self.target_itl)
         sizes = self._runner.step_sizes
+        if self.target_itl is None:
+            # Without a graph a step takes long, however few tokens it has.
+            limit = self.scheduler.max_tokens_while_decoding
+            return limit if limit is not None and sizes and limit <= sizes[-1] else None
+        tokens = self.costs.tokens_within(self.target_itl)
         if tokens is None or not sizes or tokens > sizes[-1]:
             return tokens
         return sizes[max(bisect_right(sizes, tokens) - 1, 0)]

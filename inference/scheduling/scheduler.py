@@ -57,6 +57,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         max_waiting: int | None = None,
+        max_tokens_while_decoding: int | None = None,
         max_scored_positions: int = 1024,
         on_admit: Callable[[Request], None] = lambda request: None,
         trace: RequestTrace | None = None,
@@ -64,12 +65,15 @@ class Scheduler:
         """Start with nothing queued.
 
         max_waiting: requests that may be queued; None: any number. Callers ask `queue_error`.
+        max_tokens_while_decoding: tokens of a step that requests wait for which have tokens; the
+            loop applies it. None: `max_num_batched_tokens`.
         max_scored_positions: positions scored per step; each needs a row of logits.
         """
         self.pages = pages
         self.max_waiting = max_waiting
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_while_decoding = max_tokens_while_decoding
         self.max_scored_positions = max_scored_positions
         self.cache_salt = ""
         """Version of the weights; prefixes are shared only within one."""

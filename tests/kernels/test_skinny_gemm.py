@@ -11,11 +11,9 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from nopad.kernels import GemmTiles, gated_gemm, gated_gemm_tiles, gemm_tiles, split_k_gemm
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 
 @pytest.fixture(params=[5, 16, 40])
-def operands(request):
+def operands(request, interpreted):
     torch.manual_seed(request.param)
     left, right = torch.randn(2, 200, 128) / 10
     return torch.randn(request.param, 128), left, right
@@ -74,8 +72,28 @@ def test_weights_that_tma_cannot_read_are_left_to_the_library():
 
 @pytest.mark.usefixtures("on_h200")
 @pytest.mark.parametrize(
-    ("num_rows", "fused"), [(192, True), (256, True), (384, False), (448, False), (512, True)]
+    ("num_rows", "fused"),
+    [
+        *((192, True), (256, True), (384, False), (448, False), (512, True)),
+        *((640, False), (2048, True), (2050, False), (4096, False)),
+    ],
 )
 def test_a_wide_gated_product_is_fused_where_its_tiles_are_full(num_rows, fused):
     weight = torch.empty(8192, 2048)
     assert (gated_gemm_tiles(num_rows, weight, weight) is not None) == fused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [64, 256, 640, 1152, 2048])
+@pytest.mark.parametrize(("columns", "width"), [(3072, 1024), (8192, 2048)])
+def test_the_gated_product_of_many_rows_on_a_gpu(num_rows, columns, width):
+    torch.manual_seed(0)
+    x, gate, up = (
+        torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") / 8
+        for rows in (num_rows, columns, columns)
+    )
+    tiles = gated_gemm_tiles(num_rows, gate, up)
+    if tiles is None:
+        pytest.skip(reason="the library is faster")
+    want = silu((x @ gate.T).float()).bfloat16() * (x @ up.T)
+    assert_close(gated_gemm(x, gate, up, tiles, use_pdl=True), want, rtol=2e-2, atol=2e-2)

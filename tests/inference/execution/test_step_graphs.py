@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution import cuda_graphs, graph_shape
+from nopad.inference.execution import cuda_graphs, graph_shape, model_runner
 from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.scheduling.step_costs import StepCosts
 
@@ -31,7 +31,8 @@ class ReplayedGraphs(StepGraphs):
 def make_engine(tiny, monkeypatch):
     """Return engines whose steps run as graphs, or not, on one model."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(graph_shape, "MIXED_TOKENS", (8, 16, 24, 48))
+    for module in (graph_shape, model_runner):
+        monkeypatch.setattr(module, "MIXED_TOKENS", (8, 16, 24, 48))
     monkeypatch.setattr(graph_shape, "_MIXED_SEQS", (2, 4, 8))
     monkeypatch.setattr(cuda_graphs, "pack_arrays", lambda arrays: pack_unpinned(arrays))
     model = tiny("llama")
@@ -43,7 +44,6 @@ def make_engine(tiny, monkeypatch):
             assert engine._executor is not None
             runner = engine._executor.runner
             runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)
-            runner.step_sizes = (8, 16, 24, 48)
         engine.reset_prefix_cache()
         engine.stats.reset()
         return engine
@@ -152,6 +152,29 @@ def test_a_mixed_step_that_cannot_be_captured_runs_eagerly(make_engine, monkeypa
     assert run_staggered(engine, params, 2) == want
     assert 0 < engine.stats.graph_steps < engine.stats.steps
     assert caplog.text.count("steps with prompts run without graphs") == 1
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_that_running_requests_wait_for_are_smaller_where_they_are_graphs(
+    make_engine, graphs
+):
+    engine = make_engine(graphs)
+    engine._loop.scheduler.max_tokens_while_decoding = 24
+    sizes, launch = [], engine._executor.runner.launch
+    engine._executor.runner.launch = lambda step: sizes.append(len(step.token_ids)) or launch(step)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def add_long_and_run(first_id: int) -> list[int]:
+        engine.add_request(list(range(first_id, first_id + 40)), params)
+        sizes.clear()
+        for _ in range(4):
+            engine.step()
+        return sizes[:3]
+
+    assert add_long_and_run(3)[:2] == [40, 1]  # nobody waits for the first step
+    assert add_long_and_run(13) == ([24, 18, 2] if graphs else [41, 2, 2])
+    engine.max_num_batched_tokens = 512  # what a user sets is what all steps get
+    assert add_long_and_run(23) == [42, 3, 3]
 
 
 def test_prompts_are_cut_so_that_no_step_exceeds_its_target(make_engine):

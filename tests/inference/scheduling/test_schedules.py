@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
+from nopad.inference.scheduling import loop
+from nopad.inference.scheduling import step as steps
 from random_schedules import run_schedule
 
 SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "1000"))
@@ -16,6 +18,22 @@ SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "1000"))
 def test_every_request_gets_the_tokens_it_would_get_alone(world, expected):
     for seed in range(SCHEDULES):
         run_schedule(world, expected, seed)
+
+
+def test_requests_in_order_of_length_get_the_same_tokens(world, expected, monkeypatch):
+    monkeypatch.setattr(steps, "ANY_ORDER", 1)
+    build_step, lengths = loop.build_step, []
+
+    def build(*args):
+        built = build_step(*args)
+        lengths.append([r.num_computed for r in built.requests])
+        return built
+
+    monkeypatch.setattr(loop, "build_step", build)
+    for seed in range(SCHEDULES // 5):
+        run_schedule(world, expected, 4 * 10**9 + seed, tight=seed % 2 == 1)
+    assert all(row == sorted(row, reverse=True) for row in lengths)
+    assert any(row != row[::-1] for row in lengths)
 
 
 def test_a_cache_just_large_enough_for_one_request_serves_all(world, expected):
