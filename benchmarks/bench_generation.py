@@ -40,6 +40,8 @@ from nopad.inference import Engine, SamplingParams
 from record import timed
 
 REPEATS = 3
+_alone = False
+"""Whether the peers of Transformers are left out."""
 
 
 def ceilings() -> tuple[float, float]:
@@ -221,6 +223,8 @@ def bench_gpu(only: list[str]) -> None:
 def compare_continuous(name: str, model, work: Workload, floor: float) -> float:
     """Time the engine and continuous batching, and print how many times faster the engine is."""
     ours = run_engine(name, model, work, floor)
+    if _alone:
+        return ours
     theirs = try_workload(name, lambda: run_continuous(name, model, work, floor))
     if theirs is not None:
         plain, first, warm = (round(seconds / ours, 3) for seconds in theirs)
@@ -267,6 +271,8 @@ def bench_trace(model, floor) -> None:
         raise ValueError("the Azure trace is missing; set NOPAD_SHARED")
     work = Workload([p[:7000] for p in work.prompts], work.new, work.arrivals)
     capacity = len(work.new) / run_engine("c", model, work, floor(work))
+    if _alone:
+        return
     sample = subsample(work, 32)
     compare_continuous("c, 32 of its requests", model, sample, floor(sample))
     assert work.arrivals is not None
@@ -322,12 +328,15 @@ def main() -> None:
         "p: a prompt joins 128 decodes; i: the first call in a new process",
     )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
+    parser.add_argument("--alone", action="store_true", help="without the peers of Transformers")
     parser.add_argument(
         "--vllm",
         type=Path,
         help="JSON lines that vLLM wrote in the same hour, to join into the record",
     )
     args = parser.parse_args()
+    global _alone
+    _alone = args.alone
     set_record_file(args.record)
     if args.vllm is not None:
         add_vllm(args.vllm)
