@@ -107,6 +107,20 @@ def generation_table() -> str:
     return _table(head, rows, path)
 
 
+def latency_table() -> str:
+    """Requests that arrive one by one, beside vLLM: median and p99 in milliseconds."""
+    path, record = newest("generation-open-loop-h200")
+    by_run = {run["who"]: run for run in record["results"] if run.get("workload") == "o"}
+    rates = [who.removeprefix("nopad, ") for who in by_run if who.startswith("nopad")]
+    rows = []
+    for rate in rates:
+        pair = by_run[f"nopad, {rate}"], by_run[f"{VLLM}, {rate}"]
+        cells = [_latency(run, name) for name in ("ttft", "itl") for run in pair]
+        rows.append([rate, f"**{cells[0]}**", cells[1], f"**{cells[2]}**", cells[3]])
+    head = ["arrivals", "first token, nopad", "vLLM 0.26", "between tokens, nopad", "vLLM 0.26"]
+    return _table(head, rows, path)
+
+
 def evaluation_table() -> str:
     """One evaluation between two training steps."""
     path, record = newest("evaluation-h200")
@@ -199,6 +213,10 @@ def results_plot() -> str:
 def _bar(name: str, run: dict[str, Any], ours: bool = False) -> Bar:
     memory = f", {_gb(run)}" if "peak_GB" in run else ""
     return Bar(name, run["tokens_per_second"], f"{_k(run)}{memory}", ours)
+
+
+def _latency(run: dict[str, Any], name: str) -> str:
+    return f"{1000 * run[f'{name}_p50']:.1f} / {1000 * run[f'{name}_p99']:.1f}"
 
 
 def _times(ours: dict[str, Any], peer: dict[str, Any]) -> str:

@@ -149,13 +149,15 @@ def _kernel_shapes(max_num_seqs: int) -> Iterator[tuple[int, int, int, bool]]:
     """
     from ...kernels import MAX_GEMM_ROWS
 
-    sizes = {1 << power for power in range(max_num_seqs.bit_length())}
-    sizes.update(size for size in capture_sizes(max_num_seqs) if size <= MAX_GEMM_ROWS)
-    for size in sorted(sizes):
+    powers = {1 << power for power in range(max_num_seqs.bit_length())}
+    for size in sorted(powers):
         yield size, 4, size, False
         yield size, 8, max(2048, size), True
         for num_pages in (4, 16, 64):
             yield size, num_pages, size, True
+    for size in capture_sizes(max_num_seqs):
+        if size not in powers and size <= MAX_GEMM_ROWS:
+            yield size, 4, size, True
     for num_tokens in MIXED_TOKENS:
         if num_tokens <= MAX_GEMM_ROWS:
             yield 1, 8, num_tokens, True

@@ -37,6 +37,8 @@ def next_token(contents: np.ndarray, random_number: float = 0.0) -> int:
 class OracleRunner:
     """Runs steps on an array of KV slots instead of a model."""
 
+    step_sizes = ()
+
     def __init__(
         self, num_pages: int, page_size: int, num_rows: int, lookahead: int, check: bool = True
     ):
