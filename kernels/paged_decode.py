@@ -229,13 +229,13 @@ def paged_attention_decode(
     lse = out if single_split else out.new_empty(items * heads, dtype=torch.float32)
     sinks_or_dummy = out if sinks is None else sinks
     use_pdl = supports_pdl(q.device)
-    block_seqs = 64 if num_seqs <= 64 else max(256, triton.next_power_of_2(num_seqs))
+    block_seqs, block_splits = launch_blocks(num_seqs, tiles.max_splits)
     shared = {
         "WINDOW": window is not None,
         "SINKS": sinks is not None,
         "DV": dv,
         "BLOCK_DV": padded_dim(dv),
-        "BLOCK_SEQS": 1 if single_split else block_seqs,
+        "BLOCK_SEQS": block_seqs,
         "MIN_KEYS": MIN_SPLIT_KEYS,
         "USE_PDL": use_pdl,
         "launch_pdl": use_pdl,
@@ -252,14 +252,26 @@ def paged_attention_decode(
         maxnreg=tiles.max_registers, **shared,
     )  # fmt: skip
     if not single_split:
-        # Two sizes, not one for each number of splits: each is compiled before the first step.
-        block_splits = 16 if tiles.max_splits <= 16 else max(64, tiles.max_splits)
         _combine_kernel[(heads, num_seqs)](
             partials, lse, lengths, cu_seqlens, sinks_or_dummy, out, window or 0, num_seqs,
             num_programs, tiles.max_splits, out.stride(0), out.stride(1),
             BLOCK_SPLITS=block_splits,
             num_warps=1 if block_splits * padded_dim(dv) <= 1024 else 4, **shared,
         )  # fmt: skip
+
+
+def launch_blocks(num_seqs: int, max_splits: int) -> tuple[int, int]:
+    """Return the sequences and the splits that a launch holds in blocks.
+
+    There are few sizes, since the kernels for all of them are compiled before the first step.
+
+    >>> launch_blocks(40, 8), launch_blocks(192, 32), launch_blocks(512, 1)
+    ((64, 16), (256, 64), (1, 1))
+    """
+    if max_splits == 1:
+        return 1, 1
+    block_seqs = 64 if num_seqs <= 64 else max(256, triton.next_power_of_2(num_seqs))
+    return block_seqs, 16 if max_splits <= 16 else max(64, max_splits)
 
 
 def programs_per_kv_head(kv_heads: int, device: torch.device) -> int:

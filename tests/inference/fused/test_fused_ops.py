@@ -115,6 +115,7 @@ def test_attention_of_every_captured_decode_is_compiled_before_the_first(
     from nopad.inference.execution import graph_shape
     from nopad.inference.fused.fused_ops import _kernel_shapes
     from nopad.kernels import fused_decode_tiles
+    from nopad.kernels.paged_decode import launch_blocks
 
     for module in ("fused_decode", "paged_decode"):
         monkeypatch.setattr(f"nopad.kernels.{module}.sm_count", lambda device: 132)
@@ -122,9 +123,13 @@ def test_attention_of_every_captured_decode_is_compiled_before_the_first(
     q = keys.new_empty(1, 4 * keys.shape[2], keys.shape[3])
 
     def kernels(num_seqs: int, num_pages: int, fused: bool = True) -> tuple:
-        """One kernel is compiled for its tiles alone, the others also for a number of rows."""
+        """One kernel is compiled for its tiles alone, the others for blocks of their launch."""
         tiles = fused_decode_tiles(keys, num_seqs, num_pages * 256) if fused else None
-        return tiles or (num_seqs, decode_tiles(q, keys, keys, num_seqs, num_pages * 256))
+        if tiles is not None:
+            return "fused", tiles
+        paged = decode_tiles(q, keys, keys, num_seqs, num_pages * 256)
+        blocks = launch_blocks(num_seqs, paged.max_splits)
+        return "paged", blocks, paged.block_n, paged.max_registers
 
     compiled = {
         kernels(num_seqs, num_pages, fused=num_seqs == num_tokens)
@@ -134,4 +139,4 @@ def test_attention_of_every_captured_decode_is_compiled_before_the_first(
     widths = [4 << power for power in range(5)]  # longer contexts may wait for a compiler
     needed = {kernels(size, n) for size in graph_shape.capture_sizes(512) for n in widths}
     assert needed <= compiled
-    assert len({type(each) for each in needed}) == 2, "both ways are taken"
+    assert {kind for kind, *_ in needed} == {"fused", "paged"}, "both ways are taken"
