@@ -25,7 +25,7 @@ import torch
 from generation import open_loop, workloads
 from generation.first_call import run_first_call
 from generation.mixed_steps import run_mixed_steps
-from generation.peers import run_continuous, run_static
+from generation.peers import peers_run, run_continuous, run_static, skip_peers
 from generation.report import (
     add_result,
     add_row,
@@ -40,8 +40,6 @@ from nopad.inference import Engine, SamplingParams
 from record import timed
 
 REPEATS = 3
-_alone = False
-"""Whether the peers of Transformers are left out."""
 
 
 def ceilings() -> tuple[float, float]:
@@ -108,6 +106,8 @@ def run_scoring(name: str, model) -> None:
         name, "nopad score", seconds, tokens, num_computed_tokens=ran, requests=4 * len(contexts)
     )
     engine.release()
+    if not peers_run():
+        return
     pairs = [(c, e) for c, four in zip(contexts, continuations, strict=True) for e in four]
     pairs.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))
 
@@ -132,24 +132,24 @@ def run_scoring(name: str, model) -> None:
 
 
 def run_limits(name: str, model, work: Workload) -> None:
-    """(g) Throughput and latency under different limits of sequences and tokens per step."""
+    """(g) Throughput and latency by default, then under limits of sequences and tokens per step."""
     engine = Engine(model, memory=60 << 30)
     params = sampling_params(work)
     engine.generate(work.prompts, params)  # captures CUDA graphs of every size
+
+    def add_run(who: str) -> None:
+        engine.reset_prefix_cache()
+        engine.stats.reset()
+        seconds, _ = timed(lambda: engine.generate(work.prompts, params))
+        add_row(name, who, seconds, work.new_tokens, **latencies(engine.stats.summary()))
+
+    add_run("nopad, defaults")
     max_seqs, max_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     limits = [(num_seqs, max_tokens) for num_seqs in (16, 32, 64, 128, 256, max_seqs)]
     limits += [(128, num_tokens) for num_tokens in (256, 512, 1024, 2048, 4096)]
     for num_seqs, num_tokens in limits:
         engine.max_num_seqs, engine.max_num_batched_tokens = num_seqs, num_tokens
-        engine.reset_prefix_cache()
-        engine.stats.reset()
-        seconds, _ = timed(lambda: engine.generate(work.prompts, params))
-        s = engine.stats.summary()
-        add_row(
-            name, f"nopad, {num_seqs} running, {num_tokens} tokens a step", seconds,
-            work.new_tokens,
-            **latencies(s),
-        )  # fmt: skip
+        add_run(f"nopad, {num_seqs} running, {num_tokens} tokens a step")
     engine.release()
 
 
@@ -223,7 +223,7 @@ def bench_gpu(only: list[str]) -> None:
 def compare_continuous(name: str, model, work: Workload, floor: float) -> float:
     """Time the engine and continuous batching, and print how many times faster the engine is."""
     ours = run_engine(name, model, work, floor)
-    if _alone:
+    if not peers_run():
         return ours
     theirs = try_workload(name, lambda: run_continuous(name, model, work, floor))
     if theirs is not None:
@@ -260,8 +260,9 @@ def bench_flash(model, floor) -> None:
 
 
 def bench_static(model, floor) -> None:
-    work = subsample(workloads.lognormal(model.config.vocab_size), 64)
-    run_static("a", model, work, 64)
+    if peers_run():
+        work = subsample(workloads.lognormal(model.config.vocab_size), 64)
+        run_static("a", model, work, 64)
 
 
 def bench_trace(model, floor) -> None:
@@ -271,7 +272,7 @@ def bench_trace(model, floor) -> None:
         raise ValueError("the Azure trace is missing; set NOPAD_SHARED")
     work = Workload([p[:7000] for p in work.prompts], work.new, work.arrivals)
     capacity = len(work.new) / run_engine("c", model, work, floor(work))
-    if _alone:
+    if not peers_run():
         return
     sample = subsample(work, 32)
     compare_continuous("c, 32 of its requests", model, sample, floor(sample))
@@ -309,6 +310,8 @@ def bench_cpu() -> None:
         raise SystemExit("the CPU workload needs the Azure trace; set NOPAD_SHARED")
     work = Workload([p[:1800] for p in work.prompts], work.new)
     ours = run_engine("c/8", model, work, 0.0, max_num_seqs=64, max_num_batched_tokens=2048)
+    if not peers_run():
+        return
     static = run_static("c/8", model, work, 16)
     print(f"{static / ours:.2f} times as fast as static batches")
     add_result({"times_static_batches": round(static / ours, 2)})
@@ -328,15 +331,15 @@ def main() -> None:
         "p: a prompt joins 128 decodes; i: the first call in a new process",
     )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
-    parser.add_argument("--alone", action="store_true", help="without the peers of Transformers")
+    parser.add_argument("--no-peers", action="store_true", help="leave out Transformers")
     parser.add_argument(
         "--vllm",
         type=Path,
         help="JSON lines that vLLM wrote in the same hour, to join into the record",
     )
     args = parser.parse_args()
-    global _alone
-    _alone = args.alone
+    if args.no_peers:
+        skip_peers()
     set_record_file(args.record)
     if args.vllm is not None:
         add_vllm(args.vllm)

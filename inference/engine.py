@@ -76,7 +76,8 @@ class Engine:
         max_num_seqs: requests per step, by default 512 on a GPU, else 64; more raise throughput
             and inter-token latency.
         max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running
-            requests. Default: 2048; on a GPU 16384 in steps that no running request waits for.
+            requests. Default: 2048 on a CPU; on a GPU 16384, but 2048, or four times
+            `max_num_seqs`, in CUDA graphs that running requests wait for.
         max_model_len: longest sequence; default: what the model allows.
         max_waiting: requests that may be queued; None: any number.
         target_itl: seconds between two tokens of a request that prompts of others may not exceed:
@@ -305,14 +306,13 @@ class Engine:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens per step, whoever waits for it; may be changed while requests run."""
+        """Tokens per step; a number that is set, also while requests run, applies to all steps."""
         return self._session.get_limit("max_num_batched_tokens")
 
     @max_num_batched_tokens.setter
     def max_num_batched_tokens(self, value: int) -> None:
         value = check_positive("max_num_batched_tokens", value)
         self._session.set_limit("max_num_batched_tokens", value)
-        self._session.set_limit("max_tokens_while_decoding", None)
 
     @exclusive
     def reset_prefix_cache(self) -> None:

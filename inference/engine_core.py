@@ -114,6 +114,7 @@ def build_executor(
         stats,
         cache_checker=checker,
         target_itl=settings.target_itl,
+        max_tokens_while_decoding=settings.max_tokens_while_decoding,
     )
     return Executor(loop, runner, cast_weights, build_fused_ops(model, runner, settings), key)
 
@@ -158,7 +159,6 @@ def _build_scheduler(
         PageAllocator(num_pages, settings.page_size),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_tokens_while_decoding=settings.max_tokens_while_decoding,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
         on_admit=on_admit,

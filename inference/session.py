@@ -56,7 +56,7 @@ class ModelSession:
         self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
-        self._limits: dict[str, int | None] = {}
+        self._limits: dict[str, int] = {}
         """Limits that were set after construction, for this executor and later ones."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
         """Result of `detect_autocast_dtype`, once it was called."""
@@ -115,17 +115,17 @@ class ModelSession:
             self.loop.drain()
             self.release()
 
-    def get_limit(self, name: str) -> Any:
+    def get_limit(self, name: str) -> int:
         """The current `max_num_seqs` or `max_num_batched_tokens`."""
         if self.executor is not None:
             return getattr(self.loop.scheduler, name)
         return self._limits[name] if name in self._limits else getattr(self.settings, name)
 
-    def set_limit(self, name: str, value: int | None) -> None:
-        """Set a limit of the scheduler, for this executor and later ones."""
+    def set_limit(self, name: str, value: int) -> None:
+        """Set one of them, for this executor and later ones."""
         self._limits[name] = value
         if self.executor is not None:
-            setattr(self.loop.scheduler, name, value)
+            self._apply_limits(self.loop)
 
     def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes; running requests are not affected."""
@@ -143,11 +143,15 @@ class ModelSession:
         executor = build_executor(self._model, self.settings, self._stats, self._trace, key)
         self._stats.setup_seconds += perf_counter() - start
         self._weights.refresh()
-        scheduler = executor.loop.scheduler
-        scheduler.cache_salt = str(self._weights.number)
-        for name, value in self._limits.items():
-            setattr(scheduler, name, value)
+        executor.loop.scheduler.cache_salt = str(self._weights.number)
+        self._apply_limits(executor.loop)
         return executor
+
+    def _apply_limits(self, loop: StepLoop) -> None:
+        for name, value in self._limits.items():
+            setattr(loop.scheduler, name, value)
+        if "max_num_batched_tokens" in self._limits:
+            loop.max_tokens_while_decoding = None
 
     def _release_if_incompatible(self, key: BuildKey) -> None:
         """Release an executor that was built for another key."""

@@ -19,9 +19,11 @@ from .live_model.replica import replica_ranks
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SETTING = 2**31 - 1
 """Lengths and counts are kept in 32 bits."""
-TOKENS_WHILE_DECODING = 2048
+_TOKENS_WHILE_DECODING = 2048
 """By default, on a GPU. Steps of 16,384 tokens are no faster where requests decode (on an H200, 1B
 shape: 3 % slower with long prompts, equal with short ones), and hold these up for 50 ms."""
+_TOKENS_PER_SEQ = 4
+"""With many requests: steps need room for prompts beside a token of each."""
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
 """Names of learned position tables; adapters wrap the layer that they adapt."""
 
@@ -35,7 +37,7 @@ class Settings:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_tokens_while_decoding: int | None
-    """Fewer, while requests wait for their next tokens; None: as many."""
+    """The same for steps that a running request waits for; None: `max_num_batched_tokens`."""
     max_model_len: int
     max_model_len_reason: str
     """Why the model allows no more, where its positions would."""
@@ -64,17 +66,22 @@ def resolve_settings(
     debug: bool,
 ) -> Settings:
     """Validate settings; None becomes the default for the model and its device."""
-    on_gpu = next(model.parameters()).device.type == "cuda"
+    on_gpu = _is_gpu(next(model.parameters()).device)
     limit = sequence_limit(model.config.get_text_config())
     longest = _max_model_len(model, limit, max_model_len)
+    num_seqs = check_positive("max_num_seqs", max_num_seqs, 512 if on_gpu else 64)
     return Settings(
         memory=check_memory(memory),
         page_size=_page_size(page_size, 256 if on_gpu else 16),
-        max_num_seqs=check_positive("max_num_seqs", max_num_seqs, 512 if on_gpu else 64),
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=check_positive(
             "max_num_batched_tokens", max_num_batched_tokens, 16384 if on_gpu else 2048
         ),
-        max_tokens_while_decoding=_tokens_while_decoding(model, on_gpu, max_num_batched_tokens),
+        max_tokens_while_decoding=(
+            _tokens_while_decoding(model, num_seqs)
+            if on_gpu and max_num_batched_tokens is None
+            else None
+        ),
         max_model_len=longest,
         max_model_len_reason="" if limit is None or longest < limit.length else limit.reason,
         max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
@@ -132,10 +139,15 @@ def _target_itl(model: Any, seconds: float | None) -> float | None:
     return float(seconds)
 
 
-def _tokens_while_decoding(model: Any, on_gpu: bool, given: int | None) -> int | None:
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _tokens_while_decoding(model: Any, max_num_seqs: int) -> int | None:
     # Whether steps are captured, and hence cut, could differ between the ranks of one model.
-    is_default = on_gpu and given is None and len(replica_ranks(model)) == 1
-    return TOKENS_WHILE_DECODING if is_default else None
+    if len(replica_ranks(model)) > 1:
+        return None
+    return max(_TOKENS_WHILE_DECODING, _TOKENS_PER_SEQ * max_num_seqs)
 
 
 def _page_size(value: int | None, default: int) -> int:

@@ -182,7 +182,8 @@ def gated_gemm_tiles(num_rows: int, gate: Tensor, up: Tensor) -> GemmTiles | Non
     if width % 128 or not (_is_aligned(gate) and _is_aligned(up)):
         return None
     if num_rows > MAX_GEMM_ROWS:
-        least, most = (640, 4096) if num_columns < 6144 else (1024, 3072)
+        # "products of many rows" in the record; with more rows the order of tiles matters
+        least, most = (640, 2048) if num_columns < 6144 else (1024, 3072)
         is_faster = least <= num_rows <= most and num_rows % 128 == 0
         return GemmTiles(128, 64, 64, num_stages=3, num_warps=4) if is_faster else None
     if num_rows <= 64:

@@ -28,7 +28,8 @@ def run_mixed_steps(name: str, model) -> None:
     """Time steps of the engine, and the reference with as many keys."""
     rng = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
-    engine = Engine(model, memory=40 << 30)
+    # By default such a step has at most 2,048 tokens: the longer prompt would run in two.
+    engine = Engine(model, memory=40 << 30, max_num_batched_tokens=4096)
     lengths = rng.integers(300, 900, RUNNING)
     for length in lengths:
         params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -83,8 +84,8 @@ def _reference_seconds(model, lengths: list[int], num_tokens: int) -> float:
     table = on_device(np.arange(count * width)).view(count, width)
     no_slots = on_device(np.full(total, -1), torch.int64)
     pages = Pages(cache, table, on_device(lengths), no_slots, max(lengths))
-    whole = Varlen(on_device([*range(count), total]), num_tokens, pages)
-    kept = Varlen(on_device(range(count + 1)), 1, pages)
+    all_tokens = Varlen(on_device([*range(count), total]), num_tokens, pages)
+    last_tokens = Varlen(on_device(range(count + 1)), 1, pages)
     x = torch.randn(total, config.hidden_size, dtype=model.dtype, device=model.device)
     q = torch.randn(total, heads, dim, dtype=model.dtype, device=model.device)
     qkv = [
@@ -94,7 +95,7 @@ def _reference_seconds(model, lengths: list[int], num_tokens: int) -> float:
     def products_and_attention() -> None:
         for index, (layer, weight) in enumerate(zip(layers, qkv, strict=True)):
             is_last = layer is layers[-1]  # of the last layer only `count` tokens are computed
-            rows, varlen = (count, kept) if is_last else (total, whole)
+            rows, varlen = (count, last_tokens) if is_last else (total, all_tokens)
             F.linear(x, weight)
             out = attend_cached(q[:rows], varlen, layer=index, scale=dim**-0.5).flatten(1)
             layer.self_attn.o_proj(out)

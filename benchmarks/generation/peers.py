@@ -12,8 +12,20 @@ from transformers import GenerationConfig
 from .report import add_row
 from .workloads import Workload
 
+_skipped = False
 TIMEOUT = 25.0
 """Seconds after which continuous batching's unfinished requests are cancelled."""
+
+
+def skip_peers() -> None:
+    """Run no peer in this process."""
+    global _skipped
+    _skipped = True
+
+
+def peers_run() -> bool:
+    """Return whether peers run."""
+    return not _skipped
 
 
 def run_continuous(name: str, model, work: Workload, floor: float) -> tuple[float, float, float]:

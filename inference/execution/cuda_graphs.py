@@ -15,7 +15,7 @@ before the next one starts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -88,14 +88,24 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._used_bytes = 0
         self._captured: dict[GraphShape, _Captured] = {}
-        self.captures_mixed = True
-        """Whether steps with prompts can be captured, as far as is known."""
+        self._captures_mixed = True
         self._logits: Tensor | None = None
         """Logits of mixed steps, [rows, V]."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    def mixed_sizes(self) -> Sequence[int]:
+        """Return the tokens, rising, of graphs of steps with prompts that exist or may be captured.
+
+        Without budget they are those of the captured ones.
+        """
+        if not self._captures_mixed:
+            return ()
+        if self._used_bytes < self._byte_budget:
+            return MIXED_TOKENS
+        return sorted({shape.num_tokens for shape in self._captured if shape.mixed})
 
     def can_run(self, step: Step) -> bool:
         """Return whether a graph is captured, or can be, for a step's shape."""
@@ -139,7 +149,7 @@ class StepGraphs:
                 self._used_bytes = self._byte_budget
                 reason = "out of memory: no more graphs are captured"
             elif shape.mixed:  # a model may look at the tokens of a prompt, and not at decodes
-                self.captures_mixed = False
+                self._captures_mixed = False
                 reason = f"steps with prompts run without graphs ({error})"
             else:
                 raise
@@ -149,7 +159,7 @@ class StepGraphs:
     def _shape(self, step: Step) -> GraphShape | None:
         """Return the smallest graph for a step; without budget, the smallest captured one."""
         shape = step_shape(step)
-        if shape is None or (shape.mixed and not self.captures_mixed):
+        if shape is None or (shape.mixed and not self._captures_mixed):
             return None
         if shape in self._captured or self._used_bytes < self._byte_budget:
             return shape

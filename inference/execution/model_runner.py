@@ -26,7 +26,6 @@ from ..scheduling.batch_params import BatchParams
 from ..scheduling.loop import OutOfMemory
 from ..scheduling.step import Step, StepOutput
 from .cuda_graphs import StepGraphs
-from .graph_shape import MIXED_TOKENS
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
@@ -91,9 +90,7 @@ class ModelRunner:
     @property
     def step_sizes(self) -> Sequence[int]:
         """Tokens of the graphs of steps with prompts; none if such steps run without one."""
-        if self._graphs is None or not self.may_capture or not self._graphs.captures_mixed:
-            return ()
-        return () if forced_paged_backend() in self._uncapturable else MIXED_TOKENS
+        return self._graphs.mixed_sizes() if self._graphs is not None and self._may_replay() else ()
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
@@ -133,8 +130,7 @@ class ModelRunner:
 
     def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
         """Run a step as a CUDA graph; None if it cannot be one."""
-        backend = forced_paged_backend()
-        if self._graphs is None or not self.may_capture or backend in self._uncapturable:
+        if self._graphs is None or not self._may_replay():
             return None
         began, captured = perf_counter(), len(self._graphs)
         try:
@@ -150,12 +146,15 @@ class ModelRunner:
             self._captured_adapters = self.adapters  # comparing the same object is fast next time
             return self._graphs.run(step, self.forward)
         except NotCapturable as reason:
-            self._uncapturable.add(backend)
+            self._uncapturable.add(forced_paged_backend())
             log.warning("steps run without CUDA graphs: %s", reason)
             return None
         finally:
             if len(self._graphs) > captured:
                 self._stats.capture_seconds += perf_counter() - began
+
+    def _may_replay(self) -> bool:
+        return self.may_capture and forced_paged_backend() not in self._uncapturable
 
     def drop_graphs(self) -> None:
         """Drop captured graphs: the weights have moved, or the adapters have changed."""

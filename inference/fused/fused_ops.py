@@ -66,7 +66,7 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
     verified: list[FusedOp] = []
     qkv_weights = QKVWeights()
     candidates = (norms, gated_mlps, rotary, qkv_weights, residual_adds, _decoder(qkv_weights))
-    with borrow_model(model), _compiling_kernels(model, candidates, cache_like, max_num_seqs):
+    with borrow_model(model), _background_compilation(model, candidates, cache_like, max_num_seqs):
         expected = _trial_logits(model, cache_like)
         for op in candidates:
             if _matches_model(model, [*verified, op], expected, cache_like):
@@ -118,7 +118,7 @@ def apply_ops(
 
 
 @contextmanager
-def _compiling_kernels(
+def _background_compilation(
     model: Any, ops: Sequence[FusedOp], cache_like: PagedCache, max_num_seqs: int
 ) -> Iterator[None]:
     """On a GPU, compile the kernels of all steps; a verification inside waits for its own."""
@@ -126,7 +126,7 @@ def _compiling_kernels(
     if device.type != "cuda":
         yield
         return
-    from .precompile import compiling, record_missing  # needs Triton
+    from .precompile import compile_in_background, record_missing  # needs Triton
 
     modules = list(model.modules())
     with apply_ops(modules, ()) as patches, record_missing() as missing:
@@ -138,7 +138,7 @@ def _compiling_kernels(
             # Another architecture may fail here: its kernels compile at first use.
             for shape in _kernel_shapes(max_num_seqs):
                 _precompile_step(model, cache_like, *shape)
-    with compiling(missing, device):
+    with compile_in_background(missing, device):
         yield
 
 

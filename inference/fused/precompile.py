@@ -6,7 +6,7 @@ Results inside are meaningless, so no kernel may read indices that another kerne
 
     with record_missing() as missing:
         step()          # launches the compiled kernels, records the missing ones
-    with compiling(missing, device):
+    with compile_in_background(missing, device):
         step()          # waits for the kernels that it launches; on exit all are compiled
 """
 
@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -69,11 +69,10 @@ def record_missing() -> Iterator[list[MissingKernel]]:
 
 
 @contextmanager
-def compiling(missing: list[MissingKernel], device: torch.device) -> Iterator[None]:
+def compile_in_background(missing: list[MissingKernel], device: torch.device) -> Iterator[None]:
     """Compile kernels and load them, as many at once as there are processors, the longest first.
 
-    A launch inside waits for its own kernel only. A kernel that cannot be compiled raises when it
-    is launched.
+    A launch inside waits for its own kernel only; leaving the block waits for all.
     """
     start = perf_counter()
     with (
@@ -86,11 +85,13 @@ def compiling(missing: list[MissingKernel], device: torch.device) -> Iterator[No
         _CompilePool(device, bar) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
-        for function, specialization in sorted(missing, key=lambda kernel: -len(kernel[0].src)):
-            function.preload(specialization)
+        by_length = sorted(missing, key=lambda kernel: len(kernel[0].src), reverse=True)
+        for function, specialization in by_length:
+            with suppress(Exception):  # it raises when the kernel is launched
+                function.preload(specialization)
         yield
     if missing:
-        log.info("compiled %d kernels in %.1f s", len(missing), perf_counter() - start)
+        log.info("%d kernels compiled after %.1f s", len(missing), perf_counter() - start)
 
 
 class _CompilePool(ThreadPoolExecutor):

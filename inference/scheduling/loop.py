@@ -62,9 +62,15 @@ class StepLoop:
         clock: Callable[[], float] = perf_counter,
         cache_checker: CacheChecker | None = None,
         target_itl: float | None = None,
+        max_tokens_while_decoding: int | None = None,
     ):
-        """target_itl: seconds that a step should take at most; prompts are cut accordingly."""
+        """Set up an empty loop.
+
+        target_itl: seconds that a step should take at most; prompts are cut accordingly.
+        max_tokens_while_decoding: without it, tokens of a step that a running request waits for.
+        """
         self.target_itl = target_itl
+        self.max_tokens_while_decoding = max_tokens_while_decoding
         self.costs = StepCosts()
         self._last_read_at = 0.0
         self.scheduler = scheduler
@@ -139,7 +145,7 @@ class StepLoop:
                 read = self._runner.launch(step)
                 self._in_flight.append((step, read, plan, self.clock()))
             except OutOfMemory:
-                scheduler.reduce_load()
+                scheduler.reduce_load(len(step.token_ids))
                 return updated + self.drain()
             scheduler.commit(plan)
             self.stats.record_step(start, step, scheduler)
@@ -154,13 +160,14 @@ class StepLoop:
         """
         if not any(request.output_token_ids for request in self.scheduler.running):
             return None
-        sizes = self._runner.step_sizes
-        if self.target_itl is None:
+        sizes, limit = self._runner.step_sizes, self.max_tokens_while_decoding
+        tokens = None
+        if self.target_itl is not None:
+            tokens = self.costs.tokens_within(self.target_itl)
+        if tokens is None:
             # Without a graph a step takes long, however few tokens it has.
-            limit = self.scheduler.max_tokens_while_decoding
             return limit if limit is not None and sizes and limit <= sizes[-1] else None
-        tokens = self.costs.tokens_within(self.target_itl)
-        if tokens is None or not sizes or tokens > sizes[-1]:
+        if not sizes or tokens > sizes[-1]:
             return tokens
         return sizes[max(bisect_right(sizes, tokens) - 1, 0)]
 

@@ -57,7 +57,6 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         max_waiting: int | None = None,
-        max_tokens_while_decoding: int | None = None,
         max_scored_positions: int = 1024,
         on_admit: Callable[[Request], None] = lambda request: None,
         trace: RequestTrace | None = None,
@@ -65,15 +64,12 @@ class Scheduler:
         """Start with nothing queued.
 
         max_waiting: requests that may be queued; None: any number. Callers ask `queue_error`.
-        max_tokens_while_decoding: tokens of a step that requests wait for which have tokens; the
-            loop applies it. None: `max_num_batched_tokens`.
         max_scored_positions: positions scored per step; each needs a row of logits.
         """
         self.pages = pages
         self.max_waiting = max_waiting
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_tokens_while_decoding = max_tokens_while_decoding
         self.max_scored_positions = max_scored_positions
         self.cache_salt = ""
         """Version of the weights; prefixes are shared only within one."""
@@ -186,10 +182,14 @@ class Scheduler:
             self._num_finished_waiting += 1
             self._prune_waiting()
 
-    def reduce_load(self) -> None:
-        """Shrink steps after one ran out of memory: fewer tokens first, then fewer requests."""
+    def reduce_load(self, num_tokens: int) -> None:
+        """Shrink steps after one ran out of memory: fewer tokens first, then fewer requests.
+
+        num_tokens: tokens of that step.
+        """
         if self.max_num_batched_tokens > _MIN_BATCHED_TOKENS:
-            self.max_num_batched_tokens //= 2
+            smaller = min(self.max_num_batched_tokens, num_tokens) // 2
+            self.max_num_batched_tokens = max(smaller, _MIN_BATCHED_TOKENS)
         elif len(self.running) > 1:
             self.max_num_seqs = len(self.running) // 2
             for request in self.running[self.max_num_seqs :]:

@@ -21,9 +21,9 @@ from ..requests.request import Request
 from ..requests.rng import uniform
 from .batch_params import BatchParams
 
-ANY_ORDER = 64
-"""Requests whose attention a GPU computes at once. Of more, the longest come first, so that short
-ones fill the gaps at the end: decode attention takes 2 to 13 % less time on an H200."""
+MAX_UNSORTED_SEQS = 64
+"""More requests are sorted, the longest first: short ones then fill the gaps at the end of decode
+attention, which takes 2 to 13 % less time on an H200."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ def build_step(
 ) -> Step:
     """Lay out the scheduled tokens of the requests as one step."""
     count = len(requests)
-    if count > ANY_ORDER:
+    if count > MAX_UNSORTED_SEQS:
         requests = sorted(requests, key=attrgetter("num_computed"), reverse=True)
     # From lists, which are faster than generators.
     rows = np.fromiter([r.row for r in requests], np.int64, count)

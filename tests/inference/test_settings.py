@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from nopad.inference import Engine
+from nopad.inference import Engine, settings
 
 BAD = [
     ("memory", None),
@@ -83,3 +83,35 @@ def test_the_vision_towers_positions_are_not_the_texts():
         ids = torch.tensor([[*range(3, 33), *done.token_ids]])
         want = model(input_ids=ids).logits[0].argmax(-1)[29:-1]
     assert done.token_ids == want.tolist()
+
+
+def tokens_while_decoding(monkeypatch, tiny, ranks: int = 1, **arguments) -> int | None:
+    """What an engine on a GPU would be built with."""
+    model = tiny("llama")
+    monkeypatch.setattr(settings, "replica_ranks", lambda _: range(ranks))
+    monkeypatch.setattr(settings, "_is_gpu", lambda _: True)
+    names = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting")
+    defaults = dict.fromkeys((*names, "target_itl")) | {"memory": 0.5}
+    flags = {"cuda_graphs": True, "debug": False}
+    return settings.resolve_settings(
+        model, **defaults | flags | arguments
+    ).max_tokens_while_decoding
+
+
+def test_steps_that_requests_wait_for_are_smaller_by_default_on_a_gpu(monkeypatch, tiny):
+    assert tokens_while_decoding(monkeypatch, tiny) == 2048
+    assert tokens_while_decoding(monkeypatch, tiny, max_num_seqs=1024) == 4096
+    assert tokens_while_decoding(monkeypatch, tiny, max_num_batched_tokens=16384) is None
+    assert tokens_while_decoding(monkeypatch, tiny, ranks=2) is None
+
+
+def test_the_loop_is_built_with_it_until_a_user_sets_a_number(monkeypatch, tiny):
+    monkeypatch.setattr(settings, "_is_gpu", lambda _: True)
+    engine = Engine(tiny("llama"), page_size=16, max_num_seqs=4)
+    engine.generate([[5, 6]])
+    assert engine._loop.max_tokens_while_decoding == 2048
+    engine.max_num_batched_tokens = 64
+    assert engine._loop.max_tokens_while_decoding is None
+    engine.release()
+    engine.generate([[5, 6]])
+    assert engine._loop.max_tokens_while_decoding is None

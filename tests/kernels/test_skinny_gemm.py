@@ -84,8 +84,13 @@ def test_a_wide_gated_product_is_fused_where_its_tiles_are_full(num_rows, fused)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [64, 256, 640, 1152, 2048])
-@pytest.mark.parametrize(("columns", "width"), [(3072, 1024), (8192, 2048)])
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "width"),
+    [
+        *((rows, 3072, 1024) for rows in (64, 256, 640, 1152, 2048)),
+        *((rows, 8192, 2048) for rows in (64, 256, 1152, 2048)),
+    ],
+)
 def test_the_gated_product_of_many_rows_on_a_gpu(num_rows, columns, width):
     torch.manual_seed(0)
     x, gate, up = (
@@ -93,7 +98,6 @@ def test_the_gated_product_of_many_rows_on_a_gpu(num_rows, columns, width):
         for rows in (num_rows, columns, columns)
     )
     tiles = gated_gemm_tiles(num_rows, gate, up)
-    if tiles is None:
-        pytest.skip(reason="the library is faster")
+    assert tiles is not None
     want = silu((x @ gate.T).float()).bfloat16() * (x @ up.T)
     assert_close(gated_gemm(x, gate, up, tiles, use_pdl=True), want, rtol=2e-2, atol=2e-2)

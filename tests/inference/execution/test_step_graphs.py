@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution import cuda_graphs, graph_shape, model_runner
+from nopad.inference.execution import cuda_graphs, graph_shape
 from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.scheduling.step_costs import StepCosts
 
@@ -31,7 +31,7 @@ class ReplayedGraphs(StepGraphs):
 def make_engine(tiny, monkeypatch):
     """Return engines whose steps run as graphs, or not, on one model."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    for module in (graph_shape, model_runner):
+    for module in (graph_shape, cuda_graphs):
         monkeypatch.setattr(module, "MIXED_TOKENS", (8, 16, 24, 48))
     monkeypatch.setattr(graph_shape, "_MIXED_SEQS", (2, 4, 8))
     monkeypatch.setattr(cuda_graphs, "pack_arrays", lambda arrays: pack_unpinned(arrays))
@@ -152,6 +152,23 @@ def test_a_mixed_step_that_cannot_be_captured_runs_eagerly(make_engine, monkeypa
     assert run_staggered(engine, params, 2) == want
     assert 0 < engine.stats.graph_steps < engine.stats.steps
     assert caplog.text.count("steps with prompts run without graphs") == 1
+    assert engine._executor.runner.step_sizes == ()
+
+
+def test_steps_are_cut_only_to_graphs_that_exist_or_can_be_captured(make_engine):
+    runner = make_engine(True)._executor.runner
+    assert runner.step_sizes == (8, 16, 24, 48)
+    runner.may_capture = False
+    assert runner.step_sizes == ()
+    runner.may_capture = True
+    runner._uncapturable.add(None)
+    assert runner.step_sizes == ()
+    runner._uncapturable.clear()
+    runner._graphs._used_bytes = runner._graphs._byte_budget
+    assert list(runner.step_sizes) == []
+    for tokens in (24, 8):
+        runner._graphs._captured[graph_shape.GraphShape(None, True, tokens, 2, 8)] = None
+    assert list(runner.step_sizes) == [8, 24]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -159,7 +176,7 @@ def test_steps_that_running_requests_wait_for_are_smaller_where_they_are_graphs(
     make_engine, graphs
 ):
     engine = make_engine(graphs)
-    engine._loop.scheduler.max_tokens_while_decoding = 24
+    engine._loop.max_tokens_while_decoding = 24
     sizes, launch = [], engine._executor.runner.launch
     engine._executor.runner.launch = lambda step: sizes.append(len(step.token_ids)) or launch(step)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

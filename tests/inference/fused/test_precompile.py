@@ -39,7 +39,7 @@ def test_kernels_are_handed_to_the_compilers_at_once_the_longest_first(monkeypat
     handed: list[str] = []
     short, long = (SimpleNamespace(preload=handed.append, src="x" * n) for n in (1, 9))
     missing = [(short, "1"), (long, "2"), (short, "3")]
-    with stage.compiling(missing, torch.device("cpu")):
+    with stage.compile_in_background(missing, torch.device("cpu")):
         assert handed == ["2", "1", "3"]
 
 

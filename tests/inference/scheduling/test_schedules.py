@@ -21,7 +21,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(world, expected):
 
 
 def test_requests_in_order_of_length_get_the_same_tokens(world, expected, monkeypatch):
-    monkeypatch.setattr(steps, "ANY_ORDER", 1)
+    monkeypatch.setattr(steps, "MAX_UNSORTED_SEQS", 1)
     build_step, lengths = loop.build_step, []
 
     def build(*args):
