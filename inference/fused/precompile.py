@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from threading import get_ident
+from threading import Thread, get_ident
 from time import perf_counter
 from typing import Any
 
@@ -60,12 +60,26 @@ def record_missing() -> Iterator[list[MissingKernel]]:
             missing.append((function.jit_function, kernel["specialization_data"]))
         return True
 
+    hashing = Thread(target=_hash_compiler, daemon=True)
+    hashing.start()
     knobs.runtime.jit_cache_hook = record
     try:
         with without_trials():
             yield missing
     finally:
         knobs.runtime.jit_cache_hook = previous_hook
+        hashing.join()
+
+
+def _hash_compiler() -> None:
+    """Hash the files of the compiler, which Triton does once, before it looks for a kernel on disk.
+
+    It takes half a second, outside of Python's lock.
+    """
+    with suppress(Exception):  # then the first kernel waits for it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 @contextmanager
