@@ -66,7 +66,7 @@ def resolve_settings(
     debug: bool,
 ) -> Settings:
     """Validate settings; None becomes the default for the model and its device."""
-    on_gpu = _is_gpu(next(model.parameters()).device)
+    on_gpu = next(model.parameters()).device.type == "cuda"
     limit = sequence_limit(model.config.get_text_config())
     longest = _max_model_len(model, limit, max_model_len)
     num_seqs = check_positive("max_num_seqs", max_num_seqs, 512 if on_gpu else 64)
@@ -137,10 +137,6 @@ def _target_itl(model: Any, seconds: float | None) -> float | None:
             "times and cut prompts differently; lower max_num_batched_tokens instead"
         )
     return float(seconds)
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _tokens_while_decoding(model: Any, max_num_seqs: int) -> int | None:

@@ -149,7 +149,8 @@ def _kernel_shapes(max_num_seqs: int) -> Iterator[tuple[int, int, int, bool]]:
     """
     from ...kernels import MAX_GEMM_ROWS
 
-    powers = {1 << power for power in range(max_num_seqs.bit_length())}
+    num_powers = max(2 * max_num_seqs - 1, 0).bit_length()  # the last holds all sequences
+    powers = {1 << power for power in range(num_powers)}
     for size in sorted(powers):
         yield size, 4, size, False
         yield size, 8, max(2048, size), True

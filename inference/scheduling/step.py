@@ -21,9 +21,9 @@ from ..requests.request import Request
 from ..requests.rng import uniform
 from .batch_params import BatchParams
 
-MAX_UNSORTED_SEQS = 16
+MAX_UNSORTED_SEQS = 64
 """More requests are sorted, the longest first: short ones then fill the gaps at the end of decode
-attention, which takes 2 to 13 % less time for more than 64 requests on an H200."""
+attention, which takes 2 to 13 % less time on an H200."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

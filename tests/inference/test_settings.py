@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -89,7 +92,8 @@ def tokens_while_decoding(monkeypatch, tiny, ranks: int = 1, **arguments) -> int
     """What an engine on a GPU would be built with."""
     model = tiny("llama")
     monkeypatch.setattr(settings, "replica_ranks", lambda _: range(ranks))
-    monkeypatch.setattr(settings, "_is_gpu", lambda _: True)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(model, "parameters", lambda: iter([on_gpu]))
     names = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting")
     defaults = dict.fromkeys((*names, "target_itl")) | {"memory": 0.5}
     flags = {"cuda_graphs": True, "debug": False}
@@ -105,9 +109,10 @@ def test_steps_that_requests_wait_for_are_smaller_by_default_on_a_gpu(monkeypatc
     assert tokens_while_decoding(monkeypatch, tiny, ranks=2) is None
 
 
-def test_the_loop_is_built_with_it_until_a_user_sets_a_number(monkeypatch, tiny):
-    monkeypatch.setattr(settings, "_is_gpu", lambda _: True)
+def test_the_loop_is_built_with_it_until_a_user_sets_a_number(tiny):
     engine = Engine(tiny("llama"), page_size=16, max_num_seqs=4)
+    session = engine._session
+    session.settings = replace(session.settings, max_tokens_while_decoding=2048)
     engine.generate([[5, 6]])
     assert engine._loop.max_tokens_while_decoding == 2048
     engine.max_num_batched_tokens = 64

@@ -107,8 +107,9 @@ def test_the_tiles_of_every_captured_step_are_compiled_before_the_first(max_num_
 
 
 @pytest.mark.parametrize("heads_and_dim", [(8, 64), (8, 128), (2, 64)])
-def test_attention_of_every_captured_decode_is_compiled_before_the_first(
-    heads_and_dim, monkeypatch
+@pytest.mark.parametrize("max_num_seqs", [1, 100, 300, 512])
+def test_attention_of_every_captured_step_is_compiled_before_the_first(
+    heads_and_dim, max_num_seqs, monkeypatch
 ):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     from nopad.attention.backends.triton_paged import decode_tiles
@@ -133,10 +134,12 @@ def test_attention_of_every_captured_decode_is_compiled_before_the_first(
 
     compiled = {
         kernels(num_seqs, num_pages, fused=num_seqs == num_tokens)
-        for num_seqs, num_pages, num_tokens, captured in _kernel_shapes(512)
+        for num_seqs, num_pages, num_tokens, captured in _kernel_shapes(max_num_seqs)
         if captured
     }
     widths = [4 << power for power in range(5)]  # longer contexts may wait for a compiler
-    needed = {kernels(size, n) for size in graph_shape.capture_sizes(512) for n in widths}
-    assert needed <= compiled
-    assert {kind for kind, *_ in needed} == {"fused", "paged"}, "both ways are taken"
+    sizes = graph_shape.capture_sizes(max_num_seqs)
+    needed = {kernels(size, n) for size in sizes for n in widths}
+    with_prompts = {kernels(graph_shape.mixed_seqs(n), 8, fused=False) for n in sizes}
+    assert needed | with_prompts <= compiled
+    assert {kind for kind, *_ in needed | with_prompts} == {"fused", "paged"}, "both are taken"
