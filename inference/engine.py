@@ -166,10 +166,10 @@ class Engine:
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
         update = progress if callable(progress) else bar.update
-        with self._lock, bar:
+        with self._lock, bar, defer_full_gc():
             encoded = self._encode(specs)
             draws = own_draws(self._model) if _draws is None else _draws
-            with defer_full_gc(), self._runner.borrow_model():
+            with self._runner.borrow_model():
                 self._runner.start_trace()
                 groups = self._build_requests(encoded, draws)
                 completions = self._runner.run_to_completion(groups, update)

@@ -8,7 +8,8 @@ step; the rest of the budget admits waiting requests. Prefill and decode are not
 request needs more or fewer tokens. The order is that of arrival, in which a priority counts as so
 many arrivals, so a request of low priority is overtaken by many others but not for ever. It is the
 same throughout: the first request is never preempted and always gets its pages, and every load
-makes progress. Pure integers, no tensors.
+makes progress. Once none wait, short requests may be held back (`even_steps.py`). Pure integers, no
+tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from ...attention.paging import STRIDE, PageAllocator, PageCopy, PrefixHit
 from ..metrics.request_trace import RequestTrace
 from ..requests.request import Request
+from .even_steps import requests_to_hold
 
 _MAX_DEFERRED = 32
 """Requests skipped per step because another one is computing their prefix."""
@@ -123,17 +125,24 @@ class Scheduler:
                 overdue.append(request)
         return overdue
 
-    def plan(self, max_tokens: int | None = None) -> SchedulerOutput:
-        """Choose what the next step runs; max_tokens: fewer than `max_num_batched_tokens`."""
+    def plan(self, max_tokens: int | None = None, may_hold: bool = True) -> SchedulerOutput:
+        """Choose what the next step runs.
+
+        max_tokens: fewer than `max_num_batched_tokens`.
+        may_hold: whether running requests may be left out (`even_steps.py`).
+        """
         plan = SchedulerOutput()
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
         if max_tokens is not None:
             tokens_left = min(tokens_left, max(max_tokens, len(self.running) + _MIN_CHUNK))
         page_size, running, scheduled = self.pages.page_size, self.running, plan.requests
         preemptions_before = self.num_preemptions
+        held = requests_to_hold(running) if may_hold and not self.num_waiting else ()
         for index, request in enumerate(running):  # preemption removes requests after this one
             if tokens_left <= 0:
                 break
+            if request in held:
+                continue
             start = request.num_computed
             num_tokens = min(request.num_tokens, request.max_len - 1) - start
             if num_tokens > 1:  # leave one token for each request after this one

@@ -9,7 +9,9 @@ from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 
 
-def random_request(rng: random.Random, number: int, prefixes: list[list[int]]) -> Request:
+def random_request(
+    rng: random.Random, number: int, prefixes: list[list[int]], known_length: bool
+) -> Request:
     prefix = rng.choice(prefixes)[: rng.choice([0, 0, 16, 20, 33, 48])]
     prompt = prefix + [rng.randrange(50) for _ in range(rng.randint(1, 20))]
     if rng.random() < 0.2:
@@ -21,18 +23,25 @@ def random_request(rng: random.Random, number: int, prefixes: list[list[int]]) -
         max_len=len(prompt) + params.max_tokens,
         params=params,
         seed=rng.randrange(2**60),
-        priority=rng.choice([0, 0, 0, 1, -1]),
-        stop_token_ids=frozenset(rng.sample(range(50), rng.choice([0, 1, 5]))),
+        priority=0 if known_length else rng.choice([0, 0, 0, 1, -1]),
+        stop_token_ids=frozenset(
+            rng.sample(range(50), 0 if known_length else rng.choice([0, 1, 5]))
+        ),
     )
 
 
-def run_schedule(world, expected, seed: int, *, tight: bool = False) -> None:
-    """Run one random schedule and check the tokens of every request."""
+def run_schedule(
+    world, expected, seed: int, *, tight: bool = False, known_lengths: bool = False
+) -> None:
+    """Run one random schedule and check the tokens of every request.
+
+    tight: pages for one request only; known_lengths: nothing ends a request early.
+    """
     rng = random.Random(seed)
     page_size = rng.choice([16, 32, 48, 64])
     prefixes = [[rng.randrange(50) for _ in range(48)] for _ in range(2)]
     count = rng.choice([*range(1, 7), *range(1, 7), 12])
-    requests = [random_request(rng, i, prefixes) for i in range(count)]
+    requests = [random_request(rng, i, prefixes, known_lengths) for i in range(count)]
     min_pages = max(-(-(r.max_len - 1) // page_size) for r in requests)
     num_pages = min_pages if tight else min_pages + rng.choice([0, 0, 0, 1, 8])
     max_num_seqs = rng.choice([1, 2, 3, 4, 5, 8])

@@ -1,0 +1,112 @@
+"""Requests of known length are held back so that steps have equally many, and no step is added."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from nopad.inference.requests.request import Request
+from nopad.inference.requests.sampling_params import SamplingParams
+from nopad.inference.scheduling import even_steps, scheduler
+from nopad.inference.scheduling.even_steps import MIN_RUNNING, MIN_TURN, requests_to_hold
+from random_schedules import run_schedule
+
+
+def decoding(number: int, tokens_left: int, **more) -> Request:
+    """A request whose prompt is computed."""
+    prompt, params = np.arange(5), SamplingParams(temperature=0, max_tokens=tokens_left)
+    request = Request(number, prompt, 5 + tokens_left, params, **more)
+    request.num_computed = 4
+    return request
+
+
+def run_all(requests: list[Request]) -> list[int]:
+    """Run steps until nothing is left; return how many requests each had."""
+    sizes = []
+    while left := [r for r in requests if r.num_tokens < r.max_len]:
+        held = requests_to_hold(left)
+        assert len(left) - len(held) >= min(len(left), MIN_RUNNING)
+        sizes.append(len(left) - len(held))
+        for r in left:
+            if r not in held:
+                r.num_tokens, r.num_computed = r.num_tokens + 1, r.num_computed + 1
+    return sizes
+
+
+def lengths(kind: str, rng: random.Random) -> list[int]:
+    count = rng.randrange(MIN_RUNNING, 4 * MIN_RUNNING)
+    return {
+        "skewed": [min(int(rng.lognormvariate(5, 1)) + 1, 1024) for _ in range(count)],
+        "uniform": [rng.randint(100, 1024) for _ in range(count)],
+        "one long": [1000] + [rng.randint(1, 20) for _ in range(count)],
+        "two kinds": [rng.choice([50, 500]) for _ in range(count)],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["skewed", "uniform", "one long", "two kinds"])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_end_with_the_longest_and_large_steps_are_gone(kind, seed):
+    new = lengths(kind, random.Random(seed))
+    sizes = run_all([decoding(i, n) for i, n in enumerate(new)])
+    assert sum(sizes) == sum(new)
+    # Requests take turns, so the longest may wait for one.
+    assert max(new) <= len(sizes) <= max(new) + MIN_TURN
+    fewest = max(MIN_RUNNING, -(-sum(new) // max(new)))
+    assert max(sizes) <= min(len(new), fewest + 2 * even_steps.ROW_STEP)
+
+
+def test_equal_lengths_run_together():
+    sizes = run_all([decoding(i, 64) for i in range(512)])
+    assert sizes == [512] * 64
+
+
+def test_few_requests_run_together():
+    assert not requests_to_hold([decoding(i, 10 * i + 1) for i in range(MIN_RUNNING)])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"stop_token_ids": frozenset({2})}, {"deadline": 9.0}, {"needs_host_check": True},
+     {"priority": 1}],
+)  # fmt: skip
+def test_one_request_that_may_end_early_or_is_waited_for_holds_nobody_back(more):
+    new = lengths("skewed", random.Random(0))
+    requests = [decoding(i, n) for i, n in enumerate(new)]
+    assert requests_to_hold(requests)
+    assert not requests_to_hold([*requests, decoding(len(new), 50, **more)])
+
+
+def test_nobody_is_held_back_during_a_prefill():
+    requests = [decoding(i, n) for i, n in enumerate(lengths("skewed", random.Random(0)))]
+    requests[3].num_computed = 0
+    assert not requests_to_hold(requests)
+
+
+def test_held_requests_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
+    for name in ("MIN_RUNNING", "ROW_STEP", "MIN_TURN"):
+        monkeypatch.setattr(even_steps, name, 1)
+    num_held = 0
+
+    def count_held(running):
+        nonlocal num_held
+        held = requests_to_hold(running)
+        num_held += len(held)
+        return held
+
+    monkeypatch.setattr(scheduler, "requests_to_hold", count_held)
+    for seed in range(400):
+        tight = seed % 4 == 0
+        run_schedule(world, expected, 5 * 10**9 + seed, tight=tight, known_lengths=True)
+    assert num_held > 100
+
+
+def test_requests_are_not_held_back_where_each_token_has_a_time(world):
+    w = world(400, 16, max_num_seqs=300, max_num_batched_tokens=4096)
+    requests = [decoding(i, n) for i, n in enumerate([20] * 40 + [3] * 260)]
+    for request in requests:
+        request.num_computed = 0
+        w.scheduler.add(request)
+    w.step()
+    assert len(w.scheduler.plan().requests) == MIN_RUNNING
+    assert len(w.scheduler.plan(may_hold=False).requests) == 300
