@@ -13,8 +13,9 @@ and more requests at once are better.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-
-import numpy as np
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 from ..requests.request import Request
 
@@ -22,26 +23,57 @@ MIN_RUNNING = 128
 """Requests that are never held back: with fewer, steps hardly become shorter on an H200."""
 ROW_STEP = 64
 """Steps of more requests are padded to a multiple of this."""
-MIN_TURN = 4
-"""Tokens after which requests of about the same length take turns."""
+STEPS_PER_TURN = 4
+"""Steps after which the requests that run are chosen anew."""
+_MAX_WAITING = 1024
+"""Requests in the queue that are looked at; with more, no request is held back yet."""
 
 
-def requests_to_hold(running: Sequence[Request]) -> Collection[Request]:
-    """Return requests that the next step can leave out without more steps for all.
+class EvenSteps:
+    """Which running requests are held back now."""
+
+    def __init__(self) -> None:
+        self._held: Collection[Request] = ()
+        self._num_running = 0
+        self._steps_left = 0
+
+    def held(
+        self, running: Sequence[Request], queue: Sequence[tuple[Any, Request]]
+    ) -> Collection[Request]:
+        """Return the requests that the next step leaves out.
+
+        queue: the waiting requests, with their sort keys.
+        """
+        self._steps_left -= 1
+        if self._steps_left < 0 or len(running) != self._num_running:
+            is_short = len(queue) <= _MAX_WAITING
+            self._held = requests_to_hold(running, [r for _, r in queue]) if is_short else ()
+            self._num_running, self._steps_left = len(running), STEPS_PER_TURN - 1
+        return self._held
+
+
+def requests_to_hold(
+    running: Sequence[Request], waiting: Sequence[Request] = ()
+) -> Collection[Request]:
+    """Return running requests that the next step can leave out without more steps for all.
 
     With R requests in a step, those with the most tokens left, all end with the longest if
-    R times its tokens are no fewer than the tokens of all.
+    R times its tokens are no fewer than the tokens of all. Prompts are never left out.
     """
     if len(running) <= MIN_RUNNING:
         return ()
-    tokens_left, priority = [], running[0].priority
-    for request in running:
-        is_prefill = request.num_tokens - request.num_computed > 1
-        if is_prefill or not request.length_is_known or request.priority != priority:
+    priority, all_left, longest, decoding = running[0].priority, 0, 1, []
+    for request in chain(running, waiting):
+        if not request.length_is_known or request.priority != priority:
             return ()
-        tokens_left.append(request.max_len - request.num_tokens)
-    left = np.array(tokens_left)
-    num_running = -(-int(left.sum()) // max(int(left.max()), 1))
+        left = request.max_len - request.num_tokens
+        all_left += left
+        longest = max(longest, left)
+        if request.row >= 0 and request.num_tokens - request.num_computed <= 1:
+            decoding.append((left, request))
+    num_running = -(-all_left // longest)
     num_running = max(-(-num_running // ROW_STEP) * ROW_STEP, MIN_RUNNING)
-    order = np.argsort(-(left // MIN_TURN), kind="stable")
-    return {running[index] for index in order[num_running:].tolist()}
+    if num_running >= len(decoding):
+        return ()
+    decoding.sort(key=itemgetter(0), reverse=True)
+    return {request for _, request in decoding[num_running:]}

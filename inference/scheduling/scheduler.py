@@ -8,8 +8,7 @@ step; the rest of the budget admits waiting requests. Prefill and decode are not
 request needs more or fewer tokens. The order is that of arrival, in which a priority counts as so
 many arrivals, so a request of low priority is overtaken by many others but not for ever. It is the
 same throughout: the first request is never preempted and always gets its pages, and every load
-makes progress. Once none wait, short requests may be held back (`even_steps.py`). Pure integers, no
-tensors.
+makes progress. Short requests may be held back (`even_steps.py`). Pure integers, no tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from ...attention.paging import STRIDE, PageAllocator, PageCopy, PrefixHit
 from ..metrics.request_trace import RequestTrace
 from ..requests.request import Request
-from .even_steps import requests_to_hold
+from .even_steps import EvenSteps
 
 _MAX_DEFERRED = 32
 """Requests skipped per step because another one is computing their prefix."""
@@ -89,6 +88,7 @@ class Scheduler:
         """Requests that finished while they waited and are still in the heap."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._deadlines: list[tuple[float, int, Request]] = []
+        self._even_steps = EvenSteps()
         self._num_arrivals = 0
 
     @property
@@ -137,7 +137,7 @@ class Scheduler:
             tokens_left = min(tokens_left, max(max_tokens, len(self.running) + _MIN_CHUNK))
         page_size, running, scheduled = self.pages.page_size, self.running, plan.requests
         preemptions_before = self.num_preemptions
-        held = requests_to_hold(running) if may_hold and not self.num_waiting else ()
+        held = self._even_steps.held(running, self._waiting) if may_hold else ()
         for index, request in enumerate(running):  # preemption removes requests after this one
             if tokens_left <= 0:
                 break

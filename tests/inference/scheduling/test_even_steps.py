@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
-from nopad.inference.scheduling import even_steps, scheduler
-from nopad.inference.scheduling.even_steps import MIN_RUNNING, MIN_TURN, requests_to_hold
+from nopad.inference.scheduling import even_steps
+from nopad.inference.scheduling.even_steps import (
+    MIN_RUNNING,
+    STEPS_PER_TURN,
+    EvenSteps,
+    requests_to_hold,
+)
 from random_schedules import run_schedule
 
 
@@ -17,15 +22,15 @@ def decoding(number: int, tokens_left: int, **more) -> Request:
     """A request whose prompt is computed."""
     prompt, params = np.arange(5), SamplingParams(temperature=0, max_tokens=tokens_left)
     request = Request(number, prompt, 5 + tokens_left, params, **more)
-    request.num_computed = 4
+    request.num_computed, request.row = 4, number
     return request
 
 
 def run_all(requests: list[Request]) -> list[int]:
     """Run steps until nothing is left; return how many requests each had."""
-    sizes = []
+    sizes, even_steps = [], EvenSteps()
     while left := [r for r in requests if r.num_tokens < r.max_len]:
-        held = requests_to_hold(left)
+        held = even_steps.held(left, [])
         assert len(left) - len(held) >= min(len(left), MIN_RUNNING)
         sizes.append(len(left) - len(held))
         for r in left:
@@ -50,8 +55,7 @@ def test_all_end_with_the_longest_and_large_steps_are_gone(kind, seed):
     new = lengths(kind, random.Random(seed))
     sizes = run_all([decoding(i, n) for i, n in enumerate(new)])
     assert sum(sizes) == sum(new)
-    # Requests take turns, so the longest may wait for one.
-    assert max(new) <= len(sizes) <= max(new) + MIN_TURN
+    assert max(new) <= len(sizes) <= max(new) + STEPS_PER_TURN
     fewest = max(MIN_RUNNING, -(-sum(new) // max(new)))
     assert max(sizes) <= min(len(new), fewest + 2 * even_steps.ROW_STEP)
 
@@ -77,24 +81,38 @@ def test_one_request_that_may_end_early_or_is_waited_for_holds_nobody_back(more)
     assert not requests_to_hold([*requests, decoding(len(new), 50, **more)])
 
 
-def test_nobody_is_held_back_during_a_prefill():
-    requests = [decoding(i, n) for i, n in enumerate(lengths("skewed", random.Random(0)))]
-    requests[3].num_computed = 0
-    assert not requests_to_hold(requests)
+def test_prompts_are_not_held_back_and_count():
+    requests = [decoding(i, n) for i, n in enumerate([1000] + [10] * 299)]
+    requests[-1].num_computed = 0
+    held = requests_to_hold(requests)
+    assert len(held) == 299 - MIN_RUNNING and requests[-1] not in held
+
+
+def test_waiting_requests_need_rows_too():
+    running = [decoding(i, n) for i, n in enumerate([100] + [10] * 299)]
+    waiting = [decoding(i, 60) for i in range(300, 600)]
+    for request in waiting:
+        request.num_computed, request.row = 0, -1
+    assert len(requests_to_hold(running)) == 300 - MIN_RUNNING
+    assert len(requests_to_hold(running, waiting)) == 300 - 256  # 211 and a bit, padded
+    assert not requests_to_hold(running, waiting * 2)
+    assert not EvenSteps().held(running, [(0, waiting[0])] * 1025)
+    waiting[7].length_is_known = False
+    assert not requests_to_hold(running, waiting)
 
 
 def test_held_requests_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
-    for name in ("MIN_RUNNING", "ROW_STEP", "MIN_TURN"):
+    for name in ("MIN_RUNNING", "ROW_STEP", "STEPS_PER_TURN"):
         monkeypatch.setattr(even_steps, name, 1)
     num_held = 0
 
-    def count_held(running):
+    def count_held(*args):
         nonlocal num_held
-        held = requests_to_hold(running)
+        held = requests_to_hold(*args)
         num_held += len(held)
         return held
 
-    monkeypatch.setattr(scheduler, "requests_to_hold", count_held)
+    monkeypatch.setattr(even_steps, "requests_to_hold", count_held)
     for seed in range(400):
         tight = seed % 4 == 0
         run_schedule(world, expected, 5 * 10**9 + seed, tight=tight, known_lengths=True)
