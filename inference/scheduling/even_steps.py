@@ -7,13 +7,12 @@ The longest request takes a step per token, and every step reads all weights. If
 start with it, the first steps have very many rows and the last ones few. A step's time grows faster
 with its rows the more it has, and few rows do not keep the memory busy: equal steps take less time
 together. Nothing is gained where a token or a string may end a request: its length is unknown then,
-and more requests at once are better.
+and more requests at once are better. Nor where pages are short: held requests keep theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -30,9 +29,11 @@ _MAX_WAITING = 1024
 
 
 class EvenSteps:
-    """Which running requests are held back now."""
+    """Which running requests are held back now, over a cache of so many pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._num_pages = num_pages
+        self._page_size = page_size
         self._held: Collection[Request] = ()
         self._num_running = 0
         self._steps_left = 0
@@ -46,24 +47,28 @@ class EvenSteps:
         """
         self._steps_left -= 1
         if self._steps_left < 0 or len(running) != self._num_running:
-            is_short = len(queue) <= _MAX_WAITING
-            self._held = requests_to_hold(running, [r for _, r in queue]) if is_short else ()
             self._num_running, self._steps_left = len(running), STEPS_PER_TURN - 1
+            self._held = ()
+            if len(running) > MIN_RUNNING and len(queue) <= _MAX_WAITING:
+                requests = [*running, *(request for _, request in queue)]
+                if self._all_fit(requests):
+                    self._held = requests_to_hold(requests)
         return self._held
 
+    def _all_fit(self, requests: Sequence[Request]) -> bool:
+        """Whether the cache holds all requests at their ends, so that none is preempted."""
+        size = self._page_size
+        return sum(-(-(r.max_len - 1) // size) for r in requests) <= self._num_pages
 
-def requests_to_hold(
-    running: Sequence[Request], waiting: Sequence[Request] = ()
-) -> Collection[Request]:
-    """Return running requests that the next step can leave out without more steps for all.
+
+def requests_to_hold(requests: Sequence[Request]) -> Collection[Request]:
+    """Return those of all unfinished requests that the next step can leave out.
 
     With R requests in a step, those with the most tokens left, all end with the longest if
     R times its tokens are no fewer than the tokens of all. Prompts are never left out.
     """
-    if len(running) <= MIN_RUNNING:
-        return ()
-    priority, all_left, longest, decoding = running[0].priority, 0, 1, []
-    for request in chain(running, waiting):
+    priority, all_left, longest, decoding = requests[0].priority, 0, 1, []
+    for request in requests:
         if not request.length_is_known or request.priority != priority:
             return ()
         left = request.max_len - request.num_tokens

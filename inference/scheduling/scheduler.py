@@ -88,7 +88,7 @@ class Scheduler:
         """Requests that finished while they waited and are still in the heap."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._even_steps = EvenSteps()
+        self._even_steps = EvenSteps(pages.num_pages, pages.page_size)
         self._num_arrivals = 0
 
     @property

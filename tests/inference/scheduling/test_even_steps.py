@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from nopad.inference import Engine
 from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 from nopad.inference.scheduling import even_steps
@@ -28,7 +29,7 @@ def decoding(number: int, tokens_left: int, **more) -> Request:
 
 def run_all(requests: list[Request]) -> list[int]:
     """Run steps until nothing is left; return how many requests each had."""
-    sizes, even_steps = [], EvenSteps()
+    sizes, even_steps = [], EvenSteps(num_pages=10**6, page_size=16)
     while left := [r for r in requests if r.num_tokens < r.max_len]:
         held = even_steps.held(left, [])
         assert len(left) - len(held) >= min(len(left), MIN_RUNNING)
@@ -66,7 +67,15 @@ def test_equal_lengths_run_together():
 
 
 def test_few_requests_run_together():
-    assert not requests_to_hold([decoding(i, 10 * i + 1) for i in range(MIN_RUNNING)])
+    assert set(run_all([decoding(i, 10 * i + 1) for i in range(MIN_RUNNING)])) == {*range(1, 129)}
+
+
+def test_nobody_is_held_back_where_that_could_take_pages_from_others():
+    running = [decoding(i, n) for i, n in enumerate([1000] + [10] * 299)]
+    needed = -(-1004 // 16) + 299  # pages of 16 tokens
+    assert EvenSteps(needed, 16).held(running, [])
+    assert not EvenSteps(needed - 1, 16).held(running, [])
+    assert not EvenSteps(needed, 16).held(running[:-1], [(0, decoding(299, 12)), (0, running[-1])])
 
 
 @pytest.mark.parametrize(
@@ -94,11 +103,12 @@ def test_waiting_requests_need_rows_too():
     for request in waiting:
         request.num_computed, request.row = 0, -1
     assert len(requests_to_hold(running)) == 300 - MIN_RUNNING
-    assert len(requests_to_hold(running, waiting)) == 300 - 256  # 211 and a bit, padded
-    assert not requests_to_hold(running, waiting * 2)
-    assert not EvenSteps().held(running, [(0, waiting[0])] * 1025)
+    assert len(requests_to_hold(running + waiting)) == 300 - 256  # 211 and a bit, padded
+    assert not requests_to_hold(running + waiting * 2)
+    assert EvenSteps(10**6, 16).held(running, [(0, waiting[0])] * 9)
+    assert not EvenSteps(10**6, 16).held(running, [(0, waiting[0])] * 1025)
     waiting[7].length_is_known = False
-    assert not requests_to_hold(running, waiting)
+    assert not requests_to_hold(running + waiting)
 
 
 def test_held_requests_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
@@ -128,3 +138,23 @@ def test_requests_are_not_held_back_where_each_token_has_a_time(world):
     w.step()
     assert len(w.scheduler.plan().requests) == MIN_RUNNING
     assert len(w.scheduler.plan(may_hold=False).requests) == 300
+
+
+def test_an_engine_gives_the_same_tokens_in_even_steps(tiny):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 9))] for _ in range(200)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.choice([2, 3, 40]), ignore_eos=True)
+        for _ in prompts
+    ]
+    engine = Engine(tiny("llama"), max_num_seqs=256, page_size=16)
+
+    def generate(**more) -> tuple[list[list[int]], int]:
+        engine.stats.reset()
+        completions = engine.generate(prompts, params, **more)
+        _, running, _, num_tokens, *_ = engine.stats.steps_log.T
+        return [c.token_ids for c in completions], int(running[running == num_tokens].max())
+
+    (even, even_rows), (all_at_once, all_rows) = generate(), generate(deadline=3600.0)
+    assert even == all_at_once
+    assert even_rows == MIN_RUNNING < all_rows
