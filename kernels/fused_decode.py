@@ -243,5 +243,5 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     num_splits = 1 << (max(limit, 1).bit_length() - 1)
     if num_rows > MAX_FUSED_SEQS or max_length > _MAX_KEYS * num_splits:
         return None
-    num_stages = 3 if 128 < row_bytes <= 256 else 2
+    num_stages = 4 if row_bytes <= 128 else 3 if row_bytes <= 256 else 2
     return DecodeTiles(block_n, num_splits, num_warps=4, num_stages=num_stages)
