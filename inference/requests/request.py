@@ -46,7 +46,7 @@ class Request:
     prompt_len: int = field(init=False)
     """Tokens of the prompt: steps read it often, and the length of an array takes longer."""
     length_is_known: bool = field(init=False)
-    """Whether nothing but `max_len` ends it, and nobody waits for its single tokens."""
+    """Whether it only generates, up to `max_len`, and nobody waits for its single tokens."""
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
     num_computed: int = 0
@@ -69,7 +69,8 @@ class Request:
     def __post_init__(self) -> None:
         self.num_tokens = self.prompt_len = len(self.prompt_token_ids)
         may_end_early = self.stop_token_ids or self.deadline != float("inf")
-        self.length_is_known = not (may_end_early or self.needs_host_check)
+        is_scored = self.score_from is not None
+        self.length_is_known = not (may_end_early or is_scored or self.needs_host_check)
 
     @property
     def num_remaining(self) -> int:

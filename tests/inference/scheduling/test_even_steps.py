@@ -81,7 +81,7 @@ def test_nobody_is_held_back_where_that_could_take_pages_from_others():
 @pytest.mark.parametrize(
     "more",
     [{"stop_token_ids": frozenset({2})}, {"deadline": 9.0}, {"needs_host_check": True},
-     {"priority": 1}],
+     {"priority": 1}, {"score_from": 1}],
 )  # fmt: skip
 def test_one_request_that_may_end_early_or_is_waited_for_holds_nobody_back(more):
     new = lengths("skewed", random.Random(0))
