@@ -45,8 +45,8 @@ class Request:
 
     prompt_len: int = field(init=False)
     """Tokens of the prompt: steps read it often, and the length of an array takes longer."""
-    length_is_known: bool = field(init=False)
-    """Whether it only generates, up to `max_len`, and nobody waits for its single tokens."""
+    may_skip_steps: bool = field(init=False)
+    """Whether it only generates, always up to `max_len`, and nothing needs its tokens earlier."""
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
     num_computed: int = 0
@@ -70,12 +70,21 @@ class Request:
         self.num_tokens = self.prompt_len = len(self.prompt_token_ids)
         may_end_early = self.stop_token_ids or self.deadline != float("inf")
         is_scored = self.score_from is not None
-        self.length_is_known = not (may_end_early or is_scored or self.needs_host_check)
+        # A token history on the device is copied again after every pause.
+        has_history = self.params.has_penalties
+        self.may_skip_steps = not (
+            may_end_early or is_scored or has_history or self.needs_host_check
+        )
 
     @property
     def num_remaining(self) -> int:
         """Tokens to run until it samples or is scored; the last token is never fed back."""
         return min(self.num_tokens, self.max_len - 1) - self.num_computed
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still sample."""
+        return self.max_len - self.num_tokens
 
     @property
     def num_in_flight(self) -> int:

@@ -1,4 +1,4 @@
-"""Requests of known length are held back so that steps have equally many, and no step is added."""
+"""Short requests of known length skip steps: steps have equally many requests, none is added."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 from nopad.inference.scheduling import even_steps
 from nopad.inference.scheduling.even_steps import (
-    MIN_RUNNING,
+    MIN_REQUESTS,
     STEPS_PER_TURN,
     EvenSteps,
-    requests_to_hold,
+    requests_to_skip,
 )
 from random_schedules import run_schedule
 
 
 def decoding(number: int, tokens_left: int, **more) -> Request:
-    """A request whose prompt is computed."""
+    """A request whose first token is sampled."""
     prompt, params = np.arange(5), SamplingParams(temperature=0, max_tokens=tokens_left)
-    request = Request(number, prompt, 5 + tokens_left, params, **more)
-    request.num_computed, request.row = 4, number
+    request = Request(number, prompt, 6 + tokens_left, params, **more)
+    request.num_computed, request.num_tokens, request.row = 5, 6, number
     return request
 
 
 def run_all(requests: list[Request]) -> list[int]:
     """Run steps until nothing is left; return how many requests each had."""
     sizes, even_steps = [], EvenSteps(num_pages=10**6, page_size=16)
-    while left := [r for r in requests if r.num_tokens < r.max_len]:
-        held = even_steps.held(left, [])
-        assert len(left) - len(held) >= min(len(left), MIN_RUNNING)
-        sizes.append(len(left) - len(held))
+    while left := [r for r in requests if r.num_left]:
+        skipping = even_steps.skipping(left, [], 10**6)
+        assert len(left) - len(skipping) >= min(len(left), MIN_REQUESTS)
+        sizes.append(len(left) - len(skipping))
         for r in left:
-            if r not in held:
+            if r not in skipping:
                 r.num_tokens, r.num_computed = r.num_tokens + 1, r.num_computed + 1
     return sizes
 
 
 def lengths(kind: str, rng: random.Random) -> list[int]:
-    count = rng.randrange(MIN_RUNNING, 4 * MIN_RUNNING)
+    count = rng.randrange(2 * MIN_REQUESTS, 4 * MIN_REQUESTS)
     return {
         "skewed": [min(int(rng.lognormvariate(5, 1)) + 1, 1024) for _ in range(count)],
         "uniform": [rng.randint(100, 1024) for _ in range(count)],
@@ -57,25 +57,33 @@ def test_all_end_with_the_longest_and_large_steps_are_gone(kind, seed):
     sizes = run_all([decoding(i, n) for i, n in enumerate(new)])
     assert sum(sizes) == sum(new)
     assert max(new) <= len(sizes) <= max(new) + STEPS_PER_TURN
-    fewest = max(MIN_RUNNING, -(-sum(new) // max(new)))
+    fewest = max(MIN_REQUESTS, -(-sum(new) // max(new)))
     assert max(sizes) <= min(len(new), fewest + 2 * even_steps.ROW_STEP)
 
 
 def test_equal_lengths_run_together():
     sizes = run_all([decoding(i, 64) for i in range(512)])
     assert sizes == [512] * 64
+    # Admitted in turn, 27 in a step, as prompts of 60 tokens are.
+    assert not requests_to_skip([decoding(i, 64 - i // 27) for i in range(512)])
+
+
+def test_all_run_where_steps_would_be_large_anyway():
+    assert requests_to_skip([decoding(i, 100 if i < 200 else 20) for i in range(480)])
+    assert not requests_to_skip([decoding(i, 100 if i < 210 else 20) for i in range(480)])
 
 
 def test_few_requests_run_together():
-    assert set(run_all([decoding(i, 10 * i + 1) for i in range(MIN_RUNNING)])) == {*range(1, 129)}
+    sizes = run_all([decoding(i, 10 * i + 1) for i in range(MIN_REQUESTS)])
+    assert set(sizes) == {*range(1, MIN_REQUESTS + 1)}
 
 
-def test_nobody_is_held_back_where_that_could_take_pages_from_others():
+def test_none_skips_where_that_could_take_pages_from_others():
     running = [decoding(i, n) for i, n in enumerate([1000] + [10] * 299)]
     needed = -(-1004 // 16) + 299  # pages of 16 tokens
-    assert EvenSteps(needed, 16).held(running, [])
-    assert not EvenSteps(needed - 1, 16).held(running, [])
-    assert not EvenSteps(needed, 16).held(running[:-1], [(0, decoding(299, 12)), (0, running[-1])])
+    assert EvenSteps(needed, 16).skipping(running, [], 512)
+    assert not EvenSteps(needed - 1, 16).skipping(running, [], 512)
+    assert not EvenSteps(needed, 16).skipping(running, [(0, decoding(300, 10))], 512)
 
 
 @pytest.mark.parametrize(
@@ -83,61 +91,81 @@ def test_nobody_is_held_back_where_that_could_take_pages_from_others():
     [{"stop_token_ids": frozenset({2})}, {"deadline": 9.0}, {"needs_host_check": True},
      {"priority": 1}, {"score_from": 1}],
 )  # fmt: skip
-def test_one_request_that_may_end_early_or_is_waited_for_holds_nobody_back(more):
-    new = lengths("skewed", random.Random(0))
-    requests = [decoding(i, n) for i, n in enumerate(new)]
-    assert requests_to_hold(requests)
-    assert not requests_to_hold([*requests, decoding(len(new), 50, **more)])
+def test_none_skips_beside_a_request_that_may_end_early_or_is_waited_for(more):
+    requests = [decoding(i, n) for i, n in enumerate(lengths("skewed", random.Random(0)))]
+    assert requests_to_skip(requests)
+    assert not requests_to_skip([*requests, decoding(len(requests), 50, **more)])
 
 
-def test_prompts_are_not_held_back_and_count():
+def test_a_request_with_penalties_does_not_skip():
+    params = SamplingParams(max_tokens=5, repetition_penalty=1.2)
+    assert not Request(0, np.arange(5), 10, params).may_skip_steps
+
+
+def test_prompts_do_not_skip_and_count():
     requests = [decoding(i, n) for i, n in enumerate([1000] + [10] * 299)]
-    requests[-1].num_computed = 0
-    held = requests_to_hold(requests)
-    assert len(held) == 299 - MIN_RUNNING and requests[-1] not in held
+    requests[-1].num_computed, requests[-1].num_tokens = 4, 5  # its last token is to be computed
+    skipping = requests_to_skip(requests)
+    assert len(skipping) == 299 - MIN_REQUESTS and requests[-1] not in skipping
 
 
-def test_waiting_requests_need_rows_too():
+def test_waiting_requests_count():
     running = [decoding(i, n) for i, n in enumerate([100] + [10] * 299)]
     waiting = [decoding(i, 60) for i in range(300, 600)]
     for request in waiting:
-        request.num_computed, request.row = 0, -1
-    assert len(requests_to_hold(running)) == 300 - MIN_RUNNING
-    assert len(requests_to_hold(running + waiting)) == 300 - 256  # 211 and a bit, padded
-    assert not requests_to_hold(running + waiting * 2)
-    assert EvenSteps(10**6, 16).held(running, [(0, waiting[0])] * 9)
-    assert not EvenSteps(10**6, 16).held(running, [(0, waiting[0])] * 1025)
-    waiting[7].length_is_known = False
-    assert not requests_to_hold(running + waiting)
+        request.num_computed, request.num_tokens, request.row = 0, 5, -1
+    assert len(requests_to_skip(running)) == 300 - MIN_REQUESTS
+    assert len(requests_to_skip(running + waiting)) == 300 - 256  # 211, rounded up
+    waiting[7].may_skip_steps = False
+    assert not requests_to_skip(running + waiting)
 
 
-def test_held_requests_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
-    for name in ("MIN_RUNNING", "ROW_STEP", "STEPS_PER_TURN"):
+def test_no_step_is_added_where_requests_wait_for_rows(world):
+    def count_steps(target_itl: float | None) -> int:
+        w = world(10**4, 16, max_num_seqs=512, max_num_batched_tokens=10**5)
+        w.loop.target_itl = target_itl
+        for i, n in enumerate([40] + [16] * 637):
+            params = SamplingParams(temperature=0, max_tokens=n)
+            w.scheduler.add(Request(i, np.arange(5), 5 + n, params))
+        steps = 0
+        while w.loop.busy:
+            w.step()
+            steps += 1
+        return steps
+
+    assert count_steps(None) == count_steps(1.0)
+
+
+def test_requests_that_skip_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
+    for name in ("MIN_REQUESTS", "ROW_STEP"):
         monkeypatch.setattr(even_steps, name, 1)
-    num_held = 0
+    num_skipped = 0
 
-    def count_held(*args):
-        nonlocal num_held
-        held = requests_to_hold(*args)
-        num_held += len(held)
-        return held
+    def count_skipped(requests):
+        nonlocal num_skipped
+        skipping = requests_to_skip(requests)
+        num_skipped += len(skipping)
+        return skipping
 
-    monkeypatch.setattr(even_steps, "requests_to_hold", count_held)
-    for seed in range(400):
-        tight = seed % 4 == 0
+    monkeypatch.setattr(even_steps, "requests_to_skip", count_skipped)
+    for seed in range(200):
+        monkeypatch.setattr(even_steps, "STEPS_PER_TURN", 1 + seed % 4)
+        tight = seed % 5 == 0
         run_schedule(world, expected, 5 * 10**9 + seed, tight=tight, known_lengths=True)
-    assert num_held > 100
+    assert num_skipped > 50
 
 
-def test_requests_are_not_held_back_where_each_token_has_a_time(world):
-    w = world(400, 16, max_num_seqs=300, max_num_batched_tokens=4096)
-    requests = [decoding(i, n) for i, n in enumerate([20] * 40 + [3] * 260)]
-    for request in requests:
-        request.num_computed = 0
-        w.scheduler.add(request)
+@pytest.mark.parametrize(("target_itl", "num_rows"), [(None, MIN_REQUESTS), (1.0, 300)])
+def test_none_skips_with_target_itl(world, target_itl, num_rows):
+    w = world(10**3, 16, max_num_seqs=300, max_num_batched_tokens=4096)
+    w.loop.target_itl = target_itl
+    for i, n in enumerate([20] * 40 + [5] * 260):
+        params = SamplingParams(temperature=0, max_tokens=n)
+        w.scheduler.add(Request(i, np.arange(5), 5 + n, params))
     w.step()
-    assert len(w.scheduler.plan().requests) == MIN_RUNNING
-    assert len(w.scheduler.plan(may_hold=False).requests) == 300
+    w.step()
+    assert len(w.scheduler.plan(may_skip=target_itl is None).requests) == num_rows
+    assert w.loop.stats.steps_log[-1][1] == num_rows
 
 
 def test_an_engine_gives_the_same_tokens_in_even_steps(tiny):
@@ -157,4 +185,4 @@ def test_an_engine_gives_the_same_tokens_in_even_steps(tiny):
 
     (even, even_rows), (all_at_once, all_rows) = generate(), generate(deadline=3600.0)
     assert even == all_at_once
-    assert even_rows == MIN_RUNNING < all_rows
+    assert even_rows == MIN_REQUESTS < all_rows
