@@ -40,6 +40,8 @@ from nopad.inference import Completion, Engine, SamplingParams
 from record import timed
 
 REPEATS = 3
+NO_END = 3600.0
+"""A deadline, in seconds, that ends no request: with one the engine does not rely on lengths."""
 
 
 def ceilings() -> tuple[float, float]:
@@ -142,15 +144,22 @@ def run_scoring(name: str, model) -> None:
 
 
 def run_limits(name: str, model, work: Workload) -> None:
-    """(g) Throughput and latency by default, then under limits of sequences and tokens per step."""
+    """(g) Throughput and latency by default, then under limits of sequences and tokens per step.
+
+    Lengths are unknown to the engine, or it would run few requests at a time whatever the limit.
+    """
     engine = Engine(model, memory=60 << 30)
     params = sampling_params(work)
-    engine.generate(work.prompts, params)  # captures CUDA graphs of every size
+
+    def generate() -> list[Completion]:
+        return engine.generate(work.prompts, params, deadline=NO_END)
+
+    generate()  # captures CUDA graphs of every size
 
     def add_run(who: str) -> None:
         engine.reset_prefix_cache()
         engine.stats.reset()
-        seconds, _ = timed(lambda: engine.generate(work.prompts, params))
+        seconds, _ = timed(generate)
         add_row(name, who, seconds, work.new_tokens, **latencies(engine.stats.summary()))
 
     add_run("nopad, defaults")
@@ -231,12 +240,9 @@ def bench_gpu(only: list[str]) -> None:
 
 
 def run_both(name: str, model, work: Workload, floor: float) -> float:
-    """Time the engine as it is, and return its time if requests could end before `max_tokens`.
-
-    With a deadline the engine does not rely on their lengths; an hour ends none of them.
-    """
+    """Time the engine as it is, and return its time if requests could end before `max_tokens`."""
     run_engine(name, model, work, floor)
-    return run_engine(name, model, work, floor, "nopad, lengths unknown", deadline=3600.0)
+    return run_engine(name, model, work, floor, "nopad, lengths unknown", deadline=NO_END)
 
 
 def compare_continuous(name: str, model, work: Workload, floor: float) -> float:
@@ -350,7 +356,7 @@ def main() -> None:
         "p: a prompt joins 128 decodes; i: the first call in a new process",
     )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
-    parser.add_argument("--no-peers", action="store_true", help="leave out Transformers")
+    parser.add_argument("--no-peers", action="store_true", help="omit Transformers")
     parser.add_argument(
         "--vllm",
         type=Path,

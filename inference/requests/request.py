@@ -45,7 +45,7 @@ class Request:
 
     prompt_len: int = field(init=False)
     """Tokens of the prompt: steps read it often, and the length of an array takes longer."""
-    may_skip_steps: bool = field(init=False)
+    may_pause: bool = field(init=False)
     """Whether it only generates, always up to `max_len`, and nothing needs its tokens earlier."""
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
@@ -72,9 +72,7 @@ class Request:
         is_scored = self.score_from is not None
         # A token history on the device is copied again after every pause.
         has_history = self.params.has_penalties
-        self.may_skip_steps = not (
-            may_end_early or is_scored or has_history or self.needs_host_check
-        )
+        self.may_pause = not (may_end_early or is_scored or has_history or self.needs_host_check)
 
     @property
     def num_remaining(self) -> int:
@@ -82,7 +80,7 @@ class Request:
         return min(self.num_tokens, self.max_len - 1) - self.num_computed
 
     @property
-    def num_left(self) -> int:
+    def num_to_sample(self) -> int:
         """Tokens that it may still sample."""
         return self.max_len - self.num_tokens
 

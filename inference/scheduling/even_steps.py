@@ -1,4 +1,4 @@
-"""Let short requests of known length skip steps, so that steps stay equally large until the end.
+"""Pause short requests of known length, so that steps stay equally large until the end.
 
     requests    all at once ▇▅▃▂▂▁▁▁▁▁      evened out ▃▃▃▃▃▃▃▃▃▃
     in a step               steps ──▶                  steps ──▶
@@ -7,7 +7,7 @@ The longest request takes a step per token, and every step reads all weights. If
 start with it, the first steps have very many rows and the last ones few, which do not keep the
 memory busy. Equal steps take less time together, as long as they are small. Nothing is gained where
 a token or a string may end a request: its length is unknown then, and more requests at once are
-better. Nor where rows or pages are short: requests that skip steps keep theirs.
+better. Nor where rows or pages are short: paused requests keep theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..requests.request import Request
 MIN_REQUESTS = 128
 """At least as many requests run: with fewer, steps hardly become shorter on an H200."""
 MAX_REQUESTS = 256
-"""If more would have to run at a time, none skips: rows of larger steps cost less each."""
+"""If more would have to run at a time, none pauses: rows of larger steps cost less each."""
 ROW_STEP = 64
 """Steps of more requests are padded to a multiple of this."""
 STEPS_PER_TURN = 4
@@ -29,32 +29,32 @@ STEPS_PER_TURN = 4
 
 
 class EvenSteps:
-    """Which running requests skip steps now."""
+    """Which running requests pause now."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         """Start with none; the arguments are those of the KV cache."""
         self._num_pages = num_pages
         self._page_size = page_size
-        self._skipping: Collection[Request] = ()
+        self._paused: Collection[Request] = ()
         self._num_running = 0
         self._steps_left = 0
 
-    def skipping(
+    def paused(
         self, running: Sequence[Request], queue: Sequence[tuple[Any, Request]], max_num_seqs: int
     ) -> Collection[Request]:
-        """Return the requests that skip the next step.
+        """Return the requests that the next step does not run.
 
         queue: the waiting requests, with their sort keys.
         """
         self._steps_left -= 1
         if self._steps_left < 0 or len(running) != self._num_running:
             self._num_running, self._steps_left = len(running), STEPS_PER_TURN - 1
-            self._skipping = ()
+            self._paused = ()
             has_rows = MIN_REQUESTS < len(running) <= max_num_seqs - len(queue)
-            if has_rows and running[0].may_skip_steps:
+            if has_rows and running[0].may_pause:
                 requests = [*running, *(request for _, request in queue)]
-                self._skipping = requests_to_skip(requests) if self._have_pages(requests) else ()
-        return self._skipping
+                self._paused = requests_to_pause(requests) if self._have_pages(requests) else ()
+        return self._paused
 
     def _have_pages(self, requests: Sequence[Request]) -> bool:
         """Whether the cache has pages for all requests at their ends: none is preempted then."""
@@ -62,17 +62,17 @@ class EvenSteps:
         return sum(-(-(r.max_len - 1) // size) for r in requests) <= self._num_pages
 
 
-def requests_to_skip(requests: Sequence[Request]) -> Collection[Request]:
-    """Return those of all requests that can skip the next step without more steps for all.
+def requests_to_pause(requests: Sequence[Request]) -> Collection[Request]:
+    """Return those of all requests that can pause without more steps for all.
 
     With R requests in a step, those with the most tokens left, all end with the longest if
-    R times its tokens are no fewer than the tokens of all. Prompts do not skip steps.
+    R times its tokens are no fewer than the tokens of all. Prompts do not pause.
     """
     priority, all_left, longest, decoding = requests[0].priority, 0, 1, []
     for request in requests:
-        if not request.may_skip_steps or request.priority != priority:
+        if not request.may_pause or request.priority != priority:
             return ()
-        left = request.num_left
+        left = request.num_to_sample
         all_left += left
         longest = max(longest, left)
         if request.num_tokens > request.prompt_len and request.num_remaining <= 1:
@@ -81,5 +81,5 @@ def requests_to_skip(requests: Sequence[Request]) -> Collection[Request]:
     num_rows = max(-(-num_rows // ROW_STEP) * ROW_STEP, MIN_REQUESTS)
     if num_rows > MAX_REQUESTS:
         return ()
-    decoding.sort(key=attrgetter("num_left"), reverse=True)
+    decoding.sort(key=attrgetter("num_to_sample"), reverse=True)
     return set(decoding[num_rows:])

@@ -8,7 +8,7 @@ step; the rest of the budget admits waiting requests. Prefill and decode are not
 request needs more or fewer tokens. The order is that of arrival, in which a priority counts as so
 many arrivals, so a request of low priority is overtaken by many others but not for ever. It is the
 same throughout: the first request is never preempted and always gets its pages, and every load
-makes progress. Short requests may skip steps (`even_steps.py`). Pure integers, no tensors.
+makes progress. Short requests may pause (`even_steps.py`). Pure integers, no tensors.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class Scheduler:
                 overdue.append(request)
         return overdue
 
-    def plan(self, max_tokens: int | None = None, may_skip: bool = True) -> SchedulerOutput:
+    def plan(self, max_tokens: int | None = None, may_pause: bool = True) -> SchedulerOutput:
         """Choose what the next step runs.
 
         max_tokens: fewer than `max_num_batched_tokens`.
-        may_skip: whether running requests may skip the step (`even_steps.py`).
+        may_pause: whether running requests may be paused (`even_steps.py`).
         """
         plan = SchedulerOutput()
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
@@ -137,13 +137,13 @@ class Scheduler:
             tokens_left = min(tokens_left, max(max_tokens, len(self.running) + _MIN_CHUNK))
         page_size, running, scheduled = self.pages.page_size, self.running, plan.requests
         preemptions_before = self.num_preemptions
-        skipping: Collection[Request] = ()
-        if may_skip:
-            skipping = self._even_steps.skipping(running, self._waiting, self.max_num_seqs)
+        paused: Collection[Request] = ()
+        if may_pause:
+            paused = self._even_steps.paused(running, self._waiting, self.max_num_seqs)
         for index, request in enumerate(running):  # preemption removes requests after this one
             if tokens_left <= 0:
                 break
-            if request in skipping:
+            if request in paused:
                 continue
             start = request.num_computed
             num_tokens = min(request.num_tokens, request.max_len - 1) - start

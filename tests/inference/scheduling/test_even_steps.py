@@ -1,4 +1,4 @@
-"""Short requests of known length skip steps: steps have equally many requests, none is added."""
+"""Short requests of known length pause: steps have equally many requests, none is added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nopad.inference.scheduling.even_steps import (
     MIN_REQUESTS,
     STEPS_PER_TURN,
     EvenSteps,
-    requests_to_skip,
+    requests_to_pause,
 )
 from random_schedules import run_schedule
 
@@ -30,12 +30,12 @@ def decoding(number: int, tokens_left: int, **more) -> Request:
 def run_all(requests: list[Request]) -> list[int]:
     """Run steps until nothing is left; return how many requests each had."""
     sizes, even_steps = [], EvenSteps(num_pages=10**6, page_size=16)
-    while left := [r for r in requests if r.num_left]:
-        skipping = even_steps.skipping(left, [], 10**6)
-        assert len(left) - len(skipping) >= min(len(left), MIN_REQUESTS)
-        sizes.append(len(left) - len(skipping))
+    while left := [r for r in requests if r.num_to_sample]:
+        paused = even_steps.paused(left, [], 10**6)
+        assert len(left) - len(paused) >= min(len(left), MIN_REQUESTS)
+        sizes.append(len(left) - len(paused))
         for r in left:
-            if r not in skipping:
+            if r not in paused:
                 r.num_tokens, r.num_computed = r.num_tokens + 1, r.num_computed + 1
     return sizes
 
@@ -65,12 +65,12 @@ def test_equal_lengths_run_together():
     sizes = run_all([decoding(i, 64) for i in range(512)])
     assert sizes == [512] * 64
     # Admitted in turn, 27 in a step, as prompts of 60 tokens are.
-    assert not requests_to_skip([decoding(i, 64 - i // 27) for i in range(512)])
+    assert not requests_to_pause([decoding(i, 64 - i // 27) for i in range(512)])
 
 
 def test_all_run_where_steps_would_be_large_anyway():
-    assert requests_to_skip([decoding(i, 100 if i < 200 else 20) for i in range(480)])
-    assert not requests_to_skip([decoding(i, 100 if i < 210 else 20) for i in range(480)])
+    assert requests_to_pause([decoding(i, 100 if i < 200 else 20) for i in range(480)])
+    assert not requests_to_pause([decoding(i, 100 if i < 210 else 20) for i in range(480)])
 
 
 def test_few_requests_run_together():
@@ -78,12 +78,12 @@ def test_few_requests_run_together():
     assert set(sizes) == {*range(1, MIN_REQUESTS + 1)}
 
 
-def test_none_skips_where_that_could_take_pages_from_others():
+def test_none_pauses_where_that_could_take_pages_from_others():
     running = [decoding(i, n) for i, n in enumerate([1000] + [10] * 299)]
     needed = -(-1004 // 16) + 299  # pages of 16 tokens
-    assert EvenSteps(needed, 16).skipping(running, [], 512)
-    assert not EvenSteps(needed - 1, 16).skipping(running, [], 512)
-    assert not EvenSteps(needed, 16).skipping(running, [(0, decoding(300, 10))], 512)
+    assert EvenSteps(needed, 16).paused(running, [], 512)
+    assert not EvenSteps(needed - 1, 16).paused(running, [], 512)
+    assert not EvenSteps(needed, 16).paused(running, [(0, decoding(300, 10))], 512)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +91,22 @@ def test_none_skips_where_that_could_take_pages_from_others():
     [{"stop_token_ids": frozenset({2})}, {"deadline": 9.0}, {"needs_host_check": True},
      {"priority": 1}, {"score_from": 1}],
 )  # fmt: skip
-def test_none_skips_beside_a_request_that_may_end_early_or_is_waited_for(more):
+def test_none_pauses_beside_a_request_that_may_end_early_or_is_waited_for(more):
     requests = [decoding(i, n) for i, n in enumerate(lengths("skewed", random.Random(0)))]
-    assert requests_to_skip(requests)
-    assert not requests_to_skip([*requests, decoding(len(requests), 50, **more)])
+    assert requests_to_pause(requests)
+    assert not requests_to_pause([*requests, decoding(len(requests), 50, **more)])
 
 
-def test_a_request_with_penalties_does_not_skip():
+def test_a_request_with_penalties_does_not_pause():
     params = SamplingParams(max_tokens=5, repetition_penalty=1.2)
-    assert not Request(0, np.arange(5), 10, params).may_skip_steps
+    assert not Request(0, np.arange(5), 10, params).may_pause
 
 
-def test_prompts_do_not_skip_and_count():
+def test_prompts_do_not_pause_and_count():
     requests = [decoding(i, n) for i, n in enumerate([1000] + [10] * 299)]
     requests[-1].num_computed, requests[-1].num_tokens = 4, 5  # its last token is to be computed
-    skipping = requests_to_skip(requests)
-    assert len(skipping) == 299 - MIN_REQUESTS and requests[-1] not in skipping
+    paused = requests_to_pause(requests)
+    assert len(paused) == 299 - MIN_REQUESTS and requests[-1] not in paused
 
 
 def test_waiting_requests_count():
@@ -114,10 +114,10 @@ def test_waiting_requests_count():
     waiting = [decoding(i, 60) for i in range(300, 600)]
     for request in waiting:
         request.num_computed, request.num_tokens, request.row = 0, 5, -1
-    assert len(requests_to_skip(running)) == 300 - MIN_REQUESTS
-    assert len(requests_to_skip(running + waiting)) == 300 - 256  # 211, rounded up
-    waiting[7].may_skip_steps = False
-    assert not requests_to_skip(running + waiting)
+    assert len(requests_to_pause(running)) == 300 - MIN_REQUESTS
+    assert len(requests_to_pause(running + waiting)) == 300 - 256  # 211, rounded up
+    waiting[7].may_pause = False
+    assert not requests_to_pause(running + waiting)
 
 
 def test_no_step_is_added_where_requests_wait_for_rows(world):
@@ -136,27 +136,27 @@ def test_no_step_is_added_where_requests_wait_for_rows(world):
     assert count_steps(None) == count_steps(1.0)
 
 
-def test_requests_that_skip_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
+def test_paused_requests_get_the_tokens_they_would_get_alone(world, expected, monkeypatch):
     for name in ("MIN_REQUESTS", "ROW_STEP"):
         monkeypatch.setattr(even_steps, name, 1)
-    num_skipped = 0
+    num_paused = 0
 
-    def count_skipped(requests):
-        nonlocal num_skipped
-        skipping = requests_to_skip(requests)
-        num_skipped += len(skipping)
-        return skipping
+    def count_paused(requests):
+        nonlocal num_paused
+        paused = requests_to_pause(requests)
+        num_paused += len(paused)
+        return paused
 
-    monkeypatch.setattr(even_steps, "requests_to_skip", count_skipped)
+    monkeypatch.setattr(even_steps, "requests_to_pause", count_paused)
     for seed in range(200):
         monkeypatch.setattr(even_steps, "STEPS_PER_TURN", 1 + seed % 4)
         tight = seed % 5 == 0
         run_schedule(world, expected, 5 * 10**9 + seed, tight=tight, known_lengths=True)
-    assert num_skipped > 50
+    assert num_paused > 50
 
 
 @pytest.mark.parametrize(("target_itl", "num_rows"), [(None, MIN_REQUESTS), (1.0, 300)])
-def test_none_skips_with_target_itl(world, target_itl, num_rows):
+def test_none_pauses_with_target_itl(world, target_itl, num_rows):
     w = world(10**3, 16, max_num_seqs=300, max_num_batched_tokens=4096)
     w.loop.target_itl = target_itl
     for i, n in enumerate([20] * 40 + [5] * 260):
@@ -164,7 +164,7 @@ def test_none_skips_with_target_itl(world, target_itl, num_rows):
         w.scheduler.add(Request(i, np.arange(5), 5 + n, params))
     w.step()
     w.step()
-    assert len(w.scheduler.plan(may_skip=target_itl is None).requests) == num_rows
+    assert len(w.scheduler.plan(may_pause=target_itl is None).requests) == num_rows
     assert w.loop.stats.steps_log[-1][1] == num_rows
 
 

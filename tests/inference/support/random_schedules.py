@@ -44,7 +44,7 @@ def run_schedule(
     requests = [random_request(rng, i, prefixes, known_lengths) for i in range(count)]
     min_pages = max(-(-(r.max_len - 1) // page_size) for r in requests)
     num_pages = min_pages if tight else min_pages + rng.choice([0, 0, 0, 1, 8])
-    if known_lengths and not tight:  # pages for all, so that requests may skip steps
+    if known_lengths and not tight:  # pages for all, so that requests may pause
         num_pages = sum(-(-(r.max_len - 1) // page_size) for r in requests)
     max_num_seqs = rng.choice([1, 2, 3, 4, 5, 8])
     w = world(
