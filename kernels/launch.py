@@ -1,4 +1,4 @@
-"""Launch helpers: SM count, PDL support, block size and warps of row-wise kernels."""
+"""Launch helpers: SM count, PDL and Hopper, block size and warps of row-wise kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ import triton
 def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may start before the previous one ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has the tensor cores of Hopper: later ones are programmed differently."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

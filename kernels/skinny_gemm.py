@@ -23,8 +23,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import sm_count
+from .launch import is_hopper, sm_count
 from .swiglu import silu
+
+try:
+    from .hopper_gemm import launch_split_k
+except ImportError:  # Triton is older than its Gluon
+    launch_split_k = None
 
 MAX_GEMM_ROWS = 512
 """Most rows of products by our own tiles; gate and up have tiles for more."""
@@ -73,6 +78,9 @@ def split_k_gemm(x: Tensor, weight: Tensor, tiles: GemmTiles, use_pdl: bool) -> 
     num_columns, num_splits = len(weight), tiles.num_splits
     dtype = x.dtype if num_splits == 1 else torch.float32
     out = torch.empty(num_splits, num_rows, num_columns, dtype=dtype, device=x.device)
+    if use_pdl and launch_split_k is not None and is_hopper(x.device) and x.element_size() == 2:
+        launch_split_k(x, weight, out, tiles, _num_warps(tiles, tiles.block_m * tiles.block_n))
+        return out
     _split_k_kernel[(*_grid(num_rows, num_columns, tiles), num_splits)](
         _blocks(x, tiles.block_m, tiles), _blocks(weight, tiles.block_n, tiles), out,
         num_rows, num_columns, width // num_splits,
@@ -132,9 +140,12 @@ def _blocks(matrix: Tensor, num_rows: int, tiles: GemmTiles) -> TensorDescriptor
 
 def _launch_options(tiles: GemmTiles, num_sums: int, use_pdl: bool) -> dict[str, int | bool]:
     """Return Triton's launch options; num_sums: fp32 sums that a program keeps in registers."""
-    num_warps = tiles.num_warps or (8 if num_sums >= 128 * 128 else 4)
-    options = {"num_warps": num_warps, "num_stages": tiles.num_stages}
+    options = {"num_warps": _num_warps(tiles, num_sums), "num_stages": tiles.num_stages}
     return options | ({"launch_pdl": True} if use_pdl else {})
+
+
+def _num_warps(tiles: GemmTiles, num_sums: int) -> int:
+    return tiles.num_warps or (8 if num_sums >= 128 * 128 else 4)
 
 
 def gemm_tiles(num_rows: int, weight: Tensor) -> GemmTiles | None:
@@ -171,7 +182,9 @@ def _one_wave(num_rows: int, num_columns: int, width: int, num_sms: int) -> Gemm
             cost += 14 * block_m * block_n if num_splits > 1 else 0
             if cost < least:
                 block_k = 64 if block_m == block_n == 128 else 128
-                stages = 6 if block_m == block_n == 64 else 4
+                stages = 4
+                if block_m == block_n == 64:
+                    stages = 5 if num_rows <= 128 else 6
                 best, least = GemmTiles(block_m, block_n, block_k, num_splits, stages), cost
     return best
 
