@@ -13,7 +13,6 @@ better. Nor where rows or pages are short: paused requests keep theirs.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from operator import attrgetter
 from typing import Any
 
 from ..requests.request import Request
@@ -24,8 +23,9 @@ MAX_REQUESTS = 256
 """If more would have to run at a time, none pauses: rows of larger steps cost less each."""
 ROW_STEP = 64
 """Steps of more requests are padded to a multiple of this."""
-STEPS_PER_TURN = 4
-"""Steps after which the requests that run are chosen again."""
+STEPS_PER_TURN = 16
+"""Steps after which the requests that run are chosen again; fewer when the longest is about to end,
+so that all others end with it."""
 
 
 class EvenSteps:
@@ -54,12 +54,14 @@ class EvenSteps:
             if has_rows and running[0].may_pause:
                 requests = [*running, *(request for _, request in queue)]
                 self._paused = requests_to_pause(requests) if self._have_pages(requests) else ()
+                longest = max([r.num_to_sample for r in requests])
+                self._steps_left = min(self._steps_left, longest // 32)
         return self._paused
 
     def _have_pages(self, requests: Sequence[Request]) -> bool:
         """Whether the cache has pages for all requests at their ends: none is preempted then."""
         size = self._page_size
-        return sum(-(-(r.max_len - 1) // size) for r in requests) <= self._num_pages
+        return sum([-(-(r.max_len - 1) // size) for r in requests]) <= self._num_pages
 
 
 def requests_to_pause(requests: Sequence[Request]) -> Collection[Request]:
@@ -68,18 +70,17 @@ def requests_to_pause(requests: Sequence[Request]) -> Collection[Request]:
     With R requests in a step, those with the most tokens left, all end with the longest if
     R times its tokens are no fewer than the tokens of all. Prompts do not pause.
     """
-    priority, all_left, longest, decoding = requests[0].priority, 0, 1, []
-    for request in requests:
-        if not request.may_pause or request.priority != priority:
-            return ()
-        left = request.num_to_sample
-        all_left += left
-        longest = max(longest, left)
-        if request.num_tokens > request.prompt_len and request.num_remaining <= 1:
-            decoding.append(request)
-    num_rows = -(-all_left // longest)
+    if {(r.may_pause, r.priority) for r in requests} != {(True, requests[0].priority)}:
+        return ()
+    all_left = [r.max_len - r.num_tokens for r in requests]
+    num_rows = -(-sum(all_left) // max(*all_left, 1))
     num_rows = max(-(-num_rows // ROW_STEP) * ROW_STEP, MIN_REQUESTS)
     if num_rows > MAX_REQUESTS:
         return ()
-    decoding.sort(key=attrgetter("num_to_sample"), reverse=True)
-    return set(decoding[num_rows:])
+    decoding = [
+        (-left, index)
+        for index, (left, r) in enumerate(zip(all_left, requests, strict=True))
+        if r.num_tokens > r.prompt_len and r.num_tokens - r.num_computed <= 1
+    ]
+    decoding.sort()
+    return {requests[index] for _, index in decoding[num_rows:]}

@@ -154,9 +154,13 @@ def _token_ids(
         if r.num_tokens == r.prompt_len + len(r.output_token_ids)
     ]
     num_ahead = len(ids) - len(requests)
-    for index in known:
-        request, offset = requests[index], int(cu_seqlens[index])
+    offsets = cu_seqlens[known].tolist()
+    for index, offset in zip(known, offsets, strict=True):
+        request = requests[index]
         start, count = request.num_computed, request.num_scheduled
+        if count == 1 and start >= request.prompt_len:  # many at once, after a pause
+            ids[offset] = request.output_token_ids[start - request.prompt_len]
+            continue
         ids[offset : offset + count] = request.token_ids(start, start + count)
         num_ahead -= count - 1
     assert not num_ahead, "a request runs ahead of its tokens"
