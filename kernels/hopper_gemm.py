@@ -10,7 +10,8 @@ Sums and their order are those of the Triton kernel: the results are equal, bit 
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

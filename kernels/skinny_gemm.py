@@ -5,15 +5,17 @@
 
 Few rows make few output tiles. Splitting K fills the device, and the partial sums are added in a
 fixed order. Tiles are read by TMA (tensor descriptors). With PDL (programmatic dependent launch) a
-kernel starts while the previous one ends, and waits for it just before it reads. The tile sizes
-were measured on an H200 (engine-kernels in benchmarks/results/). For shapes they do not cover,
-`gemm_tiles` and `gated_gemm_tiles` return None and the library is faster.
+kernel starts while the previous one ends, and waits for it just before it reads; on Hopper
+`split_k_gemm` reads its weights before that (`hopper_gemm.py`). The tile sizes were measured on an
+H200 (engine-kernels in benchmarks/results/). For shapes they do not cover, `gemm_tiles` and
+`gated_gemm_tiles` return None and the library is faster.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from math import prod
 
@@ -30,6 +32,8 @@ try:
     from .hopper_gemm import launch_split_k
 except ImportError:  # Triton is older than its Gluon
     launch_split_k = None
+
+log = logging.getLogger("nopad.kernels")
 
 MAX_GEMM_ROWS = 512
 """Most rows of products by our own tiles; gate and up have tiles for more."""
@@ -78,8 +82,7 @@ def split_k_gemm(x: Tensor, weight: Tensor, tiles: GemmTiles, use_pdl: bool) -> 
     num_columns, num_splits = len(weight), tiles.num_splits
     dtype = x.dtype if num_splits == 1 else torch.float32
     out = torch.empty(num_splits, num_rows, num_columns, dtype=dtype, device=x.device)
-    if use_pdl and launch_split_k is not None and is_hopper(x.device) and x.element_size() == 2:
-        launch_split_k(x, weight, out, tiles, _num_warps(tiles, tiles.block_m * tiles.block_n))
+    if use_pdl and is_hopper(x.device) and _launch_ahead(x, weight, out, tiles):
         return out
     _split_k_kernel[(*_grid(num_rows, num_columns, tiles), num_splits)](
         _blocks(x, tiles.block_m, tiles), _blocks(weight, tiles.block_n, tiles), out,
@@ -88,6 +91,20 @@ def split_k_gemm(x: Tensor, weight: Tensor, tiles: GemmTiles, use_pdl: bool) -> 
         **_launch_options(tiles, tiles.block_m * tiles.block_n, use_pdl),
     )  # fmt: skip
     return out
+
+
+def _launch_ahead(x: Tensor, weight: Tensor, out: Tensor, tiles: GemmTiles) -> bool:
+    """Whether the kernel that reads its weights ahead could be launched."""
+    global launch_split_k
+    if launch_split_k is None or x.element_size() != 2:
+        return False
+    try:
+        launch_split_k(x, weight, out, tiles, _num_warps(tiles, tiles.block_m * tiles.block_n))
+        return True
+    except Exception as error:  # Gluon is experimental: this Triton may not compile the kernel
+        launch_split_k = None
+        log.warning("products read no weights ahead: %s: %s", type(error).__name__, error)
+        return False
 
 
 @triton.jit(do_not_specialize=["num_rows"])
