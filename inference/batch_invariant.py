@@ -4,8 +4,9 @@ Matrix products of different shapes add in different orders, so a token's logits
 bits with the batch it is in, and from those of the training forward. In this mode every product has
 one shape (one row on a CPU, a block of rows on a GPU), and attention runs over keys padded to one
 length: always the same sums in the same order. On a GPU, where the split of a reduction depends on
-the number of rows, means, log-sum-exps and attention run in such blocks too. Fused kernels are off,
-and `sdpa`, which cannot be captured in CUDA graphs, is the attention backend.
+the number of rows, means, log-sum-exps and attention run in such blocks too. On a CPU activations
+are padded, since the last few elements of a tensor are computed by another routine. Fused kernels
+are off, and `sdpa`, which cannot be captured in CUDA graphs, is the attention backend.
 
     with batch_invariant(max_length=512):
         compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
@@ -35,6 +36,15 @@ _MIN_ROWS = 2
 """Rows of a batched product on a CPU: a single row is computed by another routine."""
 _BLOCK = 64
 """Rows of every product on a GPU."""
+_VECTOR = 64
+"""A multiple of the elements that a CPU computes at once."""
+_ONE_THREAD = 32768
+"""Elements up to which an elementwise function on a CPU uses one thread."""
+_ELEMENTWISE = {
+    F.silu, F.gelu, F.sigmoid, F.tanh, torch.sigmoid, torch.tanh, torch.exp, torch.cos, torch.sin,
+    Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin,
+}  # fmt: skip
+"""Functions whose results on a CPU may differ in the last bit with an element's place."""
 
 
 @contextmanager
@@ -73,6 +83,8 @@ class _FixedShapes(TorchFunctionMode):
             return _attention(self._max_length, *args, **kwargs)
         if func is Tensor.mean or func is Tensor.logsumexp:
             return _rowwise(func, *args, **kwargs)
+        if func in _ELEMENTWISE and len(args) == 1 and not args[0].is_cuda:
+            return _elementwise(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -96,6 +108,15 @@ def _rowwise(reduce: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
     out = _blockwise(lambda block: reduce(block, *args, **kwargs), x)
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     return out.reshape(*x.shape[:-1], *([1] if keepdim else []))
+
+
+def _elementwise(function: Callable[..., Tensor], x: Tensor, **kwargs: Any) -> Tensor:
+    """Apply a function to rows of whole vectors, few enough rows for one thread."""
+    width = x.shape[-1] if x.ndim else 1
+    rows = F.pad(x.reshape(-1, width), (0, -width % _VECTOR))
+    num_rows = max(1, _ONE_THREAD // max(rows.shape[1], 1))
+    blocks = [function(block, **kwargs) for block in rows.split(num_rows)]
+    return torch.cat(blocks)[:, :width].reshape(x.shape)
 
 
 def _blockwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
