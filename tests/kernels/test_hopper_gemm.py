@@ -39,7 +39,6 @@ for block_m, block_n, block_k, stages, warps, dtype in (
     copies = [i for i in range(len(ptx)) if ptx.startswith("cp.async.bulk.tensor", i)]
     assert sum(i < wait for i in copies) >= stages, "weights are not read before the wait"
     assert sum(i > wait for i in copies) >= stages, "x is not read after the wait"
-print("compiled")
 """
 
 
@@ -48,7 +47,7 @@ def test_it_compiles_for_hopper_and_reads_its_weights_before_it_waits():
     run = subprocess.run(
         [sys.executable, "-c", _COMPILE], env=env, capture_output=True, text=True, check=False
     )
-    assert "compiled" in run.stdout, run.stderr[-3000:]
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 def test_a_triton_that_cannot_compile_it_uses_the_other_kernel(interpreted, monkeypatch, caplog):
