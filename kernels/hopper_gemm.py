@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError("Gluon of Triton 3.6 or later")
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before Triton 3.9
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as in Triton 3.6
 
 
 @gluon.jit
