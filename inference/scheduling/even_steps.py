@@ -24,8 +24,9 @@ MAX_REQUESTS = 256
 ROW_STEP = 64
 """Steps of more requests are padded to a multiple of this."""
 STEPS_PER_TURN = 16
-"""Steps after which the requests that run are chosen again; fewer when the longest is about to end,
-so that all others end with it."""
+"""Most steps after which the requests that run are chosen again."""
+MIN_TURNS = 32
+"""At least as often they are chosen until the longest ends, so that all others end with it."""
 
 
 class EvenSteps:
@@ -55,7 +56,7 @@ class EvenSteps:
                 requests = [*running, *(request for _, request in queue)]
                 self._paused = requests_to_pause(requests) if self._have_pages(requests) else ()
                 longest = max([r.num_to_sample for r in requests])
-                self._steps_left = min(self._steps_left, longest // 32)
+                self._steps_left = min(self._steps_left, longest // MIN_TURNS)
         return self._paused
 
     def _have_pages(self, requests: Sequence[Request]) -> bool:
