@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         split_k_gemm,
     )
     from .swiglu import TRAINING_BLOCK, silu_mul, silu_mul_backward
-    from .tokens import argmax, embed, fill_last_tokens
+    from .tokens import argmax, argmax_into, copy_words, embed, fill_last_tokens
 
 __all__ = [
     "MAX_FUSED_SEQS",
@@ -54,6 +54,8 @@ __all__ = [
     "add_rms_norm_split_k",
     "apply_rotary",
     "argmax",
+    "argmax_into",
+    "copy_words",
     "embed",
     "fill_last_tokens",
     "fused_decode_attention",
@@ -111,7 +113,7 @@ _MODULES = {
         "split_k_gemm",
     ),
     "swiglu": ("TRAINING_BLOCK", "silu_mul", "silu_mul_backward"),
-    "tokens": ("argmax", "embed", "fill_last_tokens"),
+    "tokens": ("argmax", "argmax_into", "copy_words", "embed", "fill_last_tokens"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

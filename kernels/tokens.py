@@ -1,4 +1,4 @@
-"""Embedding lookup, last-token substitution and argmax kernels.
+"""Kernels for a step's tokens: copy of its inputs, last tokens, embedding lookup, argmax.
 
 Argmax takes two kernels: the first searches chunks of each row, the second their maxima. The first
 of equal maxima wins, and a row with a NaN yields -1.
@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import supports_pdl
+
 ARGMAX_BLOCK = 2048
 """Logits that a program of one warp searches; fastest on an H200 for 16 to 512 rows."""
 
@@ -28,40 +30,98 @@ def _first_max(value, token):
 
 
 @triton.jit
-def _chunk_max_kernel(logits, maxima, tokens, vocab_size, stride, BLOCK: tl.constexpr):
+def _chunk_max_kernel(
+    logits, maxima, tokens, vocab_size, stride, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
+):
     row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = index * BLOCK + tl.arange(0, BLOCK)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     value = tl.load(logits + row * stride + offs, mask=offs < vocab_size, other=float("-inf"))
     maximum, first = _first_max(value.to(tl.float32), offs)
     tl.store(maxima + row * tl.num_programs(1) + index, maximum)
     tl.store(tokens + row * tl.num_programs(1) + index, first)
 
 
-@triton.jit
-def _row_max_kernel(maxima, tokens, out, num_chunks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["host_width"])
+def _row_max_kernel(
+    maxima, tokens, out, num_chunks,
+    rows, last_tokens, slot, host_tokens, host_width,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     mask = offs < num_chunks
     value = tl.load(maxima + row * num_chunks + offs, mask=mask, other=float("-inf"))
     token = tl.load(tokens + row * num_chunks + offs, mask=mask, other=1 << 30)
     maximum, first = _first_max(value, token)
-    tl.store(out + row, tl.where(maximum != maximum, -1, first).to(tl.int64))
+    chosen = tl.where(maximum != maximum, -1, first).to(tl.int64)
+    tl.store(out + row, chosen)
+    if KEEP:
+        tl.store(last_tokens + tl.load(rows + row), tl.maximum(chosen, 0))
+        index = tl.load(slot)
+        if (index >= 0) & (row < host_width):
+            tl.store(host_tokens + index * host_width + row, chosen)
 
 
 def argmax(logits: Tensor) -> Tensor:
     """Return the token with the largest logit of each row of [R, V]; int64 [R]."""
-    rows, vocab_size = logits.shape
+    return _argmax(logits)
+
+
+def argmax_into(
+    logits: Tensor, rows: Tensor, last_tokens: Tensor, slot: Tensor, host_tokens: Tensor
+) -> Tensor:
+    """Return `argmax(logits)`, and keep the tokens for the next step and for the host.
+
+    Args:
+        rows: int64 [R], where in `last_tokens` each token goes; 0 is kept for -1.
+        slot: int64 [1], the row of `host_tokens` to fill; -1: none.
+        host_tokens: int64 [slots, W], pinned: gets the first W tokens.
+    """
+    return _argmax(logits, rows, last_tokens, slot, host_tokens)
+
+
+def _argmax(logits: Tensor, *targets: Tensor) -> Tensor:
+    num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, ARGMAX_BLOCK)
-    maxima = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        _chunk_max_kernel[(rows, num_chunks)](
-            logits, maxima, tokens, vocab_size, logits.stride(0), ARGMAX_BLOCK, num_warps=1
-        )
-        block = triton.next_power_of_2(num_chunks)
-        _row_max_kernel[(rows,)](maxima, tokens, out, num_chunks, block, num_warps=1)
+    maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    use_pdl = supports_pdl(logits.device)
+    if num_rows:
+        _chunk_max_kernel[(num_rows, num_chunks)](
+            logits, maxima, tokens, vocab_size, logits.stride(0), ARGMAX_BLOCK, use_pdl,
+            num_warps=1, launch_pdl=use_pdl,
+        )  # fmt: skip
+        _row_max_kernel[(num_rows,)](
+            maxima, tokens, out, num_chunks, *(targets or (out, out, out, out)),
+            targets[-1].shape[1] if targets else 0, triton.next_power_of_2(num_chunks),
+            bool(targets), use_pdl, num_warps=1, launch_pdl=use_pdl,
+        )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _copy_kernel(source, target, num_words, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < num_words
+    tl.store(target + offs, tl.load(source + offs, mask=mask), mask=mask)
+
+
+def copy_words(source: Tensor, target: Tensor) -> None:
+    """Copy int64s to the device; `source` may be pinned host memory.
+
+    A kernel that reads host memory itself delays the next one by 2 us on an H200, the copy engine
+    by 5. The caller keeps `source` until the kernel has run: torch does not.
+    """
+    block = 256
+    grid = (triton.cdiv(len(source), block),)
+    _copy_kernel[grid](source, target, len(source), block, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -85,9 +145,12 @@ def fill_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 @triton.jit
-def _embed_kernel(ids, weight, out, width, BLOCK: tl.constexpr):
+def _embed_kernel(ids, weight, out, width, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.load(ids + row)
     value = tl.load(weight + token * width + offs, mask=offs < width)
     tl.store(out + row * width + offs, value, mask=offs < width)
@@ -97,8 +160,9 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows [T, N] of an embedding table for ids [T]."""
     width = weight.shape[1]
     out = torch.empty(len(ids), width, dtype=weight.dtype, device=weight.device)
-    block = triton.next_power_of_2(width)
+    block, use_pdl = triton.next_power_of_2(width), supports_pdl(weight.device)
     _embed_kernel[(len(ids),)](
-        ids, weight, out, width, block, num_warps=max(1, min(8, block // 512))
-    )
+        ids, weight, out, width, block, use_pdl,
+        num_warps=max(1, min(8, block // 512)), launch_pdl=use_pdl,
+    )  # fmt: skip
     return out

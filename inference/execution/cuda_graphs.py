@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -41,7 +42,12 @@ from .graph_shape import (
     step_shape,
 )
 from .sampler import SamplingInputs, sample
-from .transfer import pack_arrays, unpack_views
+from .transfer import StepBuffers, pack_into, pack_layout, unpack_views
+
+try:
+    from ...kernels import argmax_into, copy_words
+except ImportError:  # Triton is not installed
+    argmax_into = copy_words = None
 
 Forward = Callable[[Tensor, Tensor, Varlen, Tensor | int], Tensor]
 
@@ -59,6 +65,20 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replayed:
+    """What a replay of R rows leaves; the next one overwrites the tensors."""
+
+    logits: Tensor
+    """[R, V]."""
+    tokens: Tensor
+    """int64 [R]: their argmax."""
+    num_padding: int
+    """Tokens that fill the step up to the shape of its graph."""
+    read_tokens: Callable[[int], np.ndarray] | None
+    """Wait for the step, and read its first tokens; None: copy them to the host."""
 
 
 def graph_bytes(max_num_seqs: int, vocab_size: int, hidden_size: int, itemsize: int) -> int:
@@ -92,6 +112,9 @@ class StepGraphs:
         self._logits: Tensor | None = None
         """Logits of mixed steps, [rows, V]."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._buffers = StepBuffers(last_tokens.device, len(last_tokens))
+        self._by_kernels = last_tokens.is_cuda and copy_words is not None
+        """Whether kernels copy inputs and tokens."""
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -111,8 +134,8 @@ class StepGraphs:
         """Return whether a graph is captured, or can be, for a step's shape."""
         return self._shape(step) is not None
 
-    def run(self, step: Step, forward: Forward) -> tuple[Tensor, Tensor, int] | None:
-        """Replay the step: its rows of logits [R, V], their argmax [R], number of padding tokens.
+    def run(self, step: Step, forward: Forward) -> Replayed | None:
+        """Replay the step.
 
         Return None if capturing ran out of memory; no more graphs are captured then.
         """
@@ -120,12 +143,21 @@ class StepGraphs:
         assert shape is not None
         if not self._ensure(shape, forward):
             return None
-        captured = self._captured[shape]
-        arrays = pad_step(step, shape, len(self._last_tokens) - 1)
-        captured.inputs.copy_(pack_arrays(arrays)[0], non_blocking=True)
+        captured, slot = self._captured[shape], self._buffers.next_slot()
+        packed = self._buffers.pack(slot, pad_step(step, shape, len(self._last_tokens) - 1, slot))
+        if self._by_kernels:
+            assert copy_words is not None
+            copy_words(packed.view(torch.int64), captured.inputs.view(torch.int64))
+        else:
+            captured.inputs.copy_(packed, non_blocking=True)
         captured.graph.replay()
-        padding = shape.num_tokens - len(step.token_ids)
-        return captured.logits[:count], captured.tokens[:count], padding
+        read_tokens = self._buffers.launched(slot)
+        return Replayed(
+            captured.logits[:count],
+            captured.tokens[:count],
+            shape.num_tokens - len(step.token_ids),
+            read_tokens if self._by_kernels else None,
+        )
 
     def capture_ahead(self, forward: Forward, max_num_tokens: int) -> None:
         """Capture the graphs of steps with prompts, so that no request waits for one."""
@@ -167,18 +199,19 @@ class StepGraphs:
 
     def _capture(self, shape: GraphShape, forward: Forward) -> _Captured:
         blank = blank_arrays(shape, len(self._last_tokens) - 1)
-        packed, offsets = pack_arrays(blank)
+        offsets, num_bytes = pack_layout(blank)
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        pack_into(packed, blank, offsets)
         inputs = packed.to(self._last_tokens.device)
         views = unpack_views(inputs, blank, offsets)
         max_length = min(shape.width * self._cache.page_size, self._max_model_len)
 
         def body() -> tuple[Tensor, Tensor]:
-            ids, positions, kv_slots, seq_lens, rows, table, cu_seqlens, indices = views
+            ids, positions, kv_slots, seq_lens, rows, table, cu_seqlens, indices, slot = views
             pages = Pages(self._cache, table, seq_lens, kv_slots, max_length)
             varlen = Varlen(cu_seqlens, shape.num_tokens if shape.mixed else 1, pages)
             logits = forward(ids, positions, varlen, indices if shape.mixed else 0)
-            tokens = sample(logits, SamplingInputs())
-            self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+            tokens = self._keep_argmax(logits, rows, slot)
             return (self._share(logits) if shape.mixed else logits), tokens
 
         with capture_mode():
@@ -206,6 +239,15 @@ class StepGraphs:
             logits, tokens = body()
         self._used_bytes += torch.cuda.memory_reserved(device) - before
         return graph, logits, tokens
+
+    def _keep_argmax(self, logits: Tensor, rows: Tensor, slot: Tensor) -> Tensor:
+        """Take each row's most likely token; keep it for the next step, and for the host."""
+        if self._by_kernels:
+            assert argmax_into is not None
+            return argmax_into(logits, rows, self._last_tokens, slot, self._buffers.tokens)
+        tokens = sample(logits, SamplingInputs())
+        self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+        return tokens
 
     def _share(self, logits: Tensor) -> Tensor:
         """Copy logits to the buffer that all mixed graphs share."""

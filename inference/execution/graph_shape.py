@@ -139,11 +139,14 @@ class GraphArrays(NamedTuple):
     page_table: np.ndarray
     cu_seqlens: np.ndarray
     logits_indices: np.ndarray
+    slot: np.ndarray
+    """Where the host reads the tokens (`StepBuffers`); -1: nowhere."""
 
 
-def pad_step(step: Step, shape: GraphShape, padding_row: int) -> GraphArrays:
+def pad_step(step: Step, shape: GraphShape, padding_row: int, slot: int) -> GraphArrays:
     """Return a step in the shape of its graph; `padding_row`: where tokens are not kept."""
     arrays = blank_arrays(shape, padding_row)
+    arrays.slot[0] = slot
     num_tokens, num_seqs = len(step.token_ids), len(step.requests)
     arrays.ids[:num_tokens], arrays.positions[:num_tokens] = step.token_ids, step.positions
     arrays.kv_slots[:num_tokens] = step.kv_slots
@@ -173,4 +176,5 @@ def blank_arrays(shape: GraphShape, padding_row: int) -> GraphArrays:
         if mixed
         else np.arange(num_seqs + 1, dtype=np.int32),
         logits_indices=np.zeros(num_seqs, np.int64),
+        slot=np.full(1, -1, np.int64),
     )

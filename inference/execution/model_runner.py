@@ -25,7 +25,7 @@ from ..metrics.stats import Stats
 from ..scheduling.batch_params import BatchParams
 from ..scheduling.loop import OutOfMemory
 from ..scheduling.step import Step, StepOutput
-from .cuda_graphs import StepGraphs
+from .cuda_graphs import Replayed, StepGraphs
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
@@ -109,13 +109,14 @@ class ModelRunner:
         replayed = self._replay(step)
         if replayed is not None:
             assert self._graphs is not None
-            logits, tokens, num_padding = replayed
-            self._stats.record_graph_step(num_padding, len(self._graphs))
-            sampled = len(step.sampled_requests)
-            if step.sampling.argmax_only:
-                tokens = tokens[:sampled]
-            else:
+            self._stats.record_graph_step(replayed.num_padding, len(self._graphs))
+            logits, sampled = replayed.logits, len(step.sampled_requests)
+            if not step.sampling.argmax_only:
                 tokens = self._sample(step, logits[:sampled])
+            elif step.num_logprobs < 0 and (read_tokens := replayed.read_tokens) is not None:
+                return lambda: StepOutput(read_tokens(sampled))
+            else:
+                tokens = replayed.tokens[:sampled]
         else:
             logits = self._forward(step)
             tokens = self._sample(step, logits[: len(step.sampled_requests)])
@@ -128,7 +129,7 @@ class ModelRunner:
         read = self._transfer.to_host(outputs)
         return lambda: StepOutput(*read())
 
-    def _replay(self, step: Step) -> tuple[Tensor, Tensor, int] | None:
+    def _replay(self, step: Step) -> Replayed | None:
         """Run a step as a CUDA graph; None if it cannot be one."""
         if self._graphs is None or not self._may_replay():
             return None

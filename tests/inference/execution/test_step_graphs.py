@@ -27,6 +27,16 @@ class ReplayedGraphs(StepGraphs):
         return SimpleNamespace(replay=replay), *outputs
 
 
+def argmax_into(logits, rows, last_tokens, slot, host_tokens) -> torch.Tensor:
+    """Do what the kernel of this name does."""
+    tokens = logits.argmax(-1)
+    last_tokens[rows] = tokens
+    if slot >= 0:
+        width = min(len(tokens), host_tokens.shape[1])
+        host_tokens[int(slot), :width] = tokens[:width]
+    return tokens
+
+
 @pytest.fixture
 def make_engine(tiny, monkeypatch):
     """Return engines whose steps run as graphs, or not, on one model."""
@@ -34,30 +44,24 @@ def make_engine(tiny, monkeypatch):
     for module in (graph_shape, cuda_graphs):
         monkeypatch.setattr(module, "MIXED_TOKENS", (8, 16, 24, 48))
     monkeypatch.setattr(graph_shape, "_MIXED_SEQS", (2, 4, 8))
-    monkeypatch.setattr(cuda_graphs, "pack_arrays", lambda arrays: pack_unpinned(arrays))
     model = tiny("llama")
 
-    def build(graphs: bool, **settings: Any) -> Engine:
+    monkeypatch.setattr(cuda_graphs, "argmax_into", argmax_into)
+    monkeypatch.setattr(cuda_graphs, "copy_words", lambda source, target: target.copy_(source))
+
+    def build(graphs: bool, by_kernels: bool = False, **settings: Any) -> Engine:
         engine = Engine(model, page_size=16, **settings)
         engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
         if graphs:
             assert engine._executor is not None
             runner = engine._executor.runner
             runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)
+            runner._graphs._by_kernels = by_kernels
         engine.reset_prefix_cache()
         engine.stats.reset()
         return engine
 
     return build
-
-
-def pack_unpinned(arrays) -> tuple[torch.Tensor, list[int]]:
-    sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    packed = torch.zeros(sum(sizes), dtype=torch.uint8)
-    for a, offset in zip(arrays, offsets, strict=True):
-        packed.numpy()[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
-    return packed, offsets
 
 
 def run_staggered(engine: Engine, params: list[SamplingParams], gap: int) -> list[list[int]]:
@@ -74,14 +78,15 @@ def run_staggered(engine: Engine, params: list[SamplingParams], gap: int) -> lis
     return list(tokens.values())
 
 
+@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 11}, {"max_num_seqs": 3}])
-def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limits):
+def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limits, by_kernels):
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     drawn = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=7, ignore_eos=True, seed=3)
     biased = SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 2.0}, presence_penalty=1.0)
     params = [greedy, drawn, biased] * 4
     want = run_staggered(make_engine(False, **limits), params, 1)
-    engine = make_engine(True, **limits)
+    engine = make_engine(True, by_kernels, **limits)
     assert run_staggered(engine, params, 1) == want
     assert engine.stats.graph_steps == engine.stats.steps  # prompts are shorter than the ladder
     assert engine.stats.padded_rows > 0
