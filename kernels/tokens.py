@@ -116,8 +116,7 @@ def _copy_kernel(source, target, num_words, BLOCK: tl.constexpr):
 def copy_words(source: Tensor, target: Tensor) -> None:
     """Copy int64s to the device; `source` may be pinned host memory.
 
-    A kernel that reads host memory itself delays the next one by 2 us on an H200, the copy engine
-    by 5. The caller keeps `source` until the kernel has run: torch does not.
+    The caller keeps `source` until the kernel has run: torch does not.
     """
     block = 256
     grid = (triton.cdiv(len(source), block),)

@@ -191,6 +191,18 @@ def _precompile_step(
         x = body.norm(x if isinstance(x, Tensor) else x[0])
         logits = x.new_empty(1, model.config.vocab_size).expand(num_seqs, -1)
         sample(logits, SamplingInputs())
+        if captured:
+            _launch_graph_kernels(logits)
+
+
+def _launch_graph_kernels(logits: Tensor) -> None:
+    """Launch the kernels around the model in a captured step: of its inputs and its tokens."""
+    from ...kernels import argmax_into, copy_words, fill_last_tokens
+
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    copy_words(tokens, torch.empty_like(tokens))
+    fill_last_tokens(tokens, tokens)
+    argmax_into(logits, tokens, torch.empty_like(tokens), tokens[:1] - 1, tokens[None])
 
 
 def _matches_model(
