@@ -5,7 +5,6 @@
 
 A sampled token stays on the device as the input of the next step; the host reads it one step late.
 An end of text is therefore noticed one step late, and the extra token sampled for it is dropped.
-While requests pause (`even_steps.py`), no text can end early, and the host may be two steps late.
 The loop knows token ids only; the caller detokenizes and reports stop strings
 (`apply_stop_strings`).
 """
@@ -40,7 +39,7 @@ class Runner(Protocol):
     """Runs steps. `launch` may return before the step is done; its result waits for it."""
 
     lookahead: int
-    """Steps that may be in flight while the next one is planned: 0, or 1 and sometimes 2."""
+    """Steps that may be in flight while the next one is planned: 0 or 1."""
 
     @property
     def step_sizes(self) -> Sequence[int]:
@@ -150,20 +149,9 @@ class StepLoop:
                 return updated + self.drain()
             scheduler.commit(plan)
             self.stats.record_step(start, step, scheduler)
-        max_in_flight = self._max_in_flight(plan)
-        while len(self._in_flight) > max_in_flight:
+        while self._in_flight and (len(self._in_flight) > self._lookahead or not plan.requests):
             updated += self._receive(*self._in_flight.popleft())
         return updated
-
-    def _max_in_flight(self, plan: SchedulerOutput) -> int:
-        """Return how many steps may stay in flight while the next one is planned.
-
-        One more while requests pause: no token can end a request or take its pages, so nothing
-        waits for one, and a slow moment of the host delays no step.
-        """
-        if not plan.requests:
-            return 0
-        return self._lookahead + (self._lookahead > 0 and plan.has_paused)
 
     def _max_tokens(self) -> int | None:
         """Return how many tokens the next step may have; None: as many as the scheduler allows.

@@ -45,8 +45,6 @@ class SchedulerOutput:
     """Pages to copy before the step."""
     prefilled: list[Request] = field(default_factory=list)
     """Requests whose prompt the step completes; filled in when the plan is committed."""
-    has_paused: bool = False
-    """Whether requests pause: the ends of all are known then, and all have their pages."""
 
 
 class Scheduler:
@@ -142,7 +140,6 @@ class Scheduler:
         paused: Collection[Request] = ()
         if may_pause:
             paused = self._even_steps.paused(running, self._waiting, self.max_num_seqs)
-            plan.has_paused = bool(paused)
         for index, request in enumerate(running):  # preemption removes requests after this one
             if tokens_left <= 0:
                 break

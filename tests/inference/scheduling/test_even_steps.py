@@ -154,24 +154,6 @@ def test_paused_requests_get_the_tokens_they_would_get_alone(world, expected, mo
     assert num_paused > 50
 
 
-@pytest.mark.parametrize("ends_early", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_one_more_step_is_in_flight_while_requests_pause(world, lookahead, ends_early):
-    w = world(10**3, 16, max_num_seqs=300, max_num_batched_tokens=4096, lookahead=lookahead)
-    stops = frozenset([10**6]) if ends_early else frozenset()  # a token that never comes
-    for i, n in enumerate([20] * 40 + [5] * 260):
-        params = SamplingParams(temperature=0, max_tokens=n)
-        w.scheduler.add(Request(i, np.arange(5), 5 + n, params, stop_token_ids=stops))
-    in_flight = []
-    while w.loop.busy:
-        num_running = len(w.scheduler.running)
-        w.step()
-        in_flight.append((num_running > MIN_REQUESTS, len(w.loop._in_flight)))
-    more = lookahead == 1 and not ends_early
-    assert {n for many, n in in_flight if many} == {lookahead + more}
-    assert {n for many, n in in_flight if not many} <= {0, lookahead}
-
-
 @pytest.mark.parametrize(("target_itl", "num_rows"), [(None, MIN_REQUESTS), (1.0, 300)])
 def test_none_pauses_with_target_itl(world, target_itl, num_rows):
     w = world(10**3, 16, max_num_seqs=300, max_num_batched_tokens=4096)
