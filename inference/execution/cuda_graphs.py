@@ -42,7 +42,7 @@ from .graph_shape import (
     step_shape,
 )
 from .sampler import SamplingInputs, sample
-from .transfer import StepBuffers, pack_into, pack_layout, unpack_views
+from .transfer import StepBuffers, pack_arrays, unpack_views
 
 try:
     from ...kernels import argmax_into, copy_words
@@ -199,9 +199,7 @@ class StepGraphs:
 
     def _capture(self, shape: GraphShape, forward: Forward) -> _Captured:
         blank = blank_arrays(shape, len(self._last_tokens) - 1)
-        offsets, num_bytes = pack_layout(blank)
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-        pack_into(packed, blank, offsets)
+        packed, offsets = pack_arrays(blank, pinned=False)
         inputs = packed.to(self._last_tokens.device)
         views = unpack_views(inputs, blank, offsets)
         max_length = min(shape.width * self._cache.page_size, self._max_model_len)

@@ -32,11 +32,7 @@ class HostDeviceCopy:
         """Copy arrays to the device."""
         if not self._pinned:
             return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-        offsets, num_bytes = pack_layout(arrays)
-        # Pinned memory comes from torch's caching allocator, which reuses a block only after the
-        # copies that read it have finished.
-        packed = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        pack_into(packed, arrays, offsets)
+        packed, offsets = pack_arrays(arrays, pinned=True)
         return unpack_views(packed.to(self._device, non_blocking=True), arrays, offsets)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Callable[[], list[np.ndarray]]:
@@ -85,11 +81,11 @@ class StepBuffers:
 
     def pack(self, slot: int, arrays: Sequence[np.ndarray]) -> Tensor:
         """Copy the arrays of a step into its slot."""
-        offsets, num_bytes = pack_layout(arrays)
+        offsets, num_bytes = _layout(arrays)
         if len(self._inputs[slot]) < num_bytes:
             self._inputs[slot] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
         packed = self._inputs[slot][:num_bytes]
-        pack_into(packed, arrays, offsets)
+        _pack_into(packed, arrays, offsets)
         return packed
 
     def launched(self, slot: int) -> Callable[[int], np.ndarray]:
@@ -116,12 +112,20 @@ def _wait_before_reuse(events: Sequence[torch.cuda.Event]) -> None:
         _wait_for(events)
 
 
-def pack_layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Return where arrays lie in a buffer, and the bytes that they take.
+def pack_arrays(arrays: Sequence[np.ndarray], pinned: bool) -> tuple[Tensor, list[int]]:
+    """Copy arrays into one new buffer on the host; return it and the offset of each array.
 
-    >>> pack_layout([np.zeros(3, np.int32), np.zeros(3, np.int64)])
-    ([0, 16], 48)
+    Pinned memory comes from torch's caching allocator, which reuses a block only after the copies
+    that read it have finished.
     """
+    offsets, num_bytes = _layout(arrays)
+    packed = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    _pack_into(packed, arrays, offsets)
+    return packed, offsets
+
+
+def _layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """Return where arrays lie in a buffer, and the bytes that they take."""
     offsets, size = [], 0
     for a in arrays:
         offsets.append(size)
@@ -129,8 +133,7 @@ def pack_layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
     return offsets, size
 
 
-def pack_into(packed: Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
-    """Copy arrays into a buffer of bytes on the host."""
+def _pack_into(packed: Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
     raw = packed.numpy().data
     for a, offset in zip(arrays, offsets, strict=True):
         if a.size:  # an empty array has no bytes to cast to

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from nopad.inference.execution.transfer import StepBuffers, pack_layout, unpack_views
+from nopad.inference.execution.transfer import StepBuffers, pack_arrays, unpack_views
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -48,8 +48,8 @@ def run_step(buffers: StepBuffers, first: int):
     slot = buffers.next_slot()
     arrays = [np.arange(first, first + 3, dtype=np.int32), np.full((2, 2), first)]
     packed = buffers.pack(slot, arrays)
-    offsets, num_bytes = pack_layout(arrays)
-    assert len(packed) == num_bytes
+    want, offsets = pack_arrays(arrays, pinned=False)
+    assert len(packed) == len(want)
     for view, array in zip(unpack_views(packed, arrays, offsets), arrays, strict=True):
         assert view.tolist() == array.tolist()
     buffers.tokens[slot] = torch.arange(first, first + 4)
