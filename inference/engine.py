@@ -10,8 +10,7 @@ unchanged. Pages, CUDA graphs and cached prefixes are kept for the next call, wi
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -42,8 +41,8 @@ from .requests.request_builder import (
     broadcast_params,
     deadline_seconds,
 )
-from .requests.request_group import RequestGroup, longest_first
-from .requests.scoring import ScoreJob, flatten_pairs, rolling_windows, to_score
+from .requests.request_group import RequestGroup
+from .requests.scoring import ScoreJob, flatten_pairs, longest_first, rolling_windows, to_score
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
 from .session import ModelSession
@@ -154,7 +153,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order of the prompts.
 
-        Full garbage collection is deferred until this returns.
+        Prompts are tokenized while others run; one of a wrong type raises, and ends the call. Full
+        garbage collection is deferred until this returns.
 
         Args:
             prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
@@ -168,12 +168,14 @@ class Engine:
         update = progress if callable(progress) else bar.update
         with self._lock, bar, defer_full_gc():
             encoded = self._encode(specs)
+            if self._executor is None:  # building it takes seconds: faults are told before
+                encoded = [*encoded]
             draws = own_draws(self._model) if _draws is None else _draws
             with self._runner.borrow_model():
                 self._runner.start_trace()
                 groups = self._build_requests(encoded, draws)
                 completions = self._runner.run_to_completion(groups, update)
-                return [completions[group.id] for group in groups]
+                return [completions[group_id] for group_id in sorted(completions)]
 
     @exclusive
     def stream(
@@ -190,21 +192,23 @@ class Engine:
         state. Other calls and streams may run in between; each gets its own events. The arguments
         `prompts`, `params`, `priority` and `deadline` are those of `generate`.
         """
-        encoded = self._encode(broadcast_params(prompts, params, priority, deadline))
+        encoded = [*self._encode(broadcast_params(prompts, params, priority, deadline))]
         return self._stream(encoded, own_draws(self._model))
 
     def _stream(self, encoded: list[EncodedPrompt], draws: Draws) -> Iterator[StreamEvent]:
         events = EventQueue()
         with self._lock, self._runner.borrow_model():
             self._runner.start_trace()
-            groups = self._build_requests(encoded, draws, streaming=True)
+            groups = [*self._build_requests(encoded, draws, streaming=True)]
             self._outputs.add(groups, events)
-        backlog, index_of = longest_first(groups), {group.id: i for i, group in enumerate(groups)}
+            start = self._loop.clock()
+        index_of = {prompt.group_id: prompt.prompt_index for prompt in encoded}
+        backlog = (request for group in groups for request in group.requests)
         num_open = len(groups)
         try:
             while num_open:
                 if not events:
-                    self._step_stream(events, backlog)
+                    self._step_stream(events, backlog, start)
                 while events:
                     event = events.popleft()
                     num_open -= event.completion is not None
@@ -229,7 +233,7 @@ class Engine:
 
         The arguments are those of `generate`, for one `prompt`: `params`, `priority`, `deadline`.
         """
-        encoded = self._encode(broadcast_params([prompt], params, priority, deadline))
+        encoded = [*self._encode(broadcast_params([prompt], params, priority, deadline))]
         is_busy = self._executor is not None and self._loop.busy
         # A busy engine looks at the weights' version counters, here and at every step.
         with (
@@ -240,7 +244,8 @@ class Engine:
             if not group.done and error is not None:
                 group.fail(error)
             self._outputs.add([group], self._events)
-            self._runner.queue(group.requests)
+            for request in group.requests:
+                self._runner.queue(request, self._loop.clock())
         return group.id
 
     @exclusive
@@ -339,14 +344,14 @@ class Engine:
         return self._session.loop
 
     @exclusive
-    def _step_stream(self, events: EventQueue, backlog: deque[Request]) -> None:
+    def _step_stream(self, events: EventQueue, backlog: Iterator[Request], start: float) -> None:
         """Run one step, unless another thread's step has brought events meanwhile."""
         if not events:
             with self._runner.borrow_model("counters"):
-                self._runner.queue_backlog(backlog)
+                self._runner.queue_backlog(backlog, start)
                 self._runner.run_step()
 
-    def _encode(self, specs: Sequence[PromptSpec]) -> list[EncodedPrompt]:
+    def _encode(self, specs: Sequence[PromptSpec]) -> Iterator[EncodedPrompt]:
         self._check_deadline(min((spec.seconds for spec in specs), default=float("inf")))
         return self._builder.encode(specs)
 
@@ -359,8 +364,8 @@ class Engine:
             )
 
     def _build_requests(
-        self, encoded: list[EncodedPrompt], draws: Draws, streaming: bool = False
-    ) -> list[RequestGroup]:
+        self, encoded: Iterable[EncodedPrompt], draws: Draws, streaming: bool = False
+    ) -> Iterator[RequestGroup]:
         now, cache_tokens = self._loop.clock(), self._session.cache_tokens
         return self._builder.generation_requests(encoded, draws, now, cache_tokens, streaming)
 
@@ -372,5 +377,5 @@ class Engine:
             self._runner.start_trace()
             expires, cache_tokens = self._loop.clock() + seconds, self._session.cache_tokens
             groups = self._builder.scoring_requests(jobs, expires, cache_tokens)
-            self._runner.run_to_completion(groups)
+            self._runner.run_to_completion(longest_first(groups))
             return [to_score(group) for group in groups]

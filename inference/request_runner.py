@@ -1,12 +1,13 @@
 """Run requests on a borrowed model: what all calls of an engine share.
 
 groups ─▶ queue ─▶ step, step, … ─▶ detokenize, stop ─▶ events of the call that submitted them
+
+Prompts are read and queued a few at a time, in the time that the device takes for a step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -16,9 +17,13 @@ from .metrics.stats import Stats
 from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion
 from .requests.request import Request
-from .requests.request_group import RequestGroup, longest_first
+from .requests.request_group import RequestGroup
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
+
+MIN_QUEUED = 64
+"""Requests queued before a step, if there are as many: a cached prefix may leave few tokens of
+each to run. Their prompts fill a step at least."""
 
 
 class RequestRunner:
@@ -55,23 +60,43 @@ class RequestRunner:
 
     def run_to_completion(
         self,
-        groups: list[RequestGroup],
+        groups: Iterable[RequestGroup],
         on_finished: Callable[[int], Any] = lambda num_finished: None,
     ) -> dict[int, Completion]:
-        """Run steps until all groups are done; return their completions by id."""
-        events, backlog = EventQueue(), longest_first(groups)
-        self._outputs.add(groups, events)
+        """Run steps until all groups are done; return their completions by id.
+
+        A group is taken when it can be queued. If that raises, those before it are aborted.
+        """
+        events, active = EventQueue(), dict[int, RequestGroup]()
+        backlog, start = self._requests(groups, events, active), self.loop.clock()
         completions: dict[int, Completion] = {}
         while True:
+            try:
+                has_more = self.queue_backlog(backlog, start)
+            except BaseException:
+                for group in active.values():
+                    self.abort(group)
+                    self._outputs.remove(group)
+                raise
             new = {e.request_id: e.completion for e in events if e.completion is not None}
             events.clear()
             if new:
                 completions |= new
+                for group_id in new:
+                    del active[group_id]
                 on_finished(len(new))
-            if len(completions) == len(groups):
+            if not has_more and not active:
                 return completions
-            self.queue_backlog(backlog)
             self.run_step()
+
+    def _requests(
+        self, groups: Iterable[RequestGroup], events: EventQueue, active: dict[int, RequestGroup]
+    ) -> Iterator[Request]:
+        """Yield the requests of groups; a group is active as soon as it is taken."""
+        for group in groups:
+            active[group.id] = group
+            self._outputs.add([group], events)
+            yield from group.requests
 
     def run_step(self) -> None:
         """Run one step of all active requests, and hand out its results."""
@@ -79,20 +104,28 @@ class RequestRunner:
         if self._session.settings.debug:
             self.loop.scheduler.check()
 
-    def queue(self, requests: Sequence[Request]) -> None:
-        """Queue requests, which wait until the scheduler admits them."""
-        loop = self.loop
-        for request in requests:
-            self._stats.record_queued(request, loop.clock())
-            loop.scheduler.add(request)
+    def queue(self, request: Request, since: float) -> None:
+        """Queue a request, which waits until the scheduler admits it; it was sent at `since`."""
+        self._stats.record_queued(request, since)
+        self.loop.scheduler.add(request)
 
-    def queue_backlog(self, backlog: deque[Request]) -> None:
-        """Queue requests until `max_waiting` is reached."""
+    def queue_backlog(self, backlog: Iterator[Request], since: float) -> bool:
+        """Queue requests for the next step, up to `max_waiting`; return whether more may be left.
+
+        They were sent at `since`.
+        """
         scheduler = self.loop.scheduler
-        while backlog and scheduler.queue_error(1) is None:
-            request = backlog.popleft()
+        num_requests = num_tokens = 0
+        while num_requests < MIN_QUEUED or num_tokens < scheduler.max_num_batched_tokens:
+            if scheduler.queue_error(1) is not None:
+                break
+            if (request := next(backlog, None)) is None:
+                return False
             if request.finish_reason is None:
-                self.queue([request])
+                self.queue(request, since)
+                num_requests += 1
+                num_tokens += request.prompt_len
+        return True
 
     def abort(self, group: RequestGroup) -> list[Request]:
         """End the unfinished requests of a group, and return them."""

@@ -24,6 +24,7 @@ from .live_model.weights_version import WeightsVersion
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
+from .requests.request_builder import InvalidPrompt
 from .scheduling.loop import StepLoop
 from .settings import Settings
 
@@ -76,7 +77,8 @@ class ModelSession:
     def borrow(self, weights_check: WeightsCheck = "full") -> Iterator[list[Request]]:
         """Put the model into generation state; yield requests updated by steps that were awaited.
 
-        An exception inside drops the executor, and with it the requests that it runs.
+        An exception inside drops the executor, and with it the requests that it runs; but not one
+        that says that a caller's prompt is wrong.
         """
         full_check = weights_check == "full"
         modules = self._modules
@@ -98,6 +100,8 @@ class ModelSession:
                     stack.enter_context(self.executor.cast_weights.active())
                 stack.enter_context(self.executor.fused_ops.active(self._modules, may_differ))
                 yield updated
+        except InvalidPrompt:
+            raise
         except BaseException:
             self.executor = None
             raise

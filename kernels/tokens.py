@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import supports_pdl
-
 ARGMAX_BLOCK = 2048
 """Logits that a program of one warp searches; fastest on an H200 for 16 to 512 rows."""
 
@@ -30,14 +28,9 @@ def _first_max(value, token):
 
 
 @triton.jit
-def _chunk_max_kernel(
-    logits, maxima, tokens, vocab_size, stride, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
-):
+def _chunk_max_kernel(logits, maxima, tokens, vocab_size, stride, BLOCK: tl.constexpr):
     row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = index * BLOCK + tl.arange(0, BLOCK)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     value = tl.load(logits + row * stride + offs, mask=offs < vocab_size, other=float("-inf"))
     maximum, first = _first_max(value.to(tl.float32), offs)
     tl.store(maxima + row * tl.num_programs(1) + index, maximum)
@@ -48,13 +41,10 @@ def _chunk_max_kernel(
 def _row_max_kernel(
     maxima, tokens, out, num_chunks,
     rows, last_tokens, slot, host_tokens, host_width,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     mask = offs < num_chunks
     value = tl.load(maxima + row * num_chunks + offs, mask=mask, other=float("-inf"))
     token = tl.load(tokens + row * num_chunks + offs, mask=mask, other=1 << 30)
@@ -92,16 +82,14 @@ def _argmax(logits: Tensor, *targets: Tensor) -> Tensor:
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    use_pdl = supports_pdl(logits.device)
     if num_rows:
         _chunk_max_kernel[(num_rows, num_chunks)](
-            logits, maxima, tokens, vocab_size, logits.stride(0), ARGMAX_BLOCK, use_pdl,
-            num_warps=1, launch_pdl=use_pdl,
+            logits, maxima, tokens, vocab_size, logits.stride(0), ARGMAX_BLOCK, num_warps=1
         )  # fmt: skip
         _row_max_kernel[(num_rows,)](
             maxima, tokens, out, num_chunks, *(targets or (out, out, out, out)),
             targets[-1].shape[1] if targets else 0, triton.next_power_of_2(num_chunks),
-            bool(targets), use_pdl, num_warps=1, launch_pdl=use_pdl,
+            bool(targets), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -144,12 +132,9 @@ def fill_last_tokens(ids: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 @triton.jit
-def _embed_kernel(ids, weight, out, width, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+def _embed_kernel(ids, weight, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.load(ids + row)
     value = tl.load(weight + token * width + offs, mask=offs < width)
     tl.store(out + row * width + offs, value, mask=offs < width)
@@ -159,9 +144,7 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows [T, N] of an embedding table for ids [T]."""
     width = weight.shape[1]
     out = torch.empty(len(ids), width, dtype=weight.dtype, device=weight.device)
-    block, use_pdl = triton.next_power_of_2(width), supports_pdl(weight.device)
-    _embed_kernel[(len(ids),)](
-        ids, weight, out, width, block, use_pdl,
-        num_warps=max(1, min(8, block // 512)), launch_pdl=use_pdl,
-    )  # fmt: skip
+    block = triton.next_power_of_2(width)
+    num_warps = max(1, min(8, block // 512))
+    _embed_kernel[(len(ids),)](ids, weight, out, width, block, num_warps=num_warps)
     return out

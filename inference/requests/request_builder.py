@@ -1,13 +1,17 @@
 """Prompts to requests: validated, limited and seeded.
 
-A fault of the call (an unknown parameter, text without a tokenizer, a wrong type) raises before
-anything runs; a prompt that the model or its cache cannot take fails alone.
+    PromptSpec ─▶ EncodedPrompt ─▶ RequestGroup      one prompt at a time, while steps run
+
+A fault of the call (an unknown parameter, text without a tokenizer, a wrong type) raises; a prompt
+that the model or its cache cannot take fails alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from numbers import Integral, Real
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +28,10 @@ from .tokenization import Prompt, RequestError, TokenizerAdapter, prompt_hash
 Params = SamplingParams | Mapping[str, Any] | None
 
 
+class InvalidPrompt(ValueError):
+    """A fault of the call, found when one of its prompts was read."""
+
+
 class PromptSpec(NamedTuple):
     """A prompt with its own parameters, priority and seconds it may take."""
 
@@ -36,6 +44,10 @@ class PromptSpec(NamedTuple):
 class EncodedPrompt(NamedTuple):
     """A prompt as token ids, with what belongs to it; or the fault of this request alone."""
 
+    prompt_index: int
+    """Its position among the prompts of the call."""
+    group_id: int
+    """The numbers after it are those of its `n` requests."""
     token_ids: np.ndarray | None
     error: str | None
     params: SamplingParams
@@ -57,21 +69,30 @@ class RequestBuilder:
         self._limit_reason = limit_reason
         self._next_id = 0
 
-    def encode(self, specs: Sequence[PromptSpec]) -> list[EncodedPrompt]:
-        """Tokenize prompts and check their parameters; a fault of the call raises."""
+    def encode(self, specs: Sequence[PromptSpec]) -> Iterator[EncodedPrompt]:
+        """Check the parameters, then tokenize each prompt as it is asked for, in running order.
+
+        A prompt that is a fault of the call raises InvalidPrompt.
+        """
         self._tokenizer.check_batch([spec.prompt for spec in specs])
         checked = self._check_params({id(spec.params): spec.params for spec in specs})
-        encoded, vocab_size = [], self._tokenizer.vocab_size
-        for index, (prompt, params, priority, seconds) in enumerate(specs):
-            ids = error = None
+        ids = [*accumulate((1 + spec.params.n for spec in specs), initial=self._next_id)]
+        self._next_id, vocab_size = ids[-1], self._tokenizer.vocab_size
+
+        def encode_one(index: int) -> EncodedPrompt:
+            prompt, params, priority, seconds = specs[index]
+            tokens = error = None
             try:
-                ids = self._tokenizer.encode(prompt, vocab_size=vocab_size)
+                tokens = self._tokenizer.encode(prompt, vocab_size=vocab_size)
             except RequestError as fault:
                 error = str(fault)
             except ValueError as fault:
-                raise ValueError(f"prompt {index}: {fault}") from None
-            encoded.append(EncodedPrompt(ids, error, *checked[id(params)], priority, seconds))
-        return encoded
+                raise InvalidPrompt(f"prompt {index}: {fault}") from None
+            return EncodedPrompt(
+                index, ids[index], tokens, error, *checked[id(params)], priority, seconds
+            )
+
+        return map(encode_one, running_order(specs, self._max_model_len))
 
     def _check_params(
         self, distinct: Mapping[int, SamplingParams]
@@ -87,23 +108,21 @@ class RequestBuilder:
 
     def generation_requests(
         self,
-        prompts: Sequence[EncodedPrompt],
+        prompts: Iterable[EncodedPrompt],
         draws: Draws,
         now: float,
         cache_tokens: int,
         streaming: bool,
-    ) -> list[RequestGroup]:
-        """One group per prompt; cache_tokens: tokens that the KV cache holds."""
-        groups = []
-        for index, prompt in enumerate(prompts):
-            group = RequestGroup(self._new_id(), self._tokenizer, streaming)
+    ) -> Iterator[RequestGroup]:
+        """Yield a group per prompt; cache_tokens: tokens that the KV cache holds."""
+        for prompt in prompts:
+            group = RequestGroup(prompt.group_id, self._tokenizer, streaming)
             group.prompt_token_ids = prompt.token_ids
             try:
-                group.requests = self._samples(index, prompt, draws, now, cache_tokens, streaming)
+                group.requests = self._samples(prompt, draws, now, cache_tokens, streaming)
             except RequestError as error:
                 group.fail(str(error))
-            groups.append(group)
-        return groups
+            yield group
 
     def scoring_requests(
         self, jobs: Sequence[ScoreJob], expires: float, cache_tokens: int
@@ -133,7 +152,6 @@ class RequestBuilder:
 
     def _samples(
         self,
-        index: int,
         prompt: EncodedPrompt,
         draws: Draws,
         now: float,
@@ -148,13 +166,15 @@ class RequestBuilder:
         if params.is_greedy:
             seeds = [0] * params.n  # nothing is drawn
         elif params.seed is None:
-            seeds = [draws.seed(self._seed, index, sample) for sample in range(params.n)]
+            seeds = [
+                draws.seed(self._seed, prompt.prompt_index, sample) for sample in range(params.n)
+            ]
         else:  # fixed, wherever the prompt is
             key = prompt_hash(ids)
             seeds = [stream_seed(params.seed, key, sample) for sample in range(params.n)]
         return [
             Request(
-                id=self._new_id(),
+                id=request_id,
                 prompt_token_ids=ids,
                 max_len=max_len,
                 params=params,
@@ -165,7 +185,7 @@ class RequestBuilder:
                 score_from=None if params.prompt_logprobs is None else 1,
                 needs_host_check=streaming or bool(params.stop) or params.logprobs is not None,
             )
-            for seed in seeds
+            for request_id, seed in enumerate(seeds, prompt.group_id + 1)
         ]
 
     def _max_len(self, prompt_len: int, max_tokens: int, cache_tokens: int) -> int:
@@ -190,6 +210,23 @@ class RequestBuilder:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+
+def running_order(specs: Sequence[PromptSpec], max_model_len: int) -> list[int]:
+    """Return the order to run prompts in: those that may generate the most tokens first.
+
+    A request takes a step per token: prompts of the others run in steps that the longest need
+    anyway, and few steps at the end have few requests. Among equals the longest prompt is first;
+    that of a text is a guess, by its characters.
+    """
+
+    def sort_key(index: int) -> tuple[int, int, int]:
+        prompt, params, priority, _ = specs[index]
+        length = length_hint(prompt)
+        num_tokens = 0 if isinstance(prompt, str) else length
+        return priority, -min(params.max_tokens, max_model_len - num_tokens), -length
+
+    return sorted(range(len(specs)), key=sort_key)
 
 
 def broadcast_params(

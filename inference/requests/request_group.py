@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -133,16 +131,6 @@ class RequestGroup:
 
     def _prompt(self) -> list[int] | None:
         return None if self.prompt_token_ids is None else self.prompt_token_ids.tolist()
-
-
-def longest_first(groups: Iterable[RequestGroup]) -> deque[Request]:
-    """All requests, those that may generate the most tokens first, among equals the longest prompt.
-
-    A request takes a step per token: prompts of the others run in steps that the longest need
-    anyway, and few steps at the end have few requests.
-    """
-    requests = [request for group in groups for request in group.requests]
-    return deque(sorted(requests, key=lambda r: (r.prompt_len - r.max_len, -r.prompt_len)))
 
 
 def _context(request: Request) -> list[int]:

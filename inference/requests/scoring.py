@@ -101,6 +101,11 @@ def scoring_windows(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]
     return windows
 
 
+def longest_first(groups: Sequence[RequestGroup]) -> list[RequestGroup]:
+    """Groups in the order to run them: long ones do not fill the last steps alone."""
+    return sorted(groups, key=lambda group: -sum(r.prompt_len for r in group.requests))
+
+
 def to_score(group: RequestGroup) -> Score:
     """Sum the log-probabilities of a finished job."""
     if group.error is not None or not group.requests:
