@@ -118,7 +118,7 @@ class DataParallelEngine:
     def _in_lockstep(self, work: Work) -> Work:
         """If forwards gather parameters (FSDP2), make all ranks run every forward together."""
         model = self.engine._model
-        if world_size() == 1 or not gathers_parameters(model):
+        if world_size() == 1 or not gathers_parameters(model.modules()):
             return work
 
         def lockstep_work(indices: list[int]) -> list[Any]:

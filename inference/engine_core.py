@@ -90,7 +90,7 @@ def build_executor(
     graph_budget = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, key.kv_dtype.itemsize)
-        if settings.cuda_graphs and not gathers_parameters(model):
+        if settings.cuda_graphs and not gathers_parameters(key.modules):
             graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
         budget -= graph_budget
     cache = _build_cache(model, settings, key.kv_dtype, device, budget)

@@ -190,11 +190,13 @@ class ModelSession:
         assert self.executor is not None
         runner, cast_weights = self.executor.runner, self.executor.cast_weights
         # Ranks in lockstep vote before each forward, which a CUDA graph cannot contain.
-        runner.may_capture = not gathers_parameters(self._model)
+        runner.may_capture = not gathers_parameters(self._modules)
         recast = cast_weights is not None and cast_weights.refresh(self._modules)
         changed = self._on_any_rank(self._weights.refresh())
         if self._weights.moved or recast:
             runner.drop_graphs()
+        if changed or self._weights.moved or recast:
+            self.executor.fused_ops.drop_patches()
         if self._weights.forward_changed:  # graphs and fused kernels hold what forwards were
             runner.drop_graphs()
             self.executor.fused_ops = build_fused_ops(self._model, runner, self.settings)

@@ -78,9 +78,7 @@ class FusedDecoder:
         self._kept: KeptTokens | None = None
         """The tokens that the last layer computes; None: all."""
 
-    def __call__(
-        self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
-    ) -> None:
+    def __call__(self, modules: Sequence[nn.Module], patches: Patches) -> None:
         """Patch every layer; the original forwards stay in use for all other steps."""
         body: Any = getattr(modules[0], "model", None)
         assert body.rotary_emb.rope_type in _FIXED_ROPE_TYPES, "angles that depend on the length"

@@ -44,14 +44,12 @@ def without_fused_ops() -> Iterator[None]:
 class FusedOp(Protocol):
     """A kind of replacement; a call puts it on a model's modules, of which the model is the first.
 
-    `weights_changed`: the weights may have changed since it was last applied.
+    If it copies weights, `patches.refresh()` has to copy them again.
     """
 
     __name__: str
 
-    def __call__(
-        self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool, /
-    ) -> None: ...
+    def __call__(self, modules: Sequence[nn.Module], patches: Patches, /) -> None: ...
 
 
 def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> list[FusedOp]:
@@ -88,30 +86,38 @@ class FusedOps:
     def __init__(self, ops: list[FusedOp]):
         self._ops = ops
         self._patches: Patches | None = None
+        """Those of the last call, which fit until the weights change."""
+
+    def drop_patches(self) -> None:
+        """Build the patches again at the next call: the weights changed."""
+        self._patches = None
 
     @contextmanager
-    def active(self, modules: Sequence[nn.Module], weights_changed: bool = True) -> Iterator[None]:
-        """Apply the replacements inside; the model is the first of its modules."""
-        if weights_changed or self._patches is None or not self._patches.reapply():
+    def active(self, modules: Sequence[nn.Module], refresh: bool = True) -> Iterator[None]:
+        """Apply the replacements inside; the model is the first of its modules.
+
+        refresh: copy weights again that patches of an earlier call have copies of.
+        """
+        if self._patches is None or not self._patches.reapply():
             self._patches = None
-            with apply_ops(modules, self._ops, weights_changed) as self._patches:
+            with apply_ops(modules, self._ops) as self._patches:
                 yield
             return
         try:
+            if refresh:
+                self._patches.refresh()
             yield
         finally:
             self._patches.restore()
 
 
 @contextmanager
-def apply_ops(
-    modules: Sequence[nn.Module], ops: Sequence[FusedOp], weights_changed: bool = True
-) -> Iterator[Patches]:
+def apply_ops(modules: Sequence[nn.Module], ops: Sequence[FusedOp]) -> Iterator[Patches]:
     """Build the patches of each replacement and keep them in place inside."""
     patches = Patches()
     try:
         for op in ops:
-            op(modules, patches, weights_changed)
+            op(modules, patches)
         yield patches
     finally:
         patches.restore()
@@ -132,7 +138,7 @@ def _background_compilation(
     with apply_ops(modules, ()) as patches, record_missing() as missing:
         for op in ops:
             with suppress(Exception):  # verification reports it
-                op(modules, patches, True)
+                op(modules, patches)
         with suppress(Exception):
             _trial_logits(model, cache_like)
             # Another architecture may fail here: its kernels compile at first use.

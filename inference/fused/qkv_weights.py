@@ -1,7 +1,7 @@
 """Q, K and V by one matrix product: copies of their weights, stacked.
 
 Alone, each of the three products is too small to fill a device. The copies take a few percent of
-the model's memory and are refreshed whenever the engine enters the model; parameters are untouched.
+the model's memory and are refreshed at every call of the engine; parameters are untouched.
 
     x ─▶ [ Wq ; Wk ; Wv ] ─▶ q | k | v      q_proj computes all; k_proj and v_proj return theirs
 """
@@ -28,17 +28,15 @@ class QKVWeights:
         self._stacks: dict[int, _Stack] = {}
         self._stack_of: dict[nn.Module, _Stack] = {}
 
-    def __call__(
-        self, modules: Sequence[nn.Module], patches: Patches, weights_changed: bool
-    ) -> None:
-        """Replace the projections, after refreshing the copies if the weights changed."""
+    def __call__(self, modules: Sequence[nn.Module], patches: Patches) -> None:
+        """Copy the weights and replace the projections."""
         self._stack_of = {}
         for index, module in enumerate(modules):
             linears = _qkv_linears(module)
             if linears:
                 stack = self._stacks.setdefault(index, _Stack())
-                if weights_changed:
-                    stack.refresh(linears)
+                stack.refresh(linears)
+                patches.on_refresh(partial(stack.refresh, linears))
                 stack.patch(linears, patches)
                 self._stack_of[module] = stack
 

@@ -20,7 +20,7 @@ from ..live_model.patches import Patches
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 
-def norms(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool) -> None:
+def norms(modules: Sequence[nn.Module], patches: Patches) -> None:
     """Replace the forward of every RMSNorm."""
     from ...kernels import rms_norm
 
@@ -34,7 +34,7 @@ def norms(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool)
             patches.set(module, "forward", forward)
 
 
-def gated_mlps(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool) -> None:
+def gated_mlps(modules: Sequence[nn.Module], patches: Patches) -> None:
     """Replace the activation and product of every gated MLP."""
     from ...kernels import silu_mul
 
@@ -49,7 +49,7 @@ def gated_mlps(modules: Sequence[nn.Module], patches: Patches, weights_changed: 
         patches.set(module, "forward", forward)
 
 
-def rotary(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool) -> None:
+def rotary(modules: Sequence[nn.Module], patches: Patches) -> None:
     """Replace the rotary embedding in the forward of every attention that calls one.
 
     The modules get a copy of their forward with the fused function among its globals. Other models
@@ -91,7 +91,7 @@ def _is_neox_rotary(function: Any) -> bool:
     return True
 
 
-def residual_adds(modules: Sequence[nn.Module], patches: Patches, weights_changed: bool) -> None:
+def residual_adds(modules: Sequence[nn.Module], patches: Patches) -> None:
     """Defer each residual add to the next RMSNorm, whose kernel does it in the same pass.
 
     A layer returns the residual before its last add and keeps the pending delta; the norm that is

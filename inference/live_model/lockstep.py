@@ -13,12 +13,13 @@ group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...runtime import fsdp_hook_ids
@@ -26,9 +27,9 @@ from .borrow import borrow_model
 from .forward_state import OWN_HOOK
 
 
-def gathers_parameters(model: Any) -> bool:
-    """Return whether forwards of a model gather its parameters from other ranks."""
-    sharded: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+def gathers_parameters(modules: Iterable[nn.Module]) -> bool:
+    """Return whether forwards of a model's modules gather their parameters from other ranks."""
+    sharded: list[Any] = [m for m in modules if isinstance(m, FSDPModule)]
     return any(fsdp_hook_ids(m) & set(m._forward_pre_hooks) for m in sharded)
 
 

@@ -3,7 +3,7 @@
 An engine that runs one step at a time borrows and returns the model at every step. Its patches are
 the same each time, so they are remembered and applied again by plain dict writes.
 
-    set, set, set ──▶ restore ──▶ reapply ──▶ restore ──▶ reapply ──▶ …
+    set, set, set ──▶ restore ──▶ reapply, refresh ──▶ restore ──▶ reapply ──▶ …
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class _Patch:
 
 
 class Patches:
-    """Patched attributes of objects, and callbacks for when they are restored."""
+    """Patched attributes of objects, and callbacks for when they are restored or refreshed."""
 
     def __init__(self) -> None:
         self._patches: dict[tuple[int, str], _Patch] = {}
-        self._callbacks: list[Callable[[], None]] = []
+        self._on_restore: list[Callable[[], None]] = []
+        self._on_refresh: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of one object until `restore`.
@@ -50,7 +51,11 @@ class Patches:
 
     def on_restore(self, callback: Callable[[], None]) -> None:
         """Call a function at each `restore`."""
-        self._callbacks.append(callback)
+        self._on_restore.append(callback)
+
+    def on_refresh(self, callback: Callable[[], None]) -> None:
+        """Call a function at each `refresh`."""
+        self._on_refresh.append(callback)
 
     def restore(self) -> None:
         """Give every object its original attributes back."""
@@ -59,7 +64,12 @@ class Patches:
                 patch.attributes.pop(patch.name, None)
             else:
                 patch.attributes[patch.name] = patch.original
-        for callback in self._callbacks:
+        for callback in self._on_restore:
+            callback()
+
+    def refresh(self) -> None:
+        """Update what the patches hold copies of."""
+        for callback in self._on_refresh:
             callback()
 
     def reapply(self) -> bool:

@@ -219,14 +219,12 @@ def running_order(specs: Sequence[PromptSpec], max_model_len: int) -> list[int]:
     anyway, and few steps at the end have few requests. Among equals the longest prompt is first;
     that of a text is a guess, by its characters.
     """
-
-    def sort_key(index: int) -> tuple[int, int, int]:
-        prompt, params, priority, _ = specs[index]
+    keys = []
+    for prompt, params, priority, _ in specs:
         length = length_hint(prompt)
-        num_tokens = 0 if isinstance(prompt, str) else length
-        return priority, -min(params.max_tokens, max_model_len - num_tokens), -length
-
-    return sorted(range(len(specs)), key=sort_key)
+        num_left = max_model_len - (0 if isinstance(prompt, str) else length)
+        keys.append((priority, -min(params.max_tokens, num_left), -length))
+    return sorted(range(len(specs)), key=keys.__getitem__)
 
 
 def broadcast_params(

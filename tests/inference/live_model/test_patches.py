@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
+import torch
+from nopad.inference import Engine, SamplingParams
 from nopad.inference.fused.fused_ops import FusedOps
+from nopad.inference.fused.qkv_weights import QKVWeights
 from nopad.inference.live_model.patches import Patches
 from torch import nn
 
@@ -34,25 +40,74 @@ def test_what_someone_put_in_meanwhile_stays():
     assert module(3) == 6 and other(3) == 3
 
 
-def test_parts_are_put_in_anew_only_for_other_weights_or_a_changed_model():
-    module, calls = nn.Identity(), []
+def test_patches_are_built_again_only_after_they_were_dropped_or_replaced():
+    module, calls, refreshed = nn.Identity(), [], []
 
-    def op(modules, patches, stale):
-        calls.append(stale)
+    def op(modules, patches):
+        calls.append(1)
+        patches.on_refresh(lambda: refreshed.append(1))
         for each in modules:
             patches.set(each, "forward", lambda x: x + 1)
 
     fused = FusedOps([op])
-    for stale in (True, False, False):
-        with fused.active([module], stale):
+    for refresh in (True, False, True):
+        with fused.active([module], refresh):
             assert module(1) == 2
         assert module(1) == 1
-    assert calls == [True]
+    assert (calls, refreshed) == ([1], [1])
     module.forward = double
     with fused.active([module], False):
         assert module(3) == 6
-    assert calls == [True, False] and module(3) == 6
+    assert calls == [1, 1] and module(3) == 6
     del module.forward
-    with fused.active([module], True):
+    fused.drop_patches()
+    with fused.active([module], False):
         assert module(1) == 2
-    assert calls == [True, False, True]
+    assert (calls, refreshed) == ([1, 1, 1], [1])
+
+
+def test_a_refresh_that_fails_leaves_no_patch():
+    module = nn.Identity()
+
+    def op(modules, patches):
+        patches.set(module, "forward", lambda x: x + 1)
+        patches.on_refresh(lambda: 1 // 0)
+
+    fused = FusedOps([op])
+    with fused.active([module]):
+        pass
+    with pytest.raises(ZeroDivisionError), fused.active([module]):
+        pass
+    assert module(1) == 1
+
+
+def test_copies_of_weights_follow_writes_that_no_counter_shows(tiny):
+    model = copy.deepcopy(tiny("llama"))
+    attn, fused = model.model.layers[1].self_attn, FusedOps([QKVWeights()])
+    x = torch.ones(1, 1, attn.q_proj.in_features)
+    for _ in range(3):
+        want = [nn.functional.linear(x, p.weight) for p in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        with fused.active(list(model.modules())), torch.no_grad():
+            got = [p(x) for p in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        torch.testing.assert_close(got, want)
+        attn.k_proj.weight.data[3] += 1
+
+
+def test_an_engine_drops_patches_when_the_weights_change_or_move(tiny, monkeypatch):
+    model = copy.deepcopy(tiny("llama"))
+    engine, dropped = Engine(model, page_size=16), []
+    monkeypatch.setattr(FusedOps, "drop_patches", lambda _: dropped.append(1))
+    weight = model.model.norm.weight
+
+    def num_dropped() -> int:
+        dropped.clear()
+        engine.generate([[3, 4]], SamplingParams(temperature=0, max_tokens=2))
+        return len(dropped)
+
+    num_dropped()
+    assert num_dropped() == 0
+    with torch.no_grad():
+        weight.add_(1)
+    assert num_dropped() == 1 and num_dropped() == 0
+    weight.data = weight.data.clone()
+    assert num_dropped() == 1 and num_dropped() == 0
