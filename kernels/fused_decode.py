@@ -232,8 +232,9 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     """Return the tiles, or None where `write_qkv` and paged attention are faster.
 
     Measured on an H200 in whole steps: four programs per SM for up to 16 sequences, eight for more,
-    whose lengths differ and which shorter programs even out. The number of splits does not depend
-    on the lengths, as that of paged attention does, so a program could get very many keys.
+    whose lengths differ and which shorter programs even out, sixteen small ones where a sequence
+    would be one program. The number of splits does not depend on the lengths, as that of paged
+    attention does, so a program could get very many keys.
     """
     row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
     block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
@@ -243,5 +244,7 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     num_splits = 1 << (max(limit, 1).bit_length() - 1)
     if num_rows > MAX_FUSED_SEQS or max_length > _MAX_KEYS * num_splits:
         return None
+    if num_programs < 2 and row_bytes <= 128:
+        return DecodeTiles(64, 2, num_warps=2, num_stages=3)
     num_stages = 4 if row_bytes <= 128 else 3 if row_bytes <= 256 else 2
     return DecodeTiles(block_n, num_splits, num_warps=4, num_stages=num_stages)

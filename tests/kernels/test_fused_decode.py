@@ -126,6 +126,10 @@ def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
         tiles = fused_decode_tiles(keys, num_seqs, max_length)
         return None if tiles is None else tiles.max_splits
 
-    assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 1]
+    assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 2]
     assert splits(MAX_FUSED_SEQS + 1, 1024) is None
     assert (splits(64, 4096), splits(64, 8192), splits(128, 4096)) == (2, None, None)
+    small = fused_decode_tiles(keys, 128, 2048)
+    assert small is not None and (small.block_n, small.num_warps) == (64, 2)
+    large = fused_decode_tiles(torch.empty(1, 256, 8, 128, device="meta"), 128, 2048)
+    assert large is not None and large.max_splits == 1
