@@ -34,18 +34,18 @@ def attend_keys(
     acc = tl.zeros([q.shape[0], BLOCK_DV], tl.float32)
     m_i = tl.full([q.shape[0]], float("-inf"), tl.float32)
     l_i = tl.zeros([q.shape[0]], tl.float32)
-    page = _load_pages(page_table, start, unmasked_end, False, PAGE_SIZE, BLOCK_N)
+    page = load_pages(page_table, start, unmasked_end, False, PAGE_SIZE, BLOCK_N)
     for key in range(start, unmasked_end, BLOCK_N):
-        next_page = _load_pages(page_table, key + BLOCK_N, unmasked_end, False, PAGE_SIZE, BLOCK_N)
+        next_page = load_pages(page_table, key + BLOCK_N, unmasked_end, False, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = _attend_block(
             q, acc, m_i, l_i, last_key, key, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, softcap, window,
             False, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
         page = next_page
-    page = _load_pages(page_table, unmasked_end, end, True, PAGE_SIZE, BLOCK_N)
+    page = load_pages(page_table, unmasked_end, end, True, PAGE_SIZE, BLOCK_N)
     for key in range(unmasked_end, end, BLOCK_N):
-        next_page = _load_pages(page_table, key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
+        next_page = load_pages(page_table, key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = _attend_block(
             q, acc, m_i, l_i, last_key, key, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, softcap, window,
@@ -56,7 +56,7 @@ def attend_keys(
 
 
 @triton.jit
-def _load_pages(
+def load_pages(
     page_table, first_key, end, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the pages of keys [first_key, +BLOCK_N): a scalar if one holds all, else [BLOCK_N].

@@ -196,6 +196,8 @@ class DecodeTiles:
     num_stages: int
     max_registers: int | None = None
     """Most registers of a thread, which decides how many programs fit on an SM."""
+    pipelined: bool = False
+    """In `fused_decode`, loads of `num_stages` blocks are in flight; in `paged_decode` always."""
 
 
 def paged_attention_decode(

@@ -103,14 +103,16 @@ def test_queries_are_returned_and_keys_and_values_written(step, many, monkeypatc
     assert_same_pages(step)
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 2, 4])
-def test_one_kernel_computes_what_single_operations_compute(step, num_splits):
+def test_one_kernel_computes_what_single_operations_compute(step, num_splits, pipelined):
     pages, (heads, dim) = step.pages, step.queries.shape[1:]
     keys, values = pages.cache.layer(0)
     counters = torch.zeros(len(LENGTHS), keys.shape[2], dtype=torch.int32)
     out = fused_decode_attention(
         step.partials, step.transform, keys, values, pages.table, pages.lengths, pages.kv_slots,
-        heads, dim**-0.5, DecodeTiles(32, num_splits, 4, 2), counters, use_pdl=False,
+        heads, dim**-0.5, DecodeTiles(32, num_splits, 4, 2, pipelined=pipelined), counters,
+        use_pdl=False,
     )  # fmt: skip
     rows = [row for row in range(len(LENGTHS)) if row != SKIPPED]
     assert_close(out[rows], step.expected[rows], rtol=1e-4, atol=1e-5)
@@ -126,10 +128,10 @@ def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
         tiles = fused_decode_tiles(keys, num_seqs, max_length)
         return None if tiles is None else tiles.max_splits
 
-    assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 2]
+    assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 1]
     assert splits(MAX_FUSED_SEQS + 1, 1024) is None
     assert (splits(64, 4096), splits(64, 8192), splits(128, 4096)) == (2, None, None)
     small = fused_decode_tiles(keys, 128, 2048)
-    assert small is not None and (small.block_n, small.num_warps) == (64, 2)
+    assert small is not None and small.pipelined and small.block_n == 64
     large = fused_decode_tiles(torch.empty(1, 256, 8, 128, device="meta"), 128, 2048)
-    assert large is not None and large.max_splits == 1
+    assert large is not None and large.max_splits == 1 and not large.pipelined
