@@ -24,7 +24,7 @@ from .requests.draws import shared_draws
 from .requests.outputs import Completion, Score
 from .requests.request_builder import Params, broadcast_params
 from .requests.scoring import check_pairs
-from .requests.tokenization import Prompt
+from .requests.tokenization import Prompt, estimate_tokens
 
 Work = Callable[[list[int]], list[Any]]
 """From the indices of a rank's requests to their results."""
@@ -60,7 +60,7 @@ class DataParallelEngine:
         specs = broadcast_params(prompts, params, deadline=deadline)
         prompts = [spec.prompt for spec in specs]
         self.engine._tokenizer.check_batch(prompts)  # of a part, fewer rows may show the padding
-        costs = [_num_tokens(spec.prompt) + spec.params.max_tokens for spec in specs]
+        costs = [estimate_tokens(spec.prompt) + spec.params.max_tokens for spec in specs]
         draws = shared_draws()
 
         def work(indices: list[int]) -> list[Completion]:
@@ -90,7 +90,7 @@ class DataParallelEngine:
         """
         contexts, continuations = check_pairs(contexts, continuations)
         pairs = zip(contexts, continuations, strict=True)
-        costs = [_num_tokens(context) + _num_tokens(after) for context, after in pairs]
+        costs = [estimate_tokens(context) + estimate_tokens(after) for context, after in pairs]
 
         def work(indices: list[int]) -> list[Score]:
             own_contexts = [contexts[i] for i in indices]
@@ -178,17 +178,3 @@ def run_on_all_ranks(work: Work, shards: list[list[int]]) -> list[Any]:
         for index, result in zip(shard, results, strict=True)
     }
     return [by_index[i] for i in range(len(by_index))]
-
-
-def _num_tokens(prompt: Any) -> float:
-    """Estimated number of tokens: a quarter per character; 1 for anything without a length."""
-    if isinstance(prompt, str):
-        return len(prompt) / 4
-    if isinstance(prompt, Mapping):
-        return sum(_num_tokens(value) for value in prompt.values())
-    if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
-        return sum(_num_tokens(part) for part in prompt)
-    try:
-        return len(prompt)
-    except TypeError:
-        return 1

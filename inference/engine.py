@@ -153,8 +153,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; one Completion each, in the order of the prompts.
 
-        Prompts are tokenized while others run; one of a wrong type raises, and ends the call. Full
-        garbage collection is deferred until this returns.
+        Once the engine is built, prompts are tokenized while others run; one of a wrong type raises
+        and ends the call. Full garbage collection is deferred until this returns.
 
         Args:
             prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
@@ -174,7 +174,7 @@ class Engine:
             with self._runner.borrow_model():
                 self._runner.start_trace()
                 groups = self._build_requests(encoded, draws)
-                completions = self._runner.run_to_completion(groups, update)
+                completions = self._runner.run_to_completion(groups, update, paced=True)
                 return [completions[group_id] for group_id in sorted(completions)]
 
     @exclusive

@@ -2,7 +2,7 @@
 
 groups ─▶ queue ─▶ step, step, … ─▶ detokenize, stop ─▶ events of the call that submitted them
 
-Prompts are read and queued a few at a time, in the time that the device takes for a step.
+Prompts of `generate` are read and queued a few at a time, while the device runs a step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from .metrics.stats import Stats
 from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion
 from .requests.request import Request
+from .requests.request_builder import InvalidPrompt
 from .requests.request_group import RequestGroup
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 
 MIN_QUEUED = 64
-"""Requests queued before a step, if there are as many: a cached prefix may leave few tokens of
-each to run. Their prompts fill a step at least."""
+"""Requests whose prompts are read before a step, or more to fill it: a cached prefix may leave few
+tokens of each to run."""
 
 
 class RequestRunner:
@@ -62,32 +63,34 @@ class RequestRunner:
         self,
         groups: Iterable[RequestGroup],
         on_finished: Callable[[int], Any] = lambda num_finished: None,
+        paced: bool = False,
     ) -> dict[int, Completion]:
         """Run steps until all groups are done; return their completions by id.
 
-        A group is taken when it can be queued. If that raises, those before it are aborted.
+        paced: taking a group takes time, so take a few before every step. If one of them has an
+            invalid prompt, those before it are aborted.
         """
         events, active = EventQueue(), dict[int, RequestGroup]()
         backlog, start = self._requests(groups, events, active), self.loop.clock()
         completions: dict[int, Completion] = {}
-        while True:
-            try:
-                has_more = self.queue_backlog(backlog, start)
-            except BaseException:
-                for group in active.values():
-                    self.abort(group)
-                    self._outputs.remove(group)
-                raise
-            new = {e.request_id: e.completion for e in events if e.completion is not None}
-            events.clear()
-            if new:
-                completions |= new
-                for group_id in new:
-                    del active[group_id]
-                on_finished(len(new))
-            if not has_more and not active:
-                return completions
-            self.run_step()
+        try:
+            while True:
+                has_more = self.queue_backlog(backlog, start, paced)
+                new = {e.request_id: e.completion for e in events if e.completion is not None}
+                events.clear()
+                if new:
+                    completions |= new
+                    for group_id in new:
+                        del active[group_id]
+                    on_finished(len(new))
+                if not has_more and not active:
+                    return completions
+                self.run_step()
+        except InvalidPrompt:  # the executor stays, for requests of other callers
+            for group in active.values():
+                self.abort(group)
+                self._outputs.remove(group)
+            raise
 
     def _requests(
         self, groups: Iterable[RequestGroup], events: EventQueue, active: dict[int, RequestGroup]
@@ -109,15 +112,18 @@ class RequestRunner:
         self._stats.record_queued(request, since)
         self.loop.scheduler.add(request)
 
-    def queue_backlog(self, backlog: Iterator[Request], since: float) -> bool:
-        """Queue requests for the next step, up to `max_waiting`; return whether more may be left.
+    def queue_backlog(self, backlog: Iterator[Request], since: float, paced: bool = False) -> bool:
+        """Queue requests, up to `max_waiting`; return whether more may be left.
 
-        They were sent at `since`.
+        Args:
+            since: when they were sent.
+            paced: queue no more than the next step can use.
         """
         scheduler = self.loop.scheduler
         num_requests = num_tokens = 0
-        while num_requests < MIN_QUEUED or num_tokens < scheduler.max_num_batched_tokens:
-            if scheduler.queue_error(1) is not None:
+        while scheduler.queue_error(1) is None:
+            max_tokens = scheduler.max_num_batched_tokens
+            if paced and num_requests >= MIN_QUEUED and num_tokens >= max_tokens:
                 break
             if (request := next(backlog, None)) is None:
                 return False

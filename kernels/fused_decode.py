@@ -114,7 +114,6 @@ def _attend_pages(
     split_keys = tl.cdiv(tl.cdiv(num_cached, BLOCK_N), NUM_SPLITS) * BLOCK_N
     start = split * split_keys
     end = tl.minimum(start + split_keys, num_cached)
-    unmasked_end = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
     if PIPELINED:
         page = load_pages(page_table, start, end, True, PAGE_SIZE, BLOCK_N)
         for first_key in range(start, end, BLOCK_N):
@@ -125,6 +124,7 @@ def _attend_pages(
             )  # fmt: skip
             page = next_page
     else:
+        unmasked_end = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
         for first_key in range(start, unmasked_end, BLOCK_N):
             page = load_pages(page_table, first_key, end, False, PAGE_SIZE, BLOCK_N)
             acc, m_i, l_i = _attend_block(

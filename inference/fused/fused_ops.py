@@ -98,17 +98,18 @@ class FusedOps:
 
         refresh: copy weights again that patches of an earlier call have copies of.
         """
-        if self._patches is None or not self._patches.reapply():
+        patches = self._patches  # a call inside, from a progress callback, may replace it
+        if patches is None or not patches.reapply():
             self._patches = None
             with apply_ops(modules, self._ops) as self._patches:
                 yield
             return
         try:
             if refresh:
-                self._patches.refresh()
+                patches.refresh()
             yield
         finally:
-            self._patches.restore()
+            patches.restore()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from numbers import Integral, Real
-from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from .request_group import RequestGroup
 from .rng import stream_seed
 from .sampling_params import SamplingParams
 from .scoring import ScoreJob
-from .tokenization import Prompt, RequestError, TokenizerAdapter, prompt_hash
+from .tokenization import Prompt, RequestError, TokenizerAdapter, estimate_tokens, prompt_hash
 
 Params = SamplingParams | Mapping[str, Any] | None
 
@@ -88,6 +87,9 @@ class RequestBuilder:
                 error = str(fault)
             except ValueError as fault:
                 raise InvalidPrompt(f"prompt {index}: {fault}") from None
+            except Exception as fault:
+                name = type(fault).__name__
+                raise InvalidPrompt(f"prompt {index}: {name}: {fault}") from fault
             return EncodedPrompt(
                 index, ids[index], tokens, error, *checked[id(params)], priority, seconds
             )
@@ -213,17 +215,16 @@ class RequestBuilder:
 
 
 def running_order(specs: Sequence[PromptSpec], max_model_len: int) -> list[int]:
-    """Return the order to run prompts in: those that may generate the most tokens first.
+    """Return the order to run prompts in: by priority, then the most new tokens, then the longest.
 
     A request takes a step per token: prompts of the others run in steps that the longest need
-    anyway, and few steps at the end have few requests. Among equals the longest prompt is first;
-    that of a text is a guess, by its characters.
+    anyway, and few steps at the end have few requests.
     """
     keys = []
     for prompt, params, priority, _ in specs:
-        length = length_hint(prompt)
-        num_left = max_model_len - (0 if isinstance(prompt, str) else length)
-        keys.append((priority, -min(params.max_tokens, num_left), -length))
+        num_tokens = estimate_tokens(prompt)
+        num_left = max_model_len - num_tokens
+        keys.append((priority, -min(params.max_tokens, num_left), -num_tokens))
     return sorted(range(len(specs)), key=keys.__getitem__)
 
 

@@ -201,6 +201,20 @@ class TokenizerAdapter:
         )
 
 
+def estimate_tokens(prompt: Any) -> float:
+    """Estimated number of tokens: a quarter per character; 1 for anything without a length."""
+    if isinstance(prompt, str):
+        return len(prompt) / 4
+    if isinstance(prompt, Mapping):
+        return sum(estimate_tokens(value) for value in prompt.values())
+    if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
+        return sum(estimate_tokens(part) for part in prompt)
+    try:
+        return len(prompt)
+    except TypeError:
+        return 1
+
+
 def prompt_hash(token_ids: np.ndarray) -> int:
     """Hash of a prompt's tokens, the same in every process."""
     return int.from_bytes(hashlib.blake2b(token_ids.tobytes(), digest_size=8).digest(), "little")

@@ -11,7 +11,8 @@ from nopad.inference.scheduling.loop import StepLoop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [[3 + i % 90, 4, 5] for i in range(7 * MIN_QUEUED)]
-BAD = [*PROMPTS[:-1], [5, 0.5]]
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+OPTIONS = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "debug": True}
 
 
 class CountingTokenizer(FakeTokenizer):
@@ -26,8 +27,7 @@ class CountingTokenizer(FakeTokenizer):
 
 @pytest.fixture
 def engine(tiny):
-    options = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "debug": True}
-    return Engine(tiny("llama"), CountingTokenizer(bos_token_id=1, eos_token_id=0), **options)
+    return Engine(tiny("llama"), CountingTokenizer(bos_token_id=1, eos_token_id=0), **OPTIONS)
 
 
 def count_at_first_step(engine, monkeypatch, prompts) -> int:
@@ -52,28 +52,53 @@ def test_texts_are_tokenized_while_steps_run(engine, monkeypatch):
 
 
 def test_before_the_engine_is_built_all_prompts_are_read(engine, monkeypatch):
-    with pytest.raises(ValueError, match=f"prompt {len(BAD) - 1}: "):
-        engine.generate(BAD, GREEDY)
+    with pytest.raises(ValueError, match=f"prompt {len(PROMPTS)}: "):
+        engine.generate([*PROMPTS, [5, 0.5]], GREEDY)
     assert engine._executor is None
     assert count_at_first_step(engine, monkeypatch, ["ab"] * 200) == 200
 
 
 @pytest.mark.parametrize("keep_memory", [True, False])
-def test_a_fault_found_late_ends_its_call_alone(tiny, keep_memory):
-    options = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "debug": True}
-    engine = Engine(tiny("llama"), keep_memory=keep_memory, **options)
-    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    (want,), others = engine.generate([[7, 8, 9]], long), engine.generate(PROMPTS, GREEDY)
-    beside = engine.add_request([7, 8, 9], long)
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ([5, 0.5], "a prompt is a list; .* flat list of ids"),
+        ({"input_ids": 5}, "TypeError: "),
+        ({"input_ids": [[5]], "attention_mask": [1]}, "TypeError: "),
+    ],
+    ids=str,
+)
+def test_a_fault_found_late_ends_its_call_alone(tiny, keep_memory, bad, told):
+    engine = Engine(tiny("llama"), keep_memory=keep_memory, **OPTIONS)
+    (want,), others = engine.generate([[7, 8, 9]], LONG), engine.generate(PROMPTS, GREEDY)
+    beside = engine.add_request([7, 8, 9], LONG)
     executor, finished = engine._executor, []
-    with pytest.raises(ValueError, match=f"^prompt {len(BAD) - 1}: .* flat list of ids"):
-        engine.generate(BAD, GREEDY, progress=finished.append)
-    assert 0 < sum(finished) < len(BAD), "the fault was to be found late"
+    with pytest.raises(ValueError, match=f"^prompt {len(PROMPTS)}: {told}"):
+        engine.generate([*PROMPTS, bad], GREEDY, progress=finished.append)
+    assert 0 < sum(finished) < len(PROMPTS), "the fault was to be found late"
     assert engine._executor is executor
     events = [event for _ in range(60) for event in engine.step() if event.completion]
     assert [(e.request_id, e.completion) for e in events] == [(beside, want)]
     assert engine._executor is None or not engine._loop.busy
     assert engine.generate(PROMPTS, GREEDY) == others
+
+
+def test_a_fault_of_a_call_inside_another_ends_both(engine, tiny):
+    inner = Engine(tiny("llama"), **OPTIONS)
+    want = engine.generate(PROMPTS, GREEDY)
+    with pytest.raises(ValueError, match=r"^prompt 0: a prompt is a list"):
+        engine.generate(PROMPTS, GREEDY, progress=lambda _: inner.generate([[5, 0.5]], GREEDY))
+    assert not engine._outputs.has_requests()
+    assert engine.generate(PROMPTS, GREEDY) == want
+
+
+def test_a_stream_queues_what_is_tokenized_at_once(engine):
+    engine.generate(PROMPTS[:2], GREEDY)
+    stream = engine.stream(PROMPTS, GREEDY)
+    next(stream)
+    scheduler = engine._loop.scheduler
+    assert scheduler.num_waiting + len(scheduler.running) == len(PROMPTS)
+    stream.close()
 
 
 def test_latencies_begin_with_the_call(engine, monkeypatch):
@@ -90,3 +115,7 @@ def test_the_order_is_by_priority_then_new_tokens_then_length():
     specs = broadcast_params(prompts, params, priority=[0, 0, 0, 0, -1])
     assert running_order(specs, 1000) == [4, 3, 1, 2, 0]
     assert running_order(specs, 95) == [4, 1, 2, 0, 3]  # 90 tokens leave room for five
+    rows = {"input_ids": [[5], [6] * 50, [7] * 10], "attention_mask": [[1], [1] * 50, [1] * 10]}
+    assert running_order(broadcast_params(rows, {"max_tokens": 8}), 1000) == [1, 2, 0]
+    chats = [[{"role": "user", "content": "x" * n}] for n in (8, 80)]
+    assert running_order(broadcast_params(chats, {"max_tokens": 8}), 1000) == [1, 0]

@@ -103,15 +103,16 @@ def test_queries_are_returned_and_keys_and_values_written(step, many, monkeypatc
     assert_same_pages(step)
 
 
+@pytest.mark.parametrize("block_n", [16, 32])  # with one page per block, and several
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 2, 4])
-def test_one_kernel_computes_what_single_operations_compute(step, num_splits, pipelined):
+def test_one_kernel_computes_what_single_operations_compute(step, num_splits, pipelined, block_n):
     pages, (heads, dim) = step.pages, step.queries.shape[1:]
     keys, values = pages.cache.layer(0)
     counters = torch.zeros(len(LENGTHS), keys.shape[2], dtype=torch.int32)
     out = fused_decode_attention(
         step.partials, step.transform, keys, values, pages.table, pages.lengths, pages.kv_slots,
-        heads, dim**-0.5, DecodeTiles(32, num_splits, 4, 2, pipelined=pipelined), counters,
+        heads, dim**-0.5, DecodeTiles(block_n, num_splits, 4, 2, pipelined=pipelined), counters,
         use_pdl=False,
     )  # fmt: skip
     rows = [row for row in range(len(LENGTHS)) if row != SKIPPED]

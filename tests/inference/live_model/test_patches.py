@@ -66,6 +66,17 @@ def test_patches_are_built_again_only_after_they_were_dropped_or_replaced():
     assert (calls, refreshed) == ([1, 1, 1], [1])
 
 
+def test_a_call_inside_another_leaves_no_patch():
+    module = nn.Identity()
+    fused = FusedOps([lambda modules, patches: patches.set(module, "forward", lambda x: x + 1)])
+    for _ in range(2):
+        with fused.active([module]):
+            fused.drop_patches()
+            with fused.active([module]):
+                assert module(1) == 2
+        assert module(1) == 1 and "forward" not in vars(module)
+
+
 def test_a_refresh_that_fails_leaves_no_patch():
     module = nn.Identity()
 
