@@ -59,6 +59,8 @@ class ModelSession:
         self._modules: list[nn.Module] = list(model.modules())
         self._limits: dict[str, int] = {}
         """Limits that were set after construction, for this executor and later ones."""
+        self._num_borrows = 0
+        """Calls that are running, one inside the other."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
         """Result of `detect_autocast_dtype`, once it was called."""
 
@@ -87,6 +89,7 @@ class ModelSession:
         key = build_key(modules, self._cast_dtype())
         self._release_if_incompatible(key)  # if it raises, nothing has changed
         self._modules = modules
+        self._num_borrows += 1
         try:
             with ExitStack() as stack:
                 stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
@@ -106,6 +109,7 @@ class ModelSession:
             self.executor = None
             raise
         finally:
+            self._num_borrows -= 1
             self.release_if_idle()
 
     def is_current(self) -> bool:
@@ -114,8 +118,10 @@ class ModelSession:
         return self.executor is not None and self._weights.unchanged()
 
     def release_if_idle(self) -> None:
-        """Release everything if no request is left, unless keep_memory=True."""
-        if not self._keep_memory and self.executor is not None and not self._has_requests():
+        """Release everything if no call and no request is left, unless keep_memory=True."""
+        if self._keep_memory or self._num_borrows or self._has_requests():
+            return
+        if self.executor is not None:
             self.loop.drain()
             self.release()
 

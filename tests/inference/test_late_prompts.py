@@ -92,6 +92,19 @@ def test_a_fault_of_a_call_inside_another_ends_both(engine, tiny):
     assert engine.generate(PROMPTS, GREEDY) == want
 
 
+def test_a_call_inside_another_does_not_release_what_that_one_needs(tiny):
+    engine = Engine(tiny("llama"), keep_memory=False, max_waiting=4, **OPTIONS)
+    (inner,), want = engine.generate([[7, 8]], GREEDY), engine.generate(PROMPTS[:40], GREEDY)
+    assert engine._executor is None
+    seen = []
+
+    def on_progress(_):
+        seen.extend(engine.generate([[7, 8]], GREEDY))
+
+    assert engine.generate(PROMPTS[:40], GREEDY, progress=on_progress) == want
+    assert seen and all(each == inner for each in seen) and engine._executor is None
+
+
 def test_a_stream_queues_what_is_tokenized_at_once(engine):
     engine.generate(PROMPTS[:2], GREEDY)
     stream = engine.stream(PROMPTS, GREEDY)
