@@ -39,7 +39,7 @@ def _attention_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     USE_PDL: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PIPELINED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
@@ -77,7 +77,7 @@ def _attention_kernel(
     acc, m_i, l_i = _attend_pages(
         qk, acc, m_i, l_i, num_cached, split, page_table + row * page_table_stride,
         keys + kv_head * D, values + kv_head * D, slot_stride_k, slot_stride_v, scale,
-        D, BLOCK_D, NUM_SPLITS, PAGE_SIZE, BLOCK_N, PIPELINED, PRECISION,
+        D, BLOCK_D, NUM_SPLITS, PAGE_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     mask_out = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
@@ -105,49 +105,33 @@ def _attend_pages(
     qk, acc, m_i, l_i, num_cached, split, page_table, keys, values, slot_stride_k, slot_stride_v,
     scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PIPELINED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to this split of the cached keys, those before the new one.
 
-    PIPELINED: pages are looked up a block ahead, so that the loads of several blocks are in flight.
+    One loop, with pages looked up a block ahead, so that Triton keeps loads of blocks in flight.
     """
     split_keys = tl.cdiv(tl.cdiv(num_cached, BLOCK_N), NUM_SPLITS) * BLOCK_N
     start = split * split_keys
     end = tl.minimum(start + split_keys, num_cached)
-    if PIPELINED:
-        page = load_pages(page_table, start, end, True, PAGE_SIZE, BLOCK_N)
-        for first_key in range(start, end, BLOCK_N):
-            next_page = load_pages(page_table, first_key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
-            acc, m_i, l_i = _attend_block(
-                qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k,
-                slot_stride_v, scale, True, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
-            )  # fmt: skip
-            page = next_page
-    else:
-        unmasked_end = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
-        for first_key in range(start, unmasked_end, BLOCK_N):
-            page = load_pages(page_table, first_key, end, False, PAGE_SIZE, BLOCK_N)
-            acc, m_i, l_i = _attend_block(
-                qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k,
-                slot_stride_v, scale, False, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
-            )  # fmt: skip
-        for first_key in range(unmasked_end, end, BLOCK_N):
-            page = load_pages(page_table, first_key, end, True, PAGE_SIZE, BLOCK_N)
-            acc, m_i, l_i = _attend_block(
-                qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k,
-                slot_stride_v, scale, True, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
-            )  # fmt: skip
+    page = load_pages(page_table, start, end, True, PAGE_SIZE, BLOCK_N)
+    for first_key in range(start, end, BLOCK_N):
+        next_page = load_pages(page_table, first_key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
+        acc, m_i, l_i = _attend_block(
+            qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k, slot_stride_v,
+            scale, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        page = next_page
     return acc, m_i, l_i
 
 
 @triton.jit
 def _attend_block(
-    qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k, slot_stride_v,
-    scale,
-    MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k, slot_stride_v, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys [first_key, +BLOCK_N) in `page`; if MASKED, to none at or beyond `end`."""
+    """Attend to keys [first_key, +BLOCK_N) in `page`, but to none at or beyond `end`."""
     offs_n = first_key + tl.arange(0, BLOCK_N)
     mask_n = offs_n < end
     slot = page.to(tl.int64) * PAGE_SIZE
@@ -159,17 +143,10 @@ def _attend_block(
     k_ptr = keys + slot[None, :] * slot_stride_k + offs_d[:, None]
     v_ptr = values + slot[:, None] * slot_stride_v + offs_d[None, :]
     # Values past the end are masked, not only their weights: a page may hold a stale NaN.
-    if MASKED:
-        k = tl.load(k_ptr, mask=mask_n[None, :] & (offs_d < D)[:, None], other=0.0)
-        v = tl.load(v_ptr, mask=mask_n[:, None] & (offs_d < D)[None, :], other=0.0)
-    elif D == BLOCK_D:
-        k, v = tl.load(k_ptr), tl.load(v_ptr)
-    else:
-        k = tl.load(k_ptr, mask=(offs_d < D)[:, None], other=0.0)
-        v = tl.load(v_ptr, mask=(offs_d < D)[None, :], other=0.0)
+    k = tl.load(k_ptr, mask=mask_n[None, :] & (offs_d < D)[:, None], other=0.0)
+    v = tl.load(v_ptr, mask=mask_n[:, None] & (offs_d < D)[None, :], other=0.0)
     s = tl.dot(qk, k, input_precision=PRECISION)
-    if MASKED:
-        s = tl.where(mask_n[None, :], s, float("-inf"))
+    s = tl.where(mask_n[None, :], s, float("-inf"))
     return online_softmax(s, scale * 1.4426950408889634, v, acc, m_i, l_i, PRECISION)
 
 
@@ -233,8 +210,8 @@ def fused_decode_attention(
     _attention_kernel[(kv_heads, num_splits, num_rows)](
         *args, page_table, split_out, split_lse, split_counters, scale, page_table.stride(0),
         **constants, NUM_SPLITS=num_splits, PAGE_SIZE=page_size, BLOCK_N=tiles.block_n,
-        PIPELINED=tiles.pipelined, PRECISION=dot_precision(out), launch_pdl=use_pdl,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        PRECISION=dot_precision(out), launch_pdl=use_pdl, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
@@ -242,21 +219,21 @@ def fused_decode_attention(
 def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTiles | None:
     """Return the tiles, or None where `write_qkv` and paged attention are faster.
 
-    Measured on an H200 in whole steps: four programs per SM for up to 16 sequences, eight for more,
-    whose lengths differ and which shorter programs even out. The number of splits does not depend
-    on the lengths, as that of paged attention does, so a program could get very many keys. Programs
-    with a whole sequence of small heads have loads of several blocks in flight; for others the next
-    program on the SM does as well.
+    Measured on an H200 in whole steps. Splits: four programs per SM for up to 16 sequences, eight
+    for more, whose lengths differ and which shorter programs even out; their number does not depend
+    on the lengths, as that of paged attention does, so a program could get very many keys. Blocks:
+    16 KiB of keys, two in flight; half as large, with four in flight, in programs of two warps that
+    have a whole sequence. With heads of 128 a third block gains 4 to 9 % of steps of up to 16.
     """
     row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
-    block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
     programs_per_sm = 4 if num_rows <= 16 else 8
     num_programs = programs_per_sm * sm_count(keys.device) // (num_rows * keys.shape[2])
+    block_n = max(16, (16 << 10) // max(row_bytes, 128))
     limit = min(num_programs, 16, max_length // block_n)
     num_splits = 1 << (max(limit, 1).bit_length() - 1)
     if num_rows > MAX_FUSED_SEQS or max_length > _MAX_KEYS * num_splits:
         return None
-    if num_programs < 2 and row_bytes <= 128:
-        return DecodeTiles(64, 1, num_warps=2, num_stages=4, pipelined=True)
-    num_stages = 4 if row_bytes <= 128 else 3 if row_bytes <= 256 else 2
+    if num_programs < 2 and row_bytes <= 256:
+        return DecodeTiles(block_n // 2, 1, num_warps=2, num_stages=4)
+    num_stages = 3 if row_bytes == 256 and num_rows <= 16 else 2
     return DecodeTiles(block_n, num_splits, num_warps=4, num_stages=num_stages)

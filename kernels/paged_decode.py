@@ -109,11 +109,8 @@ def _decode_kernel(
         mask=mask_m[:, None] & (offs_dk < DK)[None, :], other=0.0,
     )  # fmt: skip
     last_key = tl.full([BLOCK_M], 0, tl.int32) + length - 1
-    unmasked_end = start
-    if not WINDOW:
-        unmasked_end = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
     acc, m_i, l_i = attend_keys(
-        q_tile, last_key, start, unmasked_end, end,
+        q_tile, last_key, start, start, end,  # one loop: a last block apart costs as much as masks
         page_table + seq.to(tl.int64) * page_table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
         slot_stride_k, slot_stride_v, scale, softcap, window,
@@ -196,8 +193,6 @@ class DecodeTiles:
     num_stages: int
     max_registers: int | None = None
     """Most registers of a thread, which decides how many programs fit on an SM."""
-    pipelined: bool = False
-    """In `fused_decode`, loads of `num_stages` blocks are in flight; in `paged_decode` always."""
 
 
 def paged_attention_decode(

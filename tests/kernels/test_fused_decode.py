@@ -104,16 +104,14 @@ def test_queries_are_returned_and_keys_and_values_written(step, many, monkeypatc
 
 
 @pytest.mark.parametrize("block_n", [16, 32])  # with one page per block, and several
-@pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 2, 4])
-def test_one_kernel_computes_what_single_operations_compute(step, num_splits, pipelined, block_n):
+def test_one_kernel_computes_what_single_operations_compute(step, num_splits, block_n):
     pages, (heads, dim) = step.pages, step.queries.shape[1:]
     keys, values = pages.cache.layer(0)
     counters = torch.zeros(len(LENGTHS), keys.shape[2], dtype=torch.int32)
     out = fused_decode_attention(
         step.partials, step.transform, keys, values, pages.table, pages.lengths, pages.kv_slots,
-        heads, dim**-0.5, DecodeTiles(block_n, num_splits, 4, 2, pipelined=pipelined), counters,
-        use_pdl=False,
+        heads, dim**-0.5, DecodeTiles(block_n, num_splits, 4, 2), counters, use_pdl=False,
     )  # fmt: skip
     rows = [row for row in range(len(LENGTHS)) if row != SKIPPED]
     assert_close(out[rows], step.expected[rows], rtol=1e-4, atol=1e-5)
@@ -132,7 +130,20 @@ def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
     assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 1]
     assert splits(MAX_FUSED_SEQS + 1, 1024) is None
     assert (splits(64, 4096), splits(64, 8192), splits(128, 4096)) == (2, None, None)
-    small = fused_decode_tiles(keys, 128, 2048)
-    assert small is not None and small.pipelined and small.block_n == 64
-    large = fused_decode_tiles(torch.empty(1, 256, 8, 128, device="meta"), 128, 2048)
-    assert large is not None and large.max_splits == 1 and not large.pipelined
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_seqs", "expected"),
+    [
+        (64, 128, DecodeTiles(64, 1, num_warps=2, num_stages=4)),
+        (64, 16, DecodeTiles(128, 4, num_warps=4, num_stages=2)),
+        (128, 128, DecodeTiles(32, 1, num_warps=2, num_stages=4)),
+        (128, 32, DecodeTiles(64, 4, num_warps=4, num_stages=2)),
+        (128, 16, DecodeTiles(64, 4, num_warps=4, num_stages=3)),
+        (256, 128, DecodeTiles(32, 1, num_warps=4, num_stages=2)),
+    ],
+)
+def test_blocks_hold_as_many_bytes_for_every_head_dim(dim, num_seqs, expected, monkeypatch):
+    monkeypatch.setattr("nopad.kernels.fused_decode.sm_count", lambda device: 132)
+    keys = torch.empty(1, 256, 8, dim, device="meta", dtype=torch.bfloat16)
+    assert fused_decode_tiles(keys, num_seqs, 2048) == expected
