@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -36,6 +36,8 @@ class Clients:
         self.engine = engine
         self.queue_lengths: list[tuple[float, int]] = []
         """Seconds since the start and requests that wait or run, a sample a second."""
+        self.ttft: list[float] = []
+        """Seconds to the first token, of each request."""
 
     def run(self, work: Workload, due: np.ndarray) -> dict[str, float]:
         """Submit each request when it is due; return seconds and the percentiles of latencies."""
@@ -61,18 +63,14 @@ class Clients:
             if not events and sent == done:
                 time.sleep(0.0002)
         assert [len(t) for t in times] == work.new
-        return {"seconds": time.perf_counter() - start, **latencies(times, due)}
+        seconds = time.perf_counter() - start
+        self.ttft = [t[0] - begin for t, begin in zip(times, due, strict=True)]
+        itl = np.concatenate([np.diff(t) for t in times])
+        return {"seconds": seconds, **percentiles("ttft", self.ttft), **percentiles("itl", itl)}
 
 
-def latencies(times: list[list[float]], due: np.ndarray) -> dict[str, float]:
-    """Return median and p99 of the time to the first token and between two tokens."""
-    between = np.concatenate([np.diff(t) for t in times])
-    first = [t[0] - begin for t, begin in zip(times, due, strict=True)]
-    return {
-        f"{name}_p{q}": float(np.percentile(values, q))
-        for name, values in (("ttft", first), ("itl", between))
-        for q in (50, 99)
-    }
+def percentiles(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    return {f"{name}_p{q}": float(np.percentile(values, q)) for q in (50, 99)}
 
 
 def run_rates(name: str, model) -> None:
@@ -118,11 +116,12 @@ def run_at_capacity(name: str, model, seconds: float = 60.0) -> None:
     many = workloads.lognormal(model.config.vocab_size, count, seed=1)
     due = np.random.default_rng(0).exponential(1 / rate, count).cumsum()
     result = clients.run(many, due)
-    lengths = [length for _, length in clients.queue_lengths]
-    thirds = [float(part.mean()) for part in np.array_split(lengths, 3) if len(part)]
+    in_flight = np.array_split([length for _, length in clients.queue_lengths], 3)
+    ttft = np.array_split(clients.ttft, 3)
     add_row(
         name, f"nopad, {rate:.0f} a second (90 % of capacity)", result.pop("seconds"),
-        many.new_tokens, in_flight_by_third=[round(each, 1) for each in thirds], **result,
+        many.new_tokens, in_flight_by_third=[round(float(part.mean()), 1) for part in in_flight],
+        ttft_p50_by_third=[round(float(np.median(part)), 5) for part in ttft], **result,
     )  # fmt: skip
     engine.release()
 

@@ -96,6 +96,7 @@ def compile_in_background(missing: list[MissingKernel], device: torch.device) ->
             leave=False,
             disable=rank() > 0 or not missing or None,  # None: only in a terminal
         ) as bar,
+        _binaries_only(),
         _CompilePool(device, bar) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
@@ -106,6 +107,14 @@ def compile_in_background(missing: list[MissingKernel], device: torch.device) ->
         yield
     if missing:
         log.info("%d kernels compiled after %.1f s", len(missing), perf_counter() - start)
+
+
+@contextmanager
+def _binaries_only() -> Iterator[None]:
+    """Cache kernels without the text of each stage, which Triton prints under Python's lock."""
+    with knobs.compilation.scope():
+        knobs.compilation.store_binary_only = True
+        yield
 
 
 class _CompilePool(ThreadPoolExecutor):

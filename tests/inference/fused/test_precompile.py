@@ -40,7 +40,8 @@ def test_kernels_are_handed_to_the_compilers_at_once_the_longest_first(monkeypat
     short, long = (SimpleNamespace(preload=handed.append, src="x" * n) for n in (1, 9))
     missing = [(short, "1"), (long, "2"), (short, "3")]
     with stage.compile_in_background(missing, torch.device("cpu")):
-        assert handed == ["2", "1", "3"]
+        assert handed == ["2", "1", "3"] and knobs.compilation.store_binary_only
+    assert not knobs.compilation.store_binary_only
 
 
 def test_nothing_is_left_changed_even_if_the_call_fails(monkeypatch):
