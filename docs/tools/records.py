@@ -113,7 +113,7 @@ def generation_table() -> str:
 
 def latency_table() -> str:
     """Requests that arrive one by one, beside vLLM: median and p99 in milliseconds."""
-    path, record = newest("generation-open-loop-h200")
+    path, record = newest("generation-vllm-h200")
     by_run = {run["who"]: run for run in record["results"] if run.get("workload") == "o"}
     rates = [who.removeprefix("nopad, ") for who in by_run if who.startswith("nopad")]
     rows = []

@@ -2,9 +2,9 @@
 
 A graph has a fixed shape (`graph_shape.py`). It also holds the attention kernels it was captured
 with, so every backend forced by name has its own graphs. Graphs are captured on first use; where
-latency matters, those of steps with prompts before the first step. They stay valid while the
-weights keep their addresses: an optimizer updates them in place. Once the graphs have used up their
-memory budget, a step runs in the next larger captured graph, or without one.
+latency matters, those of short requests before the first step. They stay valid while the weights
+keep their addresses: an optimizer updates them in place. Once the graphs have used up their memory
+budget, a step runs in the next larger captured graph, or without one.
 
     host ─one copy─▶ ids, positions, KV slots, lengths, page table ─▶ [ graph: model, argmax ]
 
@@ -160,7 +160,7 @@ class StepGraphs:
         )
 
     def capture_ahead(self, forward: Forward, max_num_tokens: int) -> None:
-        """Capture the graphs of steps with prompts, so that no request waits for one."""
+        """Capture the graphs of short requests, so that none waits for a capture."""
         shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens)
         off = rank() > 0 or None  # None: only in a terminal
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):

@@ -28,6 +28,8 @@ MIXED_TOKENS = (
 _MIXED_SEQS = (16, 64, 128, 256)
 _MIXED_WIDTH = 8
 """Columns of the page table in the smallest of them."""
+_DECODE_WIDTH = 4
+"""And in the smallest decode steps."""
 
 
 class GraphShape(NamedTuple):
@@ -78,7 +80,7 @@ def step_shape(step: Step) -> GraphShape | None:
     backend, num_pages = forced_paged_backend(), step.page_table.shape[1]
     if is_decode_only(step):
         size = capture_size(len(step.requests))
-        width = 4 << ((num_pages - 1) // 4).bit_length()
+        width = _DECODE_WIDTH << ((num_pages - 1) // _DECODE_WIDTH).bit_length()
         return GraphShape(backend, False, size, size, width)
     num_tokens = mixed_tokens(len(step.token_ids))
     num_seqs = mixed_seqs(max(len(step.requests), len(step.logits_indices)))
@@ -91,20 +93,31 @@ def step_shape(step: Step) -> GraphShape | None:
 
 
 def shapes_ahead(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
-    """Return the shapes of mixed steps of short requests, the largest first: it has all the memory.
+    """Return the shapes of steps of short requests: mixed ones, the largest first, then decodes.
+
+    The first has all the memory that mixed graphs share.
 
     >>> shapes = shapes_ahead(64, max_num_tokens=1000)
     >>> len(shapes), shapes[0]
-    (24, GraphShape(backend=None, mixed=True, num_tokens=1024, num_seqs=64, width=8))
+    (38, GraphShape(backend=None, mixed=True, num_tokens=1024, num_seqs=64, width=8))
+    >>> shapes[-1]
+    GraphShape(backend=None, mixed=False, num_tokens=1, num_seqs=1, width=4)
     """
+    backend, sizes = forced_paged_backend(), capture_sizes(max_num_seqs)
     most = mixed_tokens(max_num_tokens) or MIXED_TOKENS[-1]
-    all_seqs = {mixed_seqs(size) for size in capture_sizes(max_num_seqs)}
-    return [
-        GraphShape(forced_paged_backend(), True, num_tokens, num_seqs, _MIXED_WIDTH)
+    mixed = [
+        GraphShape(backend, True, num_tokens, num_seqs, _MIXED_WIDTH)
         for num_tokens in reversed(MIXED_TOKENS)
-        for num_seqs in sorted(all_seqs, reverse=True)
+        for num_seqs in sorted({mixed_seqs(size) for size in sizes}, reverse=True)
         if num_seqs <= num_tokens <= most
     ]
+    decodes = [
+        GraphShape(backend, False, size, size, width)
+        for size in reversed(sizes)
+        for width in (_MIXED_WIDTH, _DECODE_WIDTH)
+        if size <= _MIXED_SEQS[-1]
+    ]
+    return mixed + decodes
 
 
 def mixed_tokens(count: int) -> int | None:

@@ -93,7 +93,7 @@ def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limit
 
 
 def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
-    """The graphs of mixed steps are captured before the first step; later ones find theirs."""
+    """Graphs are captured before the first step; later steps find theirs."""
     params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * 12
     want = run_staggered(make_engine(False), params, 1)
     engine = make_engine(True)
@@ -102,10 +102,11 @@ def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
     runner._tokens_ahead = 48
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
     ahead = set(runner._graphs._captured)
-    assert len(ahead) == 12  # (8, 16, 24, 48) tokens of (2, 4, 8) requests
+    # (8, 16, 24, 48) tokens of (2, 4, 8) requests; (1, 2, 4, 8) decodes of up to 4 or 8 pages
+    assert len(ahead) == 12 + 8
     engine.reset_prefix_cache()
     assert run_staggered(engine, params, 1) == want
-    assert {shape for shape in runner._graphs._captured if shape.mixed} == ahead
+    assert {shape for shape in runner._graphs._captured if shape.num_seqs <= 8} == ahead
 
 
 def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
@@ -115,7 +116,7 @@ def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
     runner: Any = engine._executor.runner
     runner._tokens_ahead = 48
     engine.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1))
-    assert engine.stats.graph_steps == 0 and len(runner._graphs) == 12
+    assert engine.stats.graph_steps == 0 and len(runner._graphs) == 12 + 8
     runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)  # as for an adapter
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
     assert engine.stats.graph_steps == 1 and len(runner._graphs) == 1
