@@ -81,7 +81,7 @@ class Engine:
         max_waiting: requests that may be queued; None: any number.
         target_itl: seconds between two tokens of a request that prompts of others may not exceed:
             they run in chunks, as large as steps of that time were measured to hold, and the first
-            call captures the CUDA graphs of steps with prompts. None: throughput.
+            call captures the CUDA graphs of short requests. None: throughput.
         keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
         dtype: compute in this dtype, although the weights are wider; default: as autocast says.
         seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
