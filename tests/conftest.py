@@ -1,6 +1,7 @@
 """Shared by all tests: a plain `pytest` uses every core, helpers are found, GPU tests may skip.
 
-Helper modules live in `support/` folders and are imported by their bare names.
+Helper modules live in `support/` folders and are imported by their bare names. Without a GPU the
+Triton kernels are interpreted: TRITON_INTERPRET is read at their import.
 """
 
 import os
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path[:0] = [str(folder) for folder in sorted(Path(__file__).parent.rglob("support"))]
 
 
@@ -32,11 +36,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None:
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture

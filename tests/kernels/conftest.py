@@ -1,16 +1,11 @@
-"""Without a GPU the Triton kernels are interpreted: TRITON_INTERPRET is read at their import.
+"""Kernels interpreted or compiled.
 
-Tests of this folder that need interpreted kernels are skipped where these were imported as compiled
-ones: with a GPU, or by tests of another folder. `test_interpreted.py` then runs them in a child.
+Tests of this folder that need interpreted kernels are skipped where these are compiled ones, with a
+GPU. `test_interpreted.py` then runs them in a child.
 """
-
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def kernels_are_interpreted() -> bool:
