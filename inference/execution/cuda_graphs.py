@@ -164,7 +164,9 @@ class StepGraphs:
         shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens)
         off = rank() > 0 or None  # None: only in a terminal
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
-            if self._used_bytes >= self._byte_budget or not self._ensure(shape, forward):
+            # A quarter is for decodes of longer requests, captured when they come.
+            limit = self._byte_budget if shape.mixed else self._byte_budget * 3 // 4
+            if self._used_bytes >= limit or not self._ensure(shape, forward):
                 break
 
     def _ensure(self, shape: GraphShape, forward: Forward) -> bool:

@@ -95,13 +95,14 @@ def step_shape(step: Step) -> GraphShape | None:
 def shapes_ahead(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
     """Return the shapes of steps of short requests: mixed ones, the largest first, then decodes.
 
-    The first has all the memory that mixed graphs share.
+    The first has all the memory that mixed graphs share. Decode graphs share little: if memory is
+    short, it suffices for many small ones.
 
     >>> shapes = shapes_ahead(64, max_num_tokens=1000)
     >>> len(shapes), shapes[0]
     (38, GraphShape(backend=None, mixed=True, num_tokens=1024, num_seqs=64, width=8))
     >>> shapes[-1]
-    GraphShape(backend=None, mixed=False, num_tokens=1, num_seqs=1, width=4)
+    GraphShape(backend=None, mixed=False, num_tokens=64, num_seqs=64, width=8)
     """
     backend, sizes = forced_paged_backend(), capture_sizes(max_num_seqs)
     most = mixed_tokens(max_num_tokens) or MIXED_TOKENS[-1]
@@ -113,8 +114,8 @@ def shapes_ahead(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
     ]
     decodes = [
         GraphShape(backend, False, size, size, width)
-        for size in reversed(sizes)
-        for width in (_MIXED_WIDTH, _DECODE_WIDTH)
+        for size in sizes
+        for width in (_DECODE_WIDTH, _MIXED_WIDTH)
         if size <= _MIXED_SEQS[-1]
     ]
     return mixed + decodes

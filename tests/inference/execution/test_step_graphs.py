@@ -55,7 +55,7 @@ def make_engine(tiny, monkeypatch):
         if graphs:
             assert engine._executor is not None
             runner = engine._executor.runner
-            runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)
+            runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 4, 64)
             runner._graphs._by_kernels = by_kernels
         engine.reset_prefix_cache()
         engine.stats.reset()
@@ -120,6 +120,15 @@ def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
     runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)  # as for an adapter
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
     assert engine.stats.graph_steps == 1 and len(runner._graphs) == 1
+
+
+def test_captures_ahead_leave_memory_to_decodes_of_longer_requests(make_engine):
+    engine = make_engine(True)
+    assert engine._executor is not None
+    runner: Any = engine._executor.runner
+    runner._tokens_ahead, runner._graphs._used_bytes = 48, 3  # of 4
+    engine.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1))
+    assert len(runner._graphs) == 12 and all(shape.mixed for shape in runner._graphs._captured)
 
 
 def test_only_engines_with_a_target_latency_capture_ahead(tiny):
