@@ -222,8 +222,9 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     Measured on an H200 in whole steps. Splits: four programs per SM for up to 16 sequences, eight
     for more, whose lengths differ and which shorter programs even out; their number does not depend
     on the lengths, as that of paged attention does, so a program could get very many keys. Blocks:
-    16 KiB of keys, two in flight; half as large, with four in flight, in programs of two warps that
-    have a whole sequence. With heads of 128 a third block gains 4 to 9 % of steps of up to 16.
+    16 KiB of keys, two in flight; for heads of up to 128, half as large, with four in flight, in
+    programs of two warps that have a whole sequence. With heads of 128 a third block gains 4 to 9 %
+    of steps of up to 16.
     """
     row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
     programs_per_sm = 4 if num_rows <= 16 else 8

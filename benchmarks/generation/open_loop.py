@@ -70,6 +70,7 @@ class Clients:
 
 
 def percentiles(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Return median and p99."""
     return {f"{name}_p{q}": float(np.percentile(values, q)) for q in (50, 99)}
 
 

@@ -161,7 +161,8 @@ class StepGraphs:
 
     def capture_ahead(self, forward: Forward, max_num_tokens: int) -> None:
         """Capture the graphs of short requests, so that none waits for a capture."""
-        shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens)
+        max_pages = -(-self._max_model_len // self._cache.page_size)
+        shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens, max_pages)
         off = rank() > 0 or None  # None: only in a terminal
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
             # A quarter is for decodes of longer requests, captured when they come.

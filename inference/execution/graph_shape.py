@@ -80,8 +80,7 @@ def step_shape(step: Step) -> GraphShape | None:
     backend, num_pages = forced_paged_backend(), step.page_table.shape[1]
     if is_decode_only(step):
         size = capture_size(len(step.requests))
-        width = _DECODE_WIDTH << ((num_pages - 1) // _DECODE_WIDTH).bit_length()
-        return GraphShape(backend, False, size, size, width)
+        return GraphShape(backend, False, size, size, _decode_width(num_pages))
     num_tokens = mixed_tokens(len(step.token_ids))
     num_seqs = mixed_seqs(max(len(step.requests), len(step.logits_indices)))
     if num_tokens is None or num_seqs > num_tokens:
@@ -92,13 +91,13 @@ def step_shape(step: Step) -> GraphShape | None:
     return GraphShape(backend, True, num_tokens, num_seqs, width)
 
 
-def shapes_ahead(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
+def shapes_ahead(max_num_seqs: int, max_num_tokens: int, max_pages: int) -> list[GraphShape]:
     """Return the shapes of steps of short requests: mixed ones, the largest first, then decodes.
 
     The first has all the memory that mixed graphs share. Decode graphs share little: if memory is
-    short, it suffices for many small ones.
+    short, it suffices for many small ones. max_pages: those of the longest sequence.
 
-    >>> shapes = shapes_ahead(64, max_num_tokens=1000)
+    >>> shapes = shapes_ahead(64, max_num_tokens=1000, max_pages=32)
     >>> len(shapes), shapes[0]
     (38, GraphShape(backend=None, mixed=True, num_tokens=1024, num_seqs=64, width=8))
     >>> shapes[-1]
@@ -115,10 +114,14 @@ def shapes_ahead(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
     decodes = [
         GraphShape(backend, False, size, size, width)
         for size in sizes
-        for width in (_DECODE_WIDTH, _MIXED_WIDTH)
+        for width in sorted({_decode_width(1), _decode_width(min(max_pages, _MIXED_WIDTH))})
         if size <= _MIXED_SEQS[-1]
     ]
     return mixed + decodes
+
+
+def _decode_width(num_pages: int) -> int:
+    return _DECODE_WIDTH << ((num_pages - 1) // _DECODE_WIDTH).bit_length()
 
 
 def mixed_tokens(count: int) -> int | None:

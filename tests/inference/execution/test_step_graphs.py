@@ -102,8 +102,8 @@ def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
     runner._tokens_ahead = 48
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
     ahead = set(runner._graphs._captured)
-    # (8, 16, 24, 48) tokens of (2, 4, 8) requests; (1, 2, 4, 8) decodes of up to 4 or 8 pages
-    assert len(ahead) == 12 + 8
+    # (8, 16, 24, 48) tokens of (2, 4, 8) requests; (1, 2, 4, 8) decodes: a request has 4 pages
+    assert len(ahead) == 12 + 4
     engine.reset_prefix_cache()
     assert run_staggered(engine, params, 1) == want
     assert {shape for shape in runner._graphs._captured if shape.num_seqs <= 8} == ahead
@@ -116,7 +116,7 @@ def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
     runner: Any = engine._executor.runner
     runner._tokens_ahead = 48
     engine.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1))
-    assert engine.stats.graph_steps == 0 and len(runner._graphs) == 12 + 8
+    assert engine.stats.graph_steps == 0 and len(runner._graphs) == 12 + 4
     runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)  # as for an adapter
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
     assert engine.stats.graph_steps == 1 and len(runner._graphs) == 1
