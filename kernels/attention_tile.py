@@ -20,43 +20,31 @@ from torch import Tensor
 
 @triton.jit
 def attend_keys(
-    q, last_key, start, unmasked_end, end, page_table, keys, values, slot_stride_k, slot_stride_v,
-    scale, softcap, window,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, acc, m_i, l_i, last_key, start, end, page_table, keys, values,
+    slot_stride_k, slot_stride_v, scale, softcap, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend q [M, BLOCK_DK] to keys [start, end); row m sees keys up to last_key[m].
+    """Update the running sums by keys [start, end), which q [M, BLOCK_DK] attends to.
 
-    Every bound except `end` is a multiple of BLOCK_N. Every row sees all keys before
-    `unmasked_end`, so no mask is computed there. Keys at or beyond `end` are not read.
+    MASKED: row m sees keys up to last_key[m], or all rows up to last_key [1], which is before
+    `end`. Otherwise all rows see all keys, and `end`, like `start`, is a multiple of BLOCK_N.
     """
-    acc = tl.zeros([q.shape[0], BLOCK_DV], tl.float32)
-    m_i = tl.full([q.shape[0]], float("-inf"), tl.float32)
-    l_i = tl.zeros([q.shape[0]], tl.float32)
-    page = load_pages(page_table, start, unmasked_end, False, PAGE_SIZE, BLOCK_N)
-    for key in range(start, unmasked_end, BLOCK_N):
-        next_page = load_pages(page_table, key + BLOCK_N, unmasked_end, False, PAGE_SIZE, BLOCK_N)
+    page = _load_pages(page_table, start, end, MASKED, PAGE_SIZE, BLOCK_N)
+    for key in range(start, end, BLOCK_N):
+        next_page = _load_pages(page_table, key + BLOCK_N, end, MASKED, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = _attend_block(
             q, acc, m_i, l_i, last_key, key, end, page, keys, values,
             slot_stride_k, slot_stride_v, scale, softcap, window,
-            False, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        page = next_page
-    page = load_pages(page_table, unmasked_end, end, True, PAGE_SIZE, BLOCK_N)
-    for key in range(unmasked_end, end, BLOCK_N):
-        next_page = load_pages(page_table, key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
-        acc, m_i, l_i = _attend_block(
-            q, acc, m_i, l_i, last_key, key, end, page, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+            MASKED, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
         page = next_page
     return acc, m_i, l_i
 
 
 @triton.jit
-def load_pages(
+def _load_pages(
     page_table, first_key, end, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the pages of keys [first_key, +BLOCK_N): a scalar if one holds all, else [BLOCK_N].
@@ -77,22 +65,6 @@ def load_pages(
 
 
 @triton.jit
-def _offsets_in_page(first_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the offsets of keys [first_key, +BLOCK_N) in their pages as a sum: scalar + [BLOCK_N].
-
-    The vector is the same for every block where one of page and block size divides the other.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    if PAGE_SIZE % BLOCK_N == 0:
-        first, rest = first_key % PAGE_SIZE, offs_n
-    elif BLOCK_N % PAGE_SIZE == 0:
-        first, rest = 0, offs_n % PAGE_SIZE
-    else:
-        first, rest = 0, (first_key + offs_n) % PAGE_SIZE
-    return first, rest
-
-
-@triton.jit
 def _attend_block(
     q, acc, m_i, l_i, last_key, first_key, end, page, keys, values,
     slot_stride_k, slot_stride_v, scale, softcap, window,
@@ -103,19 +75,20 @@ def _attend_block(
     """Attend to keys [first_key, +BLOCK_N), which are in `page`."""
     LOG2E: tl.constexpr = 1.4426950408889634
     offs_n = tl.arange(0, BLOCK_N)
-    mask_n = offs_n < end - first_key
     offs_dk = tl.arange(0, BLOCK_DK)
     offs_dv = tl.arange(0, BLOCK_DV)
-    page = page.to(tl.int64)
-    first, rest = _offsets_in_page(first_key, PAGE_SIZE, BLOCK_N)
-    k_base = keys + (page * (PAGE_SIZE * slot_stride_k) + first * slot_stride_k)
-    v_base = values + (page * (PAGE_SIZE * slot_stride_v) + first * slot_stride_v)
-    if PAGE_SIZE % BLOCK_N != 0:
-        k_base, v_base = k_base[None, :], v_base[:, None]
-    k_ptr = k_base + (rest[None, :] * slot_stride_k + offs_dk[:, None])
-    v_ptr = v_base + (rest[:, None] * slot_stride_v + offs_dv[None, :])
+    slot = page.to(tl.int64) * PAGE_SIZE
+    if PAGE_SIZE % BLOCK_N == 0:  # one page holds the block: what is added does not change
+        slot += first_key % PAGE_SIZE
+        k_ptr = keys + slot * slot_stride_k + (offs_n[None, :] * slot_stride_k + offs_dk[:, None])
+        v_ptr = values + slot * slot_stride_v + (offs_n[:, None] * slot_stride_v + offs_dv[None, :])
+    else:
+        slot += (first_key + offs_n) % PAGE_SIZE
+        k_ptr = keys + slot[None, :] * slot_stride_k + offs_dk[:, None]
+        v_ptr = values + slot[:, None] * slot_stride_v + offs_dv[None, :]
     # Values past the end are masked, not only their weights: a page may hold a stale NaN.
     if MASKED:
+        mask_n = offs_n < end - first_key
         k = tl.load(k_ptr, mask=mask_n[None, :] & (offs_dk < DK)[:, None], other=0.0)
         v = tl.load(v_ptr, mask=mask_n[:, None] & (offs_dv < DV)[None, :], other=0.0)
     else:
@@ -134,16 +107,16 @@ def _attend_block(
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))
         scale2 = LOG2E
     if MASKED:
-        key = first_key + offs_n
-        visible = mask_n[None, :] & (key[None, :] <= last_key[:, None])
+        key = first_key + offs_n[None, :]
+        visible = key <= last_key[:, None]
         if WINDOW:
-            visible = visible & (key[None, :] > last_key[:, None] - window)
+            visible = visible & (key > last_key[:, None] - window)
         s = tl.where(visible, s, float("-inf"))
-    return online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION)
+    return _online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION)
 
 
 @triton.jit
-def online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION: tl.constexpr):
+def _online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION: tl.constexpr):
     """Update the running sums by values v [N, BLOCK_DV] with scores s [M, N].
 
     Scores times scale2, which is positive, are in base 2; multiplied here, in one operation with

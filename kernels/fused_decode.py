@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tile import dot_precision, load_pages, online_softmax, padded_dim
+from .attention_tile import attend_keys, dot_precision, padded_dim
 from .launch import sm_count
 from .paged_decode import DecodeTiles
 from .qkv_write import QKTransform, load_group, qkv_arguments, sum_split_k
@@ -74,10 +74,13 @@ def _attention_kernel(
             tl.store(k_ptr, key.to(dtype), mask=mask_d)
             tl.store(v_ptr, value.to(dtype), mask=mask_d)
 
-    acc, m_i, l_i = _attend_pages(
-        qk, acc, m_i, l_i, num_cached, split, page_table + row * page_table_stride,
-        keys + kv_head * D, values + kv_head * D, slot_stride_k, slot_stride_v, scale,
-        D, BLOCK_D, NUM_SPLITS, PAGE_SIZE, BLOCK_N, PRECISION,
+    split_keys = tl.cdiv(tl.cdiv(num_cached, BLOCK_N), NUM_SPLITS) * BLOCK_N
+    start = split * split_keys
+    acc, m_i, l_i = attend_keys(
+        qk, acc, m_i, l_i, tl.full([1], 0, tl.int32) + num_cached - 1,
+        start, tl.minimum(start + split_keys, num_cached), page_table + row * page_table_stride,
+        keys + kv_head * D, values + kv_head * D, slot_stride_k, slot_stride_v, scale, 1.0, 0,
+        True, False, False, PAGE_SIZE, D, D, BLOCK_D, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     mask_out = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
@@ -98,56 +101,6 @@ def _attention_kernel(
                 NUM_SPLITS, GROUP_SIZE, D, BLOCK_D, BLOCK_M,
             )  # fmt: skip
             tl.store(counter, 0)
-
-
-@triton.jit
-def _attend_pages(
-    qk, acc, m_i, l_i, num_cached, split, page_table, keys, values, slot_stride_k, slot_stride_v,
-    scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attend to this split of the cached keys, those before the new one.
-
-    One loop, with pages looked up a block ahead, so that Triton keeps loads of blocks in flight.
-    """
-    split_keys = tl.cdiv(tl.cdiv(num_cached, BLOCK_N), NUM_SPLITS) * BLOCK_N
-    start = split * split_keys
-    end = tl.minimum(start + split_keys, num_cached)
-    page = load_pages(page_table, start, end, True, PAGE_SIZE, BLOCK_N)
-    for first_key in range(start, end, BLOCK_N):
-        next_page = load_pages(page_table, first_key + BLOCK_N, end, True, PAGE_SIZE, BLOCK_N)
-        acc, m_i, l_i = _attend_block(
-            qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k, slot_stride_v,
-            scale, D, BLOCK_D, PAGE_SIZE, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        page = next_page
-    return acc, m_i, l_i
-
-
-@triton.jit
-def _attend_block(
-    qk, acc, m_i, l_i, first_key, end, page, keys, values, slot_stride_k, slot_stride_v, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attend to keys [first_key, +BLOCK_N) in `page`, but to none at or beyond `end`."""
-    offs_n = first_key + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < end
-    slot = page.to(tl.int64) * PAGE_SIZE
-    if PAGE_SIZE % BLOCK_N == 0:  # one page holds the block
-        slot += first_key % PAGE_SIZE + tl.arange(0, BLOCK_N)
-    else:
-        slot += offs_n % PAGE_SIZE
-    offs_d = tl.arange(0, BLOCK_D)
-    k_ptr = keys + slot[None, :] * slot_stride_k + offs_d[:, None]
-    v_ptr = values + slot[:, None] * slot_stride_v + offs_d[None, :]
-    # Values past the end are masked, not only their weights: a page may hold a stale NaN.
-    k = tl.load(k_ptr, mask=mask_n[None, :] & (offs_d < D)[:, None], other=0.0)
-    v = tl.load(v_ptr, mask=mask_n[:, None] & (offs_d < D)[None, :], other=0.0)
-    s = tl.dot(qk, k, input_precision=PRECISION)
-    s = tl.where(mask_n[None, :], s, float("-inf"))
-    return online_softmax(s, scale * 1.4426950408889634, v, acc, m_i, l_i, PRECISION)
 
 
 @triton.jit
@@ -211,7 +164,7 @@ def fused_decode_attention(
         *args, page_table, split_out, split_lse, split_counters, scale, page_table.stride(0),
         **constants, NUM_SPLITS=num_splits, PAGE_SIZE=page_size, BLOCK_N=tiles.block_n,
         PRECISION=dot_precision(out), launch_pdl=use_pdl, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
     )  # fmt: skip
     return out
 
@@ -224,7 +177,8 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     on the lengths, as that of paged attention does, so a program could get very many keys. Blocks:
     16 KiB of keys, two in flight; for heads of up to 128, half as large, with four in flight, in
     programs of two warps that have a whole sequence. With heads of 128 a third block gains 4 to 9 %
-    of steps of up to 16.
+    of steps of up to 16. Registers: few enough that four programs of four warps run on an SM, which
+    gains up to 4 % of a step; products in fp32 and wider heads would spill.
     """
     row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
     programs_per_sm = 4 if num_rows <= 16 else 8
@@ -237,4 +191,5 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     if num_programs < 2 and row_bytes <= 256:
         return DecodeTiles(block_n // 2, 1, num_warps=2, num_stages=4)
     num_stages = 3 if row_bytes == 256 and num_rows <= 16 else 2
-    return DecodeTiles(block_n, num_splits, num_warps=4, num_stages=num_stages)
+    max_registers = 128 if row_bytes <= 256 and keys.element_size() == 2 else None
+    return DecodeTiles(block_n, num_splits, 4, num_stages, max_registers)

@@ -108,13 +108,15 @@ def _decode_kernel(
         q + token.to(tl.int64) * q_stride_t + head[:, None] * q_stride_h + offs_dk[None, :],
         mask=mask_m[:, None] & (offs_dk < DK)[None, :], other=0.0,
     )  # fmt: skip
-    last_key = tl.full([BLOCK_M], 0, tl.int32) + length - 1
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     acc, m_i, l_i = attend_keys(
-        q_tile, last_key, start, start, end,  # one loop: a last block apart costs as much as masks
+        q_tile, acc, m_i, l_i, tl.full([1], 0, tl.int32) + length - 1, start, end,
         page_table + seq.to(tl.int64) * page_table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
         slot_stride_k, slot_stride_v, scale, softcap, window,
-        WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+        True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     mask_out = mask_m[:, None] & (offs_dv < DV)[None, :]

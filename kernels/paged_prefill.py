@@ -76,12 +76,22 @@ def _prefill_kernel(
     if WINDOW:
         key_start = tl.maximum(first_last_key - window + 1, 0) // BLOCK_N * BLOCK_N
         unmasked_end = key_start
+    table = page_table + seq.to(tl.int64) * page_table_stride
+    keys += kv_head * head_stride_k
+    values += kv_head * head_stride_v
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if not WINDOW:
+        acc, m_i, l_i = attend_keys(
+            q_tile, acc, m_i, l_i, last_key, key_start, unmasked_end, table, keys, values,
+            slot_stride_k, slot_stride_v, scale, softcap, window,
+            False, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+        )  # fmt: skip
     acc, m_i, l_i = attend_keys(
-        q_tile, last_key, key_start, unmasked_end, key_end,
-        page_table + seq.to(tl.int64) * page_table_stride,
-        keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
+        q_tile, acc, m_i, l_i, last_key, unmasked_end, key_end, table, keys, values,
         slot_stride_k, slot_stride_v, scale, softcap, window,
-        WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+        True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     sink = tl.zeros([BLOCK_M], tl.float32)

@@ -88,9 +88,16 @@ def decode_tiles(
 
 
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
-    """Return tall tiles for the tensor cores, as large as registers hold: spilling is slow."""
-    row_bytes = max(padded_dim(q.shape[2]), padded_dim(values.shape[-1])) * q.element_size()
+    """Return tall tiles for the tensor cores, as large as registers hold: spilling is slow.
+
+    In fp32, which they do not compute exactly, products need more registers.
+    """
+    dim = max(padded_dim(q.shape[2]), padded_dim(values.shape[-1]))
+    row_bytes = dim * q.element_size()
     group_size = q.shape[1] // keys.shape[2]
+    if q.dtype == torch.float32:
+        side = 32 if dim <= 128 else 16
+        return PrefillTiles(max(side, group_size), side, num_warps=4, num_stages=2)
     block_m = max(128 if row_bytes <= 128 else 64, group_size)
     if row_bytes <= 256:
         num_warps = 4 if block_m * row_bytes <= 16384 else 8

@@ -136,10 +136,10 @@ def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
     ("dim", "num_seqs", "expected"),
     [
         (64, 128, DecodeTiles(64, 1, num_warps=2, num_stages=4)),
-        (64, 16, DecodeTiles(128, 4, num_warps=4, num_stages=2)),
+        (64, 16, DecodeTiles(128, 4, 4, 2, max_registers=128)),
         (128, 128, DecodeTiles(32, 1, num_warps=2, num_stages=4)),
-        (128, 32, DecodeTiles(64, 4, num_warps=4, num_stages=2)),
-        (128, 16, DecodeTiles(64, 4, num_warps=4, num_stages=3)),
+        (128, 32, DecodeTiles(64, 4, 4, 2, max_registers=128)),
+        (128, 16, DecodeTiles(64, 4, 4, 3, max_registers=128)),
         (256, 128, DecodeTiles(32, 1, num_warps=4, num_stages=2)),
     ],
 )
