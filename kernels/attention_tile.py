@@ -1,4 +1,4 @@
-"""Attention of a tile of queries over the paged keys of one sequence; used by decode and prefill.
+"""Attention of a tile of queries over the paged keys of one sequence, in decode and prefill.
 
     pages   ▒▒▒▒ of the next block are looked up while
     block   ████ is computed, so that its loads can be issued blocks ahead
@@ -28,8 +28,9 @@ def attend_keys(
 ):  # fmt: skip
     """Update the running sums by keys [start, end), which q [M, BLOCK_DK] attends to.
 
-    MASKED: row m sees keys up to last_key[m], or all rows up to last_key [1], which is before
-    `end`. Otherwise all rows see all keys, and `end`, like `start`, is a multiple of BLOCK_N.
+    start, end: multiples of BLOCK_N; `end` need not be one if MASKED and no row sees later keys.
+    MASKED: row m sees keys up to last_key[m], all rows up to last_key if it is [1], and of these
+        only the last `window` if WINDOW. Otherwise all rows see all keys.
     """
     page = _load_pages(page_table, start, end, MASKED, PAGE_SIZE, BLOCK_N)
     for key in range(start, end, BLOCK_N):
@@ -78,7 +79,7 @@ def _attend_block(
     offs_dk = tl.arange(0, BLOCK_DK)
     offs_dv = tl.arange(0, BLOCK_DV)
     slot = page.to(tl.int64) * PAGE_SIZE
-    if PAGE_SIZE % BLOCK_N == 0:  # one page holds the block: what is added does not change
+    if PAGE_SIZE % BLOCK_N == 0:  # one page holds the block: the same offsets for every block
         slot += first_key % PAGE_SIZE
         k_ptr = keys + slot * slot_stride_k + (offs_n[None, :] * slot_stride_k + offs_dk[:, None])
         v_ptr = values + slot * slot_stride_v + (offs_n[:, None] * slot_stride_v + offs_dv[None, :])

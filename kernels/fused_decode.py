@@ -169,7 +169,9 @@ def fused_decode_attention(
     return out
 
 
-def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTiles | None:
+def fused_decode_tiles(
+    keys: Tensor, heads: int, num_rows: int, max_length: int
+) -> DecodeTiles | None:
     """Return the tiles, or None where `write_qkv` and paged attention are faster.
 
     Measured on an H200 in whole steps. Splits: four programs per SM for up to 16 sequences, eight
@@ -177,8 +179,9 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     on the lengths, as that of paged attention does, so a program could get very many keys. Blocks:
     16 KiB of keys, two in flight; for heads of up to 128, half as large, with four in flight, in
     programs of two warps that have a whole sequence. With heads of 128 a third block gains 4 to 9 %
-    of steps of up to 16. Registers: few enough that four programs of four warps run on an SM, which
-    gains up to 4 % of a step; products in fp32 and wider heads would spill.
+    of steps of up to 16. Registers: few enough for four programs of four warps on an SM, if their
+    blocks are no more than two: up to 4 % of a step. Products in fp32, wider heads and groups of 16
+    heads or more would spill.
     """
     row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
     programs_per_sm = 4 if num_rows <= 16 else 8
@@ -191,5 +194,6 @@ def fused_decode_tiles(keys: Tensor, num_rows: int, max_length: int) -> DecodeTi
     if num_programs < 2 and row_bytes <= 256:
         return DecodeTiles(block_n // 2, 1, num_warps=2, num_stages=4)
     num_stages = 3 if row_bytes == 256 and num_rows <= 16 else 2
-    max_registers = 128 if row_bytes <= 256 and keys.element_size() == 2 else None
+    is_small = row_bytes <= 256 and heads // keys.shape[2] < 16
+    max_registers = 128 if is_small and keys.element_size() == 2 else None
     return DecodeTiles(block_n, num_splits, 4, num_stages, max_registers)

@@ -71,25 +71,23 @@ def _prefill_kernel(
     last_key = length - num_queries + query
     first_last_key = length - num_queries + first_query
     key_end = tl.minimum(first_last_key + TILE_QUERIES, length)
-    key_start = 0
-    unmasked_end = (first_last_key + 1) // BLOCK_N * BLOCK_N
-    if WINDOW:
-        key_start = tl.maximum(first_last_key - window + 1, 0) // BLOCK_N * BLOCK_N
-        unmasked_end = key_start
     table = page_table + seq.to(tl.int64) * page_table_stride
     keys += kv_head * head_stride_k
     values += kv_head * head_stride_v
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    if not WINDOW:
+    if WINDOW:
+        masked_start = tl.maximum(first_last_key - window + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        masked_start = (first_last_key + 1) // BLOCK_N * BLOCK_N
         acc, m_i, l_i = attend_keys(
-            q_tile, acc, m_i, l_i, last_key, key_start, unmasked_end, table, keys, values,
+            q_tile, acc, m_i, l_i, last_key, 0, masked_start, table, keys, values,
             slot_stride_k, slot_stride_v, scale, softcap, window,
             False, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i = attend_keys(
-        q_tile, acc, m_i, l_i, last_key, unmasked_end, key_end, table, keys, values,
+        q_tile, acc, m_i, l_i, last_key, masked_start, key_end, table, keys, values,
         slot_stride_k, slot_stride_v, scale, softcap, window,
         True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip

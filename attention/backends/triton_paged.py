@@ -90,7 +90,7 @@ def decode_tiles(
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
     """Return tall tiles for the tensor cores, as large as registers hold: spilling is slow.
 
-    In fp32, which they do not compute exactly, products need more registers.
+    Products in fp32 do not run on them and need more registers: tiles are small and square there.
     """
     dim = max(padded_dim(q.shape[2]), padded_dim(values.shape[-1]))
     row_bytes = dim * q.element_size()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from record import header, write_record
 
-_VLLM_KEYS = ("spread", "startup_seconds", "settings", "given", "versions")
+_VLLM_KEYS = ("spread", "all_seconds", "startup_seconds", "settings", "given", "versions")
 _results: list[dict] = []
 _file: Path | None = None
 _discarding = False

@@ -194,7 +194,7 @@ class FusedDecoder:
         cache = keys, values
         tiles = None
         if varlen.max_length == 1 and _by_own_kernels(keys, heads):
-            tiles = fused_decode_tiles(keys, num_rows, pages.max_length)
+            tiles = fused_decode_tiles(keys, heads, num_rows, pages.max_length)
         if tiles is None:
             token_lengths = self._token_lengths
             assert token_lengths is not None

@@ -124,7 +124,7 @@ def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
     keys = torch.empty(1, 256, 8, 64, device="meta", dtype=torch.bfloat16)
 
     def splits(num_seqs: int, max_length: int) -> int | None:
-        tiles = fused_decode_tiles(keys, num_seqs, max_length)
+        tiles = fused_decode_tiles(keys, 32, num_seqs, max_length)
         return None if tiles is None else tiles.max_splits
 
     assert [splits(n, 2048) for n in (1, 4, 8, 16, 32, 64, 128)] == [16, 16, 8, 4, 4, 2, 1]
@@ -146,4 +146,15 @@ def test_one_kernel_is_for_few_sequences_and_programs_of_few_keys(monkeypatch):
 def test_blocks_hold_as_many_bytes_for_every_head_dim(dim, num_seqs, expected, monkeypatch):
     monkeypatch.setattr("nopad.kernels.fused_decode.sm_count", lambda device: 132)
     keys = torch.empty(1, 256, 8, dim, device="meta", dtype=torch.bfloat16)
-    assert fused_decode_tiles(keys, num_seqs, 2048) == expected
+    assert fused_decode_tiles(keys, 32, num_seqs, 2048) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "expected"),
+    [(32, torch.float16, 128), (128, torch.float16, None), (32, torch.float32, None)],
+)
+def test_registers_are_limited_where_none_spill(heads, dtype, expected, monkeypatch):
+    monkeypatch.setattr("nopad.kernels.fused_decode.sm_count", lambda device: 132)
+    keys = torch.empty(1, 256, 8, 64, device="meta", dtype=dtype)
+    tiles = fused_decode_tiles(keys, heads, 16, 2048)
+    assert tiles is not None and tiles.max_registers == expected

@@ -125,7 +125,7 @@ def test_attention_of_every_captured_step_is_compiled_before_the_first(
 
     def kernels(num_seqs: int, num_pages: int, fused: bool = True) -> tuple:
         """One kernel is compiled for its tiles alone, the others for blocks of their launch."""
-        tiles = fused_decode_tiles(keys, num_seqs, num_pages * 256) if fused else None
+        tiles = fused_decode_tiles(keys, q.shape[1], num_seqs, num_pages * 256) if fused else None
         if tiles is not None:
             return "fused", tiles
         paged = decode_tiles(q, keys, keys, num_seqs, num_pages * 256)
