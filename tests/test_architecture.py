@@ -88,7 +88,6 @@ LAYERS = {
         {"pretrain", "pretrain_lightning", "train_hf", "sft", "evaluate_checkpoint"}, {"support"},
     ],
 }  # fmt: skip
-MOST_FILES, MOST_LINES = 15, 400
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -219,12 +218,10 @@ def test_no_file_imports_itself_in_a_circle():
         visit(file, ())
 
 
-def test_every_folder_has_a_face_and_few_files():
+def test_every_folder_has_a_face():
     wrong = []
     for folder in sorted({path.parent for path in sources(*ROOMS, "benchmarks", "tests")}):
-        files, name = len(list(folder.glob("*.py"))), place(folder)
-        if files > MOST_FILES:
-            wrong.append(f"{name} has {files} files")
+        name = place(folder)
         if name.split("/")[0] not in ("benchmarks", "tests"):
             doc = ast.get_docstring(parsed(folder / "__init__.py"))
             if not doc or not doc.splitlines()[0].endswith("."):
@@ -258,12 +255,9 @@ def test_the_package_list_equals_the_tree():
     assert all((ROOT / folder / "__init__.py").exists() for folder in folders)
 
 
-def test_files_and_functions_stay_short():
+def test_functions_stay_short():
     long = []
     for path in sources(*ROOMS, "benchmarks"):
-        text = path.read_text()
-        if len(text.splitlines()) > MOST_LINES:
-            long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 lines = node.end_lineno - node.lineno + 1
