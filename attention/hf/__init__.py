@@ -4,6 +4,13 @@ from .check_rows import check_rows, landmark_lengths
 from .forward_context import current_varlen, forward_context
 from .interface import register
 from .layer_check import check_every_layer, record_call
+from .leak_check import (
+    embeddings_replaced,
+    leaked_gradient,
+    logits_at,
+    probe_places,
+    zero_weights_filled,
+)
 from .mask_patch import (
     ATTN_IMPLEMENTATION,
     document_mask,
@@ -16,6 +23,7 @@ from .model_support import (
     drops_kwargs,
     eval_mode,
     layer_shapes,
+    module_mode,
     nopad_attention,
     step_context,
     unsupported_reason,
@@ -48,15 +56,20 @@ __all__ = [
     "current_varlen",
     "document_mask",
     "drops_kwargs",
+    "embeddings_replaced",
     "eval_mode",
     "forward_context",
     "frozen_rotary",
     "install_mask_patch",
     "landmark_lengths",
     "layer_shapes",
+    "leaked_gradient",
+    "logits_at",
     "mask_patch_installed",
+    "module_mode",
     "nopad_attention",
     "packed_batch",
+    "probe_places",
     "random_documents",
     "record_call",
     "register",
@@ -65,4 +78,5 @@ __all__ = [
     "step_context",
     "uninstall_mask_patch",
     "unsupported_reason",
+    "zero_weights_filled",
 ]

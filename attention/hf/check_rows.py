@@ -1,5 +1,9 @@
 """Rows of samples that show whether packing changes what a model computes.
 
+The first row is about as long as the budget: it takes the attention kernels of training, and shows
+a capacity or a change of behaviour that no config names. Another one is short, as a last pack may
+be.
+
 A chunk, a window, a number of selected keys or an original context only matters to rows and samples
 that exceed it. Each such length that a model names gets a row in which a sample lies across it, and
 one with a sample that is longer.
@@ -30,11 +34,15 @@ def check_rows(
 
     >>> config = type("Config", (), {"sliding_window": 64})
     >>> check_rows(config, budget=128, longest=128)
-    {0: [[6, 9, 5]], 64: [[61, 9, 5], [6, 80, 9]]}
+    {0: [[64, 9, 32, 5, 10], [6, 9, 5]], 64: [[61, 9, 5], [6, 80, 9]]}
     """
     max_samples, longest = max_samples or budget, min(longest, budget)
     first, second, third = (max(1, min(n, longest, budget // 3)) for n in SHORT_ROW)
-    rows = {0: [[first, second, third][:max_samples]]}
+    long_row = [
+        *_pieces(budget // 2, longest), second, *_pieces(budget // 4, longest), third,
+        *_pieces(budget // 12, longest),
+    ]  # fmt: skip
+    rows = {0: [row[:max_samples] for row in (_cut(long_row, budget), [first, second, third])]}
     for length in landmark_lengths(config):
         if length < budget:
             across = [*_pieces(length - 3, longest), second, third]

@@ -14,6 +14,7 @@ from torch import nn
 from ..varlen import Varlen
 from .forward_context import forward_context
 from .layer_check import CallLog, recording
+from .leak_check import as_leaf, embeddings_replaced, token_gradients
 from .mask_patch import ATTN_IMPLEMENTATION
 from .model_types import (
     KEEPS_STATE,
@@ -128,19 +129,31 @@ def keeps_state(model: Any) -> bool:
     """
     ids = torch.arange(3, 3 + 2 * _PROBE_TOKENS) % model.config.get_text_config().vocab_size
     first, second = ids.view(2, -1)
-    with recording(silent=True):
+    with recording(silent=True), torch.no_grad():
         before, after = (
             _forward_as_nopad(model, torch.cat([start, second])) for start in (first, second)
         )
     moved = (before - after)[_PROBE_TOKENS:].abs().max() / before.abs().max()
-    dtypes = {before.dtype, *(weight.dtype for weight in model.parameters())}
-    # Other tokens change how experts group theirs and how activations are quantized, so rounding.
-    return bool(moved > (1e-4 if dtypes == {torch.float32} else 2e-2))
+    if not moved:
+        return False
+    # Other tokens also change how experts group theirs, so rounding: a gradient is exact.
+    try:
+        with recording(silent=True), torch.inference_mode(False):
+            return _gradient_reaches_back(model, ids)
+    except RuntimeError:  # some quantized weights have no backward
+        return bool(moved > 2e-2)
+
+
+def _gradient_reaches_back(model: Any, ids: torch.Tensor) -> bool:
+    with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
+        logits = _forward_as_nopad(model, ids)
+    by_token = token_gradients(logits, embedded, torch.arange(len(ids)) >= _PROBE_TOKENS)
+    return bool(by_token[:_PROBE_TOKENS].any())
 
 
 def _probe(model: Any) -> CallLog:
     """Run one dummy token, record the calls, and remember whether its keyword reached them."""
-    with recording() as log:
+    with recording() as log, torch.no_grad():
         _forward_as_nopad(model, torch.zeros(1, dtype=torch.int64))
     _drops_kwargs[model] = any(source != "call" for _, source, _ in log.calls)
     return log
@@ -154,7 +167,6 @@ def _forward_as_nopad(model: Any, ids: torch.Tensor) -> torch.Tensor:
         eval_mode(model),
         nopad_attention(modules),
         frozen_rotary(modules),
-        torch.no_grad(),
         torch.compiler.set_stance("force_eager"),  # compiled graphs record nothing
     ):
         output = model(
@@ -191,8 +203,15 @@ def nopad_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in evaluation mode, and back into the mode it was in."""
+    with module_mode(model, training=False):
+        yield
+
+
+@contextmanager
+def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put every module in training or evaluation mode, and back into the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:

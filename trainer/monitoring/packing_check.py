@@ -1,27 +1,41 @@
 """Does packing change what a model computes? Rows of random samples, packed and one by one.
 
-    leak         the first sample is changed: the logits of the others may not move at all
+    leak         no gradient of a sample's logits reaches another sample: exactly none
     difference   the logits of a packed sample are those of the sample alone, but for rounding
 
-The rows exceed every length that the model names and the budget exceeds (`check_rows`). Each is run
-once and its samples once, without gradients: about the cost of one training step per length.
+Rows are run as in training: with gradients, in training mode, by the attention kernels and layers
+that train, compiled layers included. The rows exceed every length that the model names and the
+budget exceeds (`check_rows`).
 """
 
 from __future__ import annotations
 
-from inspect import signature
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.hf import check_rows, document_mask, eval_mode
+from ...attention.hf import (
+    check_rows,
+    embeddings_replaced,
+    eval_mode,
+    leaked_gradient,
+    logits_at,
+    module_mode,
+    probe_places,
+)
 from ...collators import PackedCollator
 from ...packing import Pack, Sample
+from ...runtime import preserve_rng, rng_states
 
-_EDGES = 4, 8
-"""Tokens at the start and the end of each sample whose logits are compared."""
+_NOISES = 4
+"""How much more than the model's own rounding packed samples may differ from samples alone."""
+_DRAWS = 8
+"""Rows of random samples that must all show a difference."""
+_START, _FEW = 4, 8
+"""Tokens that start a sample; a sample with fewer tokens than `_FEW` has no median of its own."""
 
 
 def measure_leak(
@@ -29,53 +43,123 @@ def measure_leak(
     collator: Any = None,
     mask_documents: bool = False,
     lengths: list[int] | None = None,
+    budget: int | None = None,
 ) -> float:
-    """Change the first of several packed samples; return how far the others' logits move.
-
-    The result is relative to the largest logit; correct packing gives 0.0.
+    """Return the largest gradient between packed samples, relative to those inside; 0.0 if none.
 
     mask_documents: pass the boundaries to the stock masks.
     lengths: of the samples.
+    budget: of the pack; default: its tokens.
     """
     collator = collator or PackedCollator()
     lengths = lengths or _short_row(collator)
     if len(lengths) < 2:
         return 0.0  # a pack of one sequence cannot leak
-    samples = _samples(model, lengths)
-    vocab_size = model.config.get_text_config().vocab_size
-    changed = [(samples[0] + 1) % vocab_size, *samples[1:]]
-    before, after = (
-        torch.cat(_logits(model, collator, row, mask_documents)[1:]) for row in (samples, changed)
-    )
-    moved = (before - after).abs().max() / before.abs().max()
-    return 0.0 if moved < (1e-5 if _is_fp32(model) else 4e-3) else float(moved)
+    batch = _batch(model, collator, _samples(model, lengths), budget)
+    with preserve_rng(), module_mode(model, training=True):
+        return leaked_gradient(model, batch, lengths, mask_documents)
 
 
 def _short_row(collator: Any) -> list[int]:
     """Return the lengths of a few samples, within the collator's fixed shapes."""
     max_length = getattr(collator, "max_length", None) or 32
-    return check_rows(None, 32, max_length, getattr(collator, "fixed_sequences", None))[0][0]
+    return check_rows(None, 32, max_length, getattr(collator, "fixed_sequences", None))[0][-1]
 
 
 def measure_difference(
-    model: Any, collator: Any, lengths: list[int], mask_documents: bool = False
+    model: Any,
+    collator: Any,
+    lengths: list[int],
+    mask_documents: bool = False,
+    budget: int | None = None,
 ) -> float:
     """Return how far packed samples are from the samples alone; rounding counts as 0.0.
 
-    Of a sample in low precision the median token counts: a few tokens of a mixture of experts may
-    be routed otherwise.
+    What rounding does to this model is measured, too. Rounding may send a token to other experts,
+    which moves it far, but hardly in every row of random samples that is drawn.
     """
-    collator = collator or PackedCollator()
-    samples = _samples(model, lengths)
-    packed = _logits(model, collator, samples, mask_documents)
-    differences = []
-    # The samples that only fill the row up to the last two are not run alone.
+    collator, excess = collator or PackedCollator(), 0.0
+    batch = _batch(model, collator, _samples(model, lengths), budget)
+    is_random = _draws_numbers(model, batch, mask_documents)
+    with preserve_rng(), module_mode(model, training=not is_random):
+        for seed in range(_DRAWS):
+            samples = _samples(model, lengths, seed)
+            pairs = _differences(model, collator, samples, mask_documents, budget)
+            excess = _excess(*map(list, zip(*pairs, strict=True)))
+            if not excess:
+                return 0.0
+    return excess
+
+
+def _differences(
+    model: Any, collator: Any, samples: list[np.ndarray], mask: bool, budget: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for the last samples, by token: packed against alone, and two roundings alone."""
+    batch = _batch(model, collator, samples, budget)
+    packed = _logits(model, batch, [len(ids) for ids in samples], mask)
+    # The samples that only fill the row up to the last three are not run alone.
     for sample, together in list(zip(samples, packed, strict=True))[-3:]:
-        (alone,) = _logits(model, collator, [sample], mask_documents)
-        by_token = (together - alone).abs().amax(-1) / alone.abs().max()
-        differences.append(float(by_token.max() if _is_fp32(model) else by_token.median()))
-    largest = float(np.max(differences))  # NaN if one is
-    return 0.0 if largest < (1e-3 if _is_fp32(model) else 0.05) else largest
+        batch = _batch(model, collator, [sample], budget)
+        (alone,) = _logits(model, batch, [len(sample)], mask)
+        with embeddings_replaced(model, _round_otherwise):
+            (rounded,) = _logits(model, batch, [len(sample)], mask)
+        yield _by_token(together, alone), _by_token(rounded, alone)
+
+
+def _excess(differences: list[Tensor], noises: list[Tensor]) -> float:
+    """Return the largest difference, or median of differences, beyond that of noise; 0.0 if none.
+
+    Some tokens that differ show by the largest difference, and many also beside noise that is large
+    for a few tokens.
+    """
+    pairs = [
+        (_largest(by_sample), _largest_median(by_sample)) for by_sample in (differences, noises)
+    ]
+    beyond = [d for d, noise in zip(*pairs, strict=True) if not d <= _NOISES * noise]
+    return beyond[0] if beyond else 0.0
+
+
+def _largest(by_sample: list[Tensor]) -> float:
+    return float(torch.cat(by_sample).max())
+
+
+def _by_token(logits: Tensor, alone: Tensor) -> Tensor:
+    return (logits - alone).abs().amax(-1) / alone.abs().max()
+
+
+def _largest_median(by_sample: list[Tensor]) -> float:
+    """Return the largest median of a sample's tokens and of all first tokens; NaN if one is."""
+    starts = torch.cat([tokens[:_START] for tokens in by_sample])
+    groups = [starts, *(tokens for tokens in by_sample if len(tokens) >= _FEW)]
+    return float(torch.stack([group.median() for group in groups]).max())
+
+
+def _round_otherwise(embedded: Tensor) -> tuple[Tensor, Tensor]:
+    """Return embeddings that are one rounding apart, up or down."""
+    device = embedded.device
+    generator = torch.Generator(device).manual_seed(0)
+    up = torch.rand(embedded.shape, generator=generator, device=device) < 0.5
+    step = _rounding(embedded)
+    return embedded, embedded * torch.where(up, 1 + step, 1 - step).to(embedded.dtype)
+
+
+def _rounding(embedded: Tensor) -> float:
+    """Return the relative rounding error of the products that follow."""
+    device, dtype = embedded.device.type, embedded.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    is_tf32 = dtype == torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return 2.0**-10 if is_tf32 else torch.finfo(dtype).eps
+
+
+def _draws_numbers(model: Any, batch: dict[str, Any], mask: bool) -> bool:
+    """Return whether training mode is random: dropout, noise of a router."""
+    device = next(model.parameters()).device
+    with preserve_rng(), module_mode(model, training=True):
+        before = rng_states(device)
+        logits_at(model, batch, torch.tensor([0]), mask)
+        pairs = zip(before, rng_states(device), strict=True)
+        return not all(torch.equal(a, b) for a, b in pairs)
 
 
 def measure_shard_difference(model: Any, collator: Any, lengths: list[int]) -> float:
@@ -106,49 +190,32 @@ def _is_fp32(model: Any) -> bool:
     return weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
 
 
-def _samples(model: Any, lengths: list[int]) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
+def _samples(model: Any, lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
     vocab_size = model.config.get_text_config().vocab_size
     return [rng.integers(0, vocab_size, length) for length in lengths]
 
 
-def _logits(
-    model: Any, collator: Any, samples: list[np.ndarray], mask_documents: bool
-) -> list[Tensor]:
-    """Return the logits at the edges of each sample.
-
-    torch.compile is off meanwhile: it would specialize on the shapes of this check.
-    """
-    device = next(model.parameters()).device
-    # A full pack, as in training: collators that pad rows then have nothing to pad.
-    batch = collator(Pack.of([Sample(ids) for ids in samples], budget=sum(map(len, samples))))
-    batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights")}
-    batch = _to_device(batch, model)
-    kept, counts = _edges([len(ids) for ids in samples])
-    keeps = "logits_to_keep" in signature(model.forward).parameters
-    if keeps:  # the logits of a long row would take more memory than training does
-        batch["logits_to_keep"] = kept.to(device)
-    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        if mask_documents:
-            with document_mask(batch["cu_seq_lens_q"], batch["input_ids"].shape[1]):
-                logits = model(**batch).logits[0]
-        else:
-            logits = model(**batch).logits[0]
-    return list((logits if keeps else logits[kept.to(device)]).float().split(counts))
+def _batch(
+    model: Any, collator: Any, samples: list[np.ndarray], budget: int | None
+) -> dict[str, Any]:
+    """Return a batch without labels; collators of fixed shapes pad it to the budget."""
+    tokens = sum(map(len, samples))
+    budget = budget if budget and _can_pad(collator, len(samples), budget - tokens) else tokens
+    pack = Pack.of([Sample(ids) for ids in samples], budget)
+    batch = {k: v for k, v in collator(pack).items() if k not in ("labels", "loss_weights")}
+    return _to_device(batch, model)
 
 
-def _edges(lengths: list[int]) -> tuple[Tensor, list[int]]:
-    """Return the places in a row whose logits are compared, and how many each sample has.
+def _can_pad(collator: Any, samples: int, padding: int) -> bool:
+    """Return whether a collator's fixed shapes leave place for a sequence of padding."""
+    max_sequences = getattr(collator, "fixed_sequences", None) or samples + 1
+    return samples < max_sequences and padding <= (getattr(collator, "max_length", None) or padding)
 
-    >>> places, counts = _edges([3, 20])
-    >>> places.tolist(), counts
-    ([0, 1, 2, 3, 4, 5, 6, 15, 16, 17, 18, 19, 20, 21, 22], [3, 12])
-    """
-    first, last = _EDGES
-    places, counts, start = [], [], 0
-    for length in lengths:
-        own = [i for i in range(length) if i < first or i >= length - last]
-        places += [start + i for i in own]
-        counts.append(len(own))
-        start += length
-    return torch.tensor(places), counts
+
+def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -> list[Tensor]:
+    """Return the logits at some places of each sample."""
+    places, counts = probe_places(lengths)
+    with torch.enable_grad():  # kernels are chosen by whether there will be a backward
+        logits = logits_at(model, batch, places, mask)
+    return list(logits.detach().float().split(counts))

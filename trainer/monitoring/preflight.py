@@ -7,6 +7,7 @@ nopad: 1,024 packs of 8192 tokens per epoch, fill 99.8%, 9.1 sequences per pack;
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ...attention.hf import (
     install_mask_patch,
     sequence_limit,
     unsupported_reason,
+    zero_weights_filled,
 )
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks
@@ -46,11 +48,13 @@ def check_run(
     _check_lengths(data, config)
     _check_weights(model, collator)
     rows, boundaries = _check_rows(data, config, collator), _boundaries(attention)
+    check = partial(_find_fault, model, collator, rows, data.settings["budget"])
     try:
-        fault = _find_fault(model, collator, rows)
-        if fault:
-            boundaries = _try_mask_repair(model, collator, rows, fault)
-        _check_shards(model, collator, rows[0][0])
+        with zero_weights_filled(model):
+            fault = check()
+            if fault:
+                boundaries = _try_mask_repair(model, check, fault)
+        _check_shards(model, collator, rows[0][-1])
     finally:
         reshard(model)
     model_line = (
@@ -101,17 +105,24 @@ def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, li
     return check_rows(config, budget, max(longest, 1), max_samples)
 
 
-def _find_fault(model: Any, collator: Any, rows: dict[int, list[list[int]]], mask: bool = False):
+def _find_fault(
+    model: Any,
+    collator: Any,
+    rows: dict[int, list[list[int]]],
+    budget: int,
+    mask: bool = False,
+) -> str:
     """Return what packing does to this model, in words; "" if nothing."""
-    leak = measure_leak(model, collator, mask, rows[0][0])
-    if math.isnan(leak):
+    leaks = [measure_leak(model, collator, mask, row, budget) for row in rows[0]]
+    if any(map(math.isnan, leaks)):
         raise ValueError(
-            "the model's logits are not numbers (NaN or infinite): are its weights damaged?"
+            "the model's logits or their gradients are not numbers (NaN or infinite): are its "
+            "weights damaged?"
         )
-    if leak:
-        return f"lets packed samples see each other (logits move by {leak:.2g})"
+    if leak := max(leaks):
+        return f"lets packed samples see each other (gradients between them: {leak:.2g})"
     for length, lengths in [(limit, row) for limit in rows for row in rows[limit]]:
-        difference = measure_difference(model, collator, lengths, mask)
+        difference = measure_difference(model, collator, lengths, mask, budget)
         if difference:
             where = f" in rows of more than {length} tokens" if length else ""
             return (
@@ -135,15 +146,13 @@ def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
         )
 
 
-def _try_mask_repair(
-    model: Any, collator: Any, rows: dict[int, list[list[int]]], fault: str
-) -> str:
+def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
     """Have the attached loss pass document ids to the stock masks, if that makes packing right."""
     config = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", "eager")
     way_out = _other_attention(model, attention)
     can_mask = attention != "nopad" and install_mask_patch()
-    if can_mask and not _find_fault(model, collator, rows, mask=True):
+    if can_mask and not check(mask=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.mask_documents = True
             return "the attention mask"

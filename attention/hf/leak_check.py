@@ -1,0 +1,172 @@
+"""Leak check: does a packed document see another? Gradients answer without a tolerance.
+
+    random gradient of some documents' logits  ─▶  backward  ─▶  gradient of every embedded token
+
+The gradient of a document's logits with respect to the embeddings of all other documents, and of
+padding, is exactly zero unless a path leads from one to the other. Zeros stay zeros in every
+precision, whichever experts the tokens are routed to, and in whichever order kernels add them.
+
+A path without a gradient is not seen: a selection among all tokens, a capacity, a length of the
+row. Such paths change values, so packed documents are also compared with documents run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .mask_patch import document_mask
+
+_FIRST, _LAST, _BETWEEN = 4, 8, 16
+"""Tokens of a document whose logits are examined: at its start, at its end, and in between."""
+_MOST_SINGLE = 6
+"""Documents that are examined one by one; more are examined in groups."""
+
+
+def probe_places(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Return the places in a row whose logits are examined, and how many each document has.
+
+    The logits of a long row would take more memory than training does.
+
+    >>> places, counts = probe_places([3, 40])
+    >>> counts, places[:8].tolist(), places[-3:].tolist()
+    ([3, 26], [0, 1, 2, 3, 4, 5, 6, 7], [40, 41, 42])
+    """
+    places, counts, start = [], [], 0
+    for length in lengths:
+        spread = range(_FIRST, length, max(1, length // _BETWEEN))
+        own = {*range(min(_FIRST, length)), *spread, *range(max(0, length - _LAST), length)}
+        places += sorted(start + place for place in own)
+        counts.append(len(own))
+        start += length
+    return torch.tensor(places), counts
+
+
+def logits_at(
+    model: Any, batch: dict[str, Any], places: Tensor, mask_documents: bool = False
+) -> Tensor:
+    """Return the logits [places, vocabulary] of a batch of one row.
+
+    mask_documents: pass the boundaries to the stock masks.
+    """
+    ids = batch["input_ids"]
+    places = places.to(ids.device)
+    keeps = "logits_to_keep" in signature(model.forward).parameters
+    kept = {"logits_to_keep": places} if keeps else {}
+    mask = document_mask(batch["cu_seq_lens_q"], ids.shape[1]) if mask_documents else nullcontext()
+    with mask:
+        logits = model(**batch, **kept).logits[0]
+    return logits if keeps else logits[places]
+
+
+def leaked_gradient(
+    model: Any, batch: dict[str, Any], lengths: Sequence[int], mask_documents: bool = False
+) -> float:
+    """Return the largest gradient that reaches other documents, or padding; 0.0 if they are apart.
+
+    It is relative to the largest gradient inside the documents, and NaN if one is not a number.
+    Weights get no gradient.
+
+    batch: one row, without labels; its tokens after those of the documents are padding.
+    lengths: of the documents.
+    mask_documents: pass the boundaries to the stock masks.
+    """
+    places, counts = probe_places(lengths)
+    row = batch["input_ids"].shape[-1]
+    owners = torch.full((row,), len(lengths))
+    owners[: sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths))
+    probed = torch.repeat_interleave(torch.tensor(counts))
+    leaks = []
+    for side in map(torch.tensor, _sides(len(lengths))):
+        with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
+            logits = logits_at(model, batch, places, mask_documents)
+        by_token = token_gradients(logits, embedded, torch.isin(probed, side))
+        inside = torch.isin(owners, side)
+        leaks.append(by_token.masked_fill(inside, 0.0).max() / by_token[inside].max())
+    return torch.stack(leaks).max().item()
+
+
+def _sides(count: int) -> list[list[int]]:
+    """Return sets of documents: for any two, one set has the first and not the second.
+
+    Of many documents, those that are eight apart stay together.
+
+    >>> _sides(3)
+    [[0], [1], [2]]
+    >>> _sides(7)[:4]
+    [[1, 3, 5], [0, 2, 4, 6], [2, 3, 6], [0, 1, 4, 5]]
+    """
+    if count <= _MOST_SINGLE:
+        return [[index] for index in range(count)]
+    halves = [[i for i in range(count) if i >> bit & 1] for bit in range(3)]
+    return [side for half in halves for side in (half, sorted(set(range(count)) - set(half)))]
+
+
+def token_gradients(logits: Tensor, embedded: list[Tensor], probed: Tensor) -> Tensor:
+    """Return the largest gradient of each embedded token, from random ones of the probed logits."""
+    device = logits.device
+    generator = torch.Generator(device).manual_seed(0)
+    # Random: a gradient of ones is hidden by a norm. Scaled, so that fp16 does not overflow.
+    gradient = torch.randn(logits.shape, generator=generator, device=device)
+    gradient *= probed.to(device)[:, None] / logits.shape[-1] ** 0.5
+    found = torch.autograd.grad(logits, embedded, gradient.to(logits.dtype), allow_unused=True)
+    by_token = [g.float().abs().amax(-1).view(-1) for g in found if g is not None]
+    return torch.stack(by_token).amax(0).cpu()
+
+
+def as_leaf(embedded: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a leaf that gets a gradient, and what the model continues with."""
+    leaf = embedded.detach().requires_grad_()
+    return leaf, leaf.clone()  # a model may scale its embeddings in place
+
+
+@contextmanager
+def embeddings_replaced(
+    model: Any, replace: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Iterator[list[Tensor]]:
+    """Replace the output of the token embedding inside; yield the list of what was put aside.
+
+    replace: takes the output, and returns what to put aside and what the model goes on with.
+    """
+    kept: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        aside, replaced = replace(output)
+        kept.append(aside)
+        return replaced
+
+    handle = model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def zero_weights_filled(model: nn.Module) -> Iterator[None]:
+    """Give parameters that are all zero small random values inside, and zeros again after.
+
+    A projection, gate or adapter that starts at zero hides every path through it.
+    """
+    weights = (_local(p) for p in model.parameters() if p.is_floating_point())
+    zeros = [values for values in weights if not values.any()]
+    try:
+        with torch.no_grad():
+            for index, values in enumerate(zeros):
+                generator = torch.Generator(values.device).manual_seed(index)
+                values.normal_(0.0, 0.02, generator=generator)
+        yield
+    finally:
+        with torch.no_grad():
+            for values in zeros:
+                values.zero_()
+
+
+def _local(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter that is spread over ranks."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

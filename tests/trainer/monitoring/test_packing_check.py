@@ -1,0 +1,196 @@
+"""The check before the first step: right models pass in any precision, and every leak is seen."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import tiny_run
+import torch
+from nopad.attention.hf import leaked_gradient, zero_weights_filled
+from nopad.cli.tiny_model import randomize_weights, tiny_config
+from nopad.collators import PackedCollator
+from nopad.packing import PackedDataset
+from nopad.trainer.monitoring import check_run
+from nopad.trainer.monitoring.packing_check import measure_leak
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+BUDGET = 256
+EXPERTS = ["olmoe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+_OTHER_EXPERTS = """
+afmoe aria_text axk1 beam cohere2_moe deepseek_v2 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe
+glm4_moe_lite granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3 jetmoe kolibri1 laguna
+llama4_text longcat_flash mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text phimoe qwen2_moe
+solar_open
+"""
+"""The other types of the zoo with experts; those that a Transformers does not have are skipped."""
+PRECISIONS = ["fp32", "bf16", "autocast"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = int(os.environ.get("NOPAD_CHECK_SEEDS", "200"))
+
+
+def data() -> PackedDataset:
+    return PackedDataset([[5, 6, 7, 8]] * 20 + [[9] * 200], budget=BUDGET)
+
+
+def build(kind: str = "llama", layers: int = 2, seed: int = 0, **settings):
+    config = tiny_config(CONFIG_MAPPING[kind](), layers)
+    config.update(settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="nopad")
+    randomize_weights(model, seed)
+    return model.to(DEVICE)
+
+
+def check(model, precision: str) -> None:
+    model = model.to(torch.bfloat16) if precision == "bf16" else model
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "autocast"):
+        check_run(model, data())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_pass_in_any_precision(kind, precision):
+    check(build(kind, layers=6), precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", [*EXPERTS, *_OTHER_EXPERTS.split()])
+def test_no_seed_gives_a_false_alarm(kind, precision):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this Transformers has no {kind}")
+    for seed in range(SEEDS):
+        check(build(kind, layers=4, seed=seed), precision)
+
+
+class Fault(nn.Module):
+    """Put in place of a layer's MLP: the MLP's output, and what the fault adds to it."""
+
+    def __init__(self, mlp: nn.Module, fault):
+        super().__init__()
+        self.mlp, self.fault = mlp, fault
+
+    def forward(self, x):
+        return self.mlp(x) + self.fault(x)
+
+
+def shifted(by: int):
+    return lambda x: nn.functional.pad(x, (0, 0, by, 0))[:, :-by] * 0.1
+
+
+def over_capacity(x):
+    """Tokens beyond the first 64 of a row lose their part."""
+    return -x * (torch.arange(x.shape[1], device=x.device) >= 64)[:, None]
+
+
+def long_rows(x):
+    return x if x.shape[1] > 100 else torch.zeros_like(x)
+
+
+def chosen_tokens(x):
+    """Experts choose half of the tokens of the row: no gradient shows who was chosen."""
+    scores = x.detach().sum(-1)
+    return x * (scores >= scores.median())[..., None]
+
+
+def decayed(x):
+    """A state that ends by a huge decay: no gradient is left, but values are."""
+    return x.detach().cumsum(1) * 0.1
+
+
+class ForwardOnly(torch.autograd.Function):
+    """The forward of a kernel mixes tokens, and its backward does not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.roll(1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+FAULTS = {
+    "a shift by 32 tokens": shifted(32),
+    "a shift by 64 tokens": shifted(64),
+    "a capacity of 64 tokens": over_capacity,
+    "another behaviour beyond 100 tokens": long_rows,
+    "experts that choose tokens": chosen_tokens,
+    "a state that keeps its values": decayed,
+    "a kernel whose backward is right": ForwardOnly.apply,
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_seen(fault, precision):
+    model = build()
+    layer = model.model.layers[0]
+    layer.mlp = Fault(layer.mlp, FAULTS[fault])
+    with pytest.raises(ValueError, match=r"see each other|otherwise than alone"):
+        check(model, precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("weight", [0.01, 1e-4])
+def test_a_weak_leak_is_seen(weight, precision):
+    model = build("mixtral")
+    layer = model.model.layers[0]
+    layer.mlp = Fault(layer.mlp, lambda x: x.mean(1, keepdim=True) * weight)
+    with pytest.raises(ValueError, match="see each other"):
+        check(model, precision)
+
+
+def test_a_leak_behind_weights_that_are_zero_is_seen():
+    model = tiny_run.model("sdpa")
+    before = tiny_run.digest(model)
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+    zeroed = tiny_run.digest(model)
+    row = PackedCollator()([{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8]}])
+    row = {"input_ids": row["input_ids"], "use_cache": False}  # without boundaries
+    assert leaked_gradient(model, row, [3, 3]) == 0.0
+    with zero_weights_filled(model):
+        assert leaked_gradient(model, row, [3, 3]) > 0.0
+    assert tiny_run.digest(model) == zeroed != before
+
+
+def test_padding_is_apart_from_documents():
+    model = build()
+    batch = PackedCollator()([{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8]}])
+    batch = {name: value for name, value in batch.items() if name != "labels"}
+    assert leaked_gradient(model, batch, [3, 3]) == 0.0
+    row = {**batch, "cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32), "max_length_q": 6}
+    assert leaked_gradient(model, row, [3]) == 0.0, "padding after a document is not read"
+    row["input_ids"] = row["input_ids"].flip(1)
+    model.model.layers[0].mlp = Fault(model.model.layers[0].mlp, lambda x: x.flip(1))
+    assert leaked_gradient(model, row, [3]) > 0.0
+
+
+def test_the_check_leaves_no_trace():
+    model = build()
+    model.train()
+    model.model.layers[1].eval()
+    before, state = [m.training for m in model.modules()], tiny_run.digest(model)
+    random = torch.get_rng_state()
+    check_run(model, data())
+    assert [m.training for m in model.modules()] == before and tiny_run.digest(model) == state
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_dropout_is_not_taken_for_a_difference():
+    model = build("opt", dropout=0.5)
+    check_run(model, data())
+
+
+def test_gradient_checkpointing_is_part_of_the_check():
+    model = build()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert measure_leak(model) == 0.0
+    layer = model.model.layers[0]
+    layer.mlp = Fault(layer.mlp, shifted(1))
+    assert measure_leak(model) > 0.0
