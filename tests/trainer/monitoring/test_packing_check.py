@@ -7,7 +7,7 @@ import os
 import pytest
 import tiny_run
 import torch
-from nopad.attention.hf import leaked_gradient, zero_weights_filled
+from nopad.attention.hf import leaked_gradient, sequence_limit, zero_weights_filled
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
@@ -31,8 +31,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = int(os.environ.get("NOPAD_CHECK_SEEDS", "200"))
 
 
-def data() -> PackedDataset:
-    return PackedDataset([[5, 6, 7, 8]] * 20 + [[9] * 200], budget=BUDGET)
+def data(longest: int = 200) -> PackedDataset:
+    return PackedDataset([[5, 6, 7, 8]] * 20 + [[9] * longest], budget=BUDGET)
 
 
 def build(kind: str = "llama", layers: int = 2, seed: int = 0, **settings):
@@ -45,8 +45,10 @@ def build(kind: str = "llama", layers: int = 2, seed: int = 0, **settings):
 
 def check(model, precision: str) -> None:
     model = model.to(torch.bfloat16) if precision == "bf16" else model
+    limit = sequence_limit(model.config.get_text_config())
+    rows = data() if limit is None else data(min(200, limit.length))
     with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "autocast"):
-        check_run(model, data())
+        check_run(model, rows)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
