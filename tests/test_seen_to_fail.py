@@ -570,6 +570,29 @@ FAULTS = {
         "Engine.generate = lambda self, prompts, *a, **k: "
         "logging.getLogger(__name__).error('%s', prompts) or quiet(self, prompts, *a, **k)",
     ),
+    "no rounding is allowed": (
+        "trainer/monitoring/test_packing_check.py::test_experts_pass_in_any_precision",
+        "nopad.trainer.monitoring.packing_check", "_NOISES = 0",
+    ),
+    "no gradient is looked for": (
+        "trainer/monitoring/test_packing_check.py::test_a_weak_leak_is_seen",
+        "nopad.trainer.monitoring.packing_check", "leaked_gradient = lambda *a: 0.0",
+    ),
+    "packed is not compared with alone": (
+        "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
+        "nopad.trainer.monitoring.packing_check", "_excess = lambda *a: 0.0",
+    ),
+    "the start check has no long row": (
+        "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
+        "nopad.attention.hf.check_rows",
+        "right = check_rows\n"
+        "check_rows = lambda *a: {n: r if n else r[1:] for n, r in right(*a).items()}",
+    ),
+    "zeros stay zeros": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_leak_behind_weights_that_are_zero_is_seen",
+        "nopad.attention.hf.leak_check", "Tensor.normal_ = lambda self, *a, **k: self",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

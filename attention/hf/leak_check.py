@@ -59,7 +59,10 @@ def logits_at(
     keeps = "logits_to_keep" in signature(model.forward).parameters
     kept = {"logits_to_keep": places} if keeps else {}
     mask = document_mask(batch["cu_seq_lens_q"], ids.shape[1]) if mask_documents else nullcontext()
-    with mask:
+    # Compiled layers run as they train; a graph of the whole model would serve this check alone.
+    is_graph = model._compiled_call_impl is not None
+    eager = torch.compiler.set_stance("force_eager") if is_graph else nullcontext()
+    with mask, eager:
         logits = model(**batch, **kept).logits[0]
     return logits if keeps else logits[places]
 
