@@ -167,7 +167,7 @@ def _load(name: str, tiny: bool) -> tuple[Any, Any, list[str]]:
     if is_adapter(path):
         if tiny:
             raise ValueError("it is an adapter, and --tiny needs the config of a model")
-        model = load_weights(path, **options)
+        model = load_weights(path, merge=True, **options).requires_grad_()  # PEFT freezes it
         config = model.config
     else:
         config = CONFIG_MAPPING[name]() if is_type else _load_config(path)

@@ -246,6 +246,16 @@ def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
     assert verdicts(capsys.readouterr().out) == {"nopad": "isolated"}
 
 
+def test_an_adapter_is_examined_with_its_model(tmp_path, capsys):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
+    peft.get_peft_model(model, peft.LoraConfig(use_dora=True)).save_pretrained(tmp_path / "dora")
+    assert main([str(tmp_path / "dora"), "--attn", "nopad,sdpa"]) == 0
+    assert verdicts(capsys.readouterr().out) == {"nopad": "isolated", "sdpa": "isolated"}
+
+
 def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
     monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 5, 33))  # Triton may be interpreted
     monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 4)
