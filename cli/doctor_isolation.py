@@ -238,10 +238,9 @@ def not_examined(lacks: list[str]) -> list[str]:
     """
     if not lacks:
         return []
-    names, it = ", ".join(lacks), "them" if len(lacks) > 1 else "it"
-    return [
-        f"Not examined: {names}, which this tiny model has not; pass a checkpoint that has {it}."
-    ]
+    names, them = ", ".join(lacks), "it" if len(lacks) == 1 else "them"
+    lacked = f"{names}, which this tiny model does not have"
+    return [f"Not examined: {lacked}; pass a checkpoint that has {them}."]
 
 
 def _trainers_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
