@@ -10,6 +10,8 @@ Every attention implementation that runs on this machine gets the same pack, and
 compared with those of the documents one by one: logits, loss, gradients, and whether a document
 changes when the one before it is replaced. The last lines say where each may be used: in a loop of
 your own, in nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
+A tiny model has every kind of layer of its config, or all that its type can have; a last line names
+those it lacks.
 Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in a loop of
 your own or in the Engine, 2 if nothing could be checked: the model cannot be loaded or built, or no
 implementation runs it here.
@@ -43,8 +45,6 @@ from .options import attention_name, parser
 from .terminal import console, printable, progress
 
 IMPLEMENTATIONS = "nopad,flash_attention_2,sdpa,eager,flex_attention"
-MAX_PARAMETERS = 50_000_000
-"""A tiny model with more parameters is not tiny, and building it might fill the memory."""
 
 
 def main(argv: list[str]) -> int:
@@ -68,14 +68,14 @@ def main(argv: list[str]) -> int:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--attn {error}") from None
         try:
-            model, config = _load(args.model, args.tiny)
+            model, config, lacks = _load(args.model, args.tiny)
         except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
             message = f"cannot build {args.model}: {short_error(error)}"
             print(printable(f"nopad doctor: {message}"), file=sys.stderr)
             return 2
         if args.parity:
-            return _report_parity(args.model, model)
-        return _report_isolation(args.model, model, names, config)
+            return _report_parity(args.model, model, lacks)
+        return _report_isolation(args.model, model, names, config, lacks)
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
@@ -108,7 +108,9 @@ def _report_distributed(args: argparse.Namespace) -> int:
     return compare_ranks()
 
 
-def _report_isolation(name: str, model: Any, implementations: list[str], config: Any) -> int:
+def _report_isolation(
+    name: str, model: Any, implementations: list[str], config: Any, lacks: list[str]
+) -> int:
     """Print which implementations isolate documents; return the exit status."""
     from .doctor_isolation import check_isolation, report
 
@@ -117,19 +119,20 @@ def _report_isolation(name: str, model: Any, implementations: list[str], config:
         for each in implementations:
             results.append(check_isolation(model, each, config))
             advance(1)
-    report(console(), name, model, results)
+    report(console(), name, model, results, lacks)
     if not any(result.was_checked for result in results):
         return 2
     return int(any(result.is_bad or result.engine_fault for result in results))
 
 
-def _report_parity(name: str, model: Any) -> int:
+def _report_parity(name: str, model: Any, lacks: list[str]) -> int:
     """Print how far generation is from training; return the exit status.
 
     1 if a difference exceeds rounding, if the backend that runs everywhere failed, or if none ran;
     2 for an unsupported model.
     """
     from ..attention import unsupported_reason
+    from .doctor_isolation import not_examined
     from .doctor_parity import measure, report
 
     reason = unsupported_reason(model)
@@ -142,11 +145,16 @@ def _report_parity(name: str, model: Any) -> int:
             rows.append(row)
             advance(1)
     report(console(), name, rows)
+    for line in not_examined(lacks):
+        console().print(printable(line), style="bold red")
     return int(any(row.is_bad for row in rows) or all(row.parity is None for row in rows))
 
 
-def _load(name: str, tiny: bool) -> tuple[Any, Any]:
-    """Return a model, in fp32 with eager attention, on the GPU if there is one, and its config."""
+def _load(name: str, tiny: bool) -> tuple[Any, Any, list[str]]:
+    """Return a model, its config, and the kinds of layers that a tiny model of it lacks.
+
+    The model is in fp32 with eager attention, on the GPU if there is one.
+    """
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -155,19 +163,37 @@ def _load(name: str, tiny: bool) -> tuple[Any, Any]:
         checkpoint_path(name)
     options = {"attn_implementation": "eager", "dtype": torch.float32}
     is_type = name in CONFIG_MAPPING and not Path(path).exists()
+    lacks: list[str] = []
     if is_adapter(path):
         if tiny:
             raise ValueError("it is an adapter, and --tiny needs the config of a model")
-        model = load_weights(path, **options)
+        model = load_weights(path, merge=True, **options).requires_grad_()  # PEFT freezes it
         config = model.config
     else:
         config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
-        is_tiny = tiny or is_type or not has_weights(path)
-        model = _tiny_model(config, options) if is_tiny else load_weights(path, **options)
+        if tiny or is_type or not has_weights(path):
+            model, lacks = _build_tiny(config, is_type, options)
+        else:
+            model = load_weights(path, **options)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.eval().to(device)
     _check_finite(model)
-    return model, config
+    return model, config, lacks
+
+
+def _build_tiny(config: Any, is_type: bool, options: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Build a tiny model, by type with every kind of layer that its type can have."""
+    from .tiny_model import tiny_model
+
+    try:
+        return tiny_model(config, every_kind=is_type, **options)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # sizes of a type may depend on each other in any way
+        raise ValueError(
+            f"it cannot be made small ({short_error(error)}): pass the folder of a small "
+            "checkpoint of that type"
+        ) from None
 
 
 def _check_finite(model: Any) -> None:
@@ -184,30 +210,6 @@ def _load_config(path: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
-
-
-def _tiny_model(config: Any, options: dict[str, Any]) -> Any:
-    """Build a tiny model with random weights; its size is checked first, without memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from .tiny_model import randomize_weights, tiny_config
-
-    with torch.device("meta"):
-        trial = AutoModelForCausalLM.from_config(
-            tiny_config(config), trust_remote_code=False, **options
-        )
-    size = sum(p.numel() for p in trial.parameters())
-    if size > MAX_PARAMETERS:
-        raise ValueError(
-            f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: pass the "
-            "folder of a small checkpoint of that type"
-        )
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(config), trust_remote_code=False, **options
-    )
-    randomize_weights(model)
-    return model
 
 
 @contextmanager

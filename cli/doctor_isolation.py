@@ -95,6 +95,8 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
     verdict = "LEAK" if packed.leak > 0 else "isolated" if packed.within(limit) else "WRONG"
     paged, engine_fault = _check_engine(model, limit) if name == "nopad" else (None, "")
     is_bad = verdict != "isolated"
+    if is_bad and name == "nopad":  # generation is compared with the packed row
+        engine_fault = engine_fault or "wrong, it computes attention as the packed row does"
     notes = [*_unseen_lengths(model), *(_cache_notes(model) if not is_bad else ())]
     conditions = _conditions(model, config or oracle.config) if name == "nopad" else []
     return IsolationResult(
@@ -195,8 +197,13 @@ def _is_repaired(model: Any, oracle: Any, limit: float) -> bool:
         return False
 
 
-def report(out: Console, name: str, model: Any, results: list[IsolationResult]) -> None:
-    """Print the table, notes, and where each implementation may be used."""
+def report(
+    out: Console, name: str, model: Any, results: list[IsolationResult], lacks: list[str]
+) -> None:
+    """Print the table, notes, and where each implementation may be used.
+
+    lacks: kinds of layers that a tiny model does not have, although its config or type does.
+    """
     out.width = min(out.width, MAX_WIDTH)
     count = sum(p.numel() for p in model.parameters())
     kind = f"{type(model).__name__}, {count:,} parameters, {model.device.type}"
@@ -218,8 +225,22 @@ def report(out: Console, name: str, model: Any, results: list[IsolationResult]) 
     if notes:
         out.print("")
     verdicts = [_own_loop_verdict(results), *_engine_verdicts(results), _trainers_verdict(results)]
+    verdicts += [(line, False) for line in not_examined(lacks)]
     for line, is_good in verdicts:
         out.print(printable(line), style="green" if is_good else "bold red")
+
+
+def not_examined(lacks: list[str]) -> list[str]:
+    """Say which kinds of layers the verdicts say nothing about.
+
+    >>> not_examined(["Conv"])
+    ['Not examined: Conv, which this tiny model does not have; pass a checkpoint that has it.']
+    """
+    if not lacks:
+        return []
+    names, them = ", ".join(lacks), "it" if len(lacks) == 1 else "them"
+    lacked = f"{names}, which this tiny model does not have"
+    return [f"Not examined: {lacked}; pass a checkpoint that has {them}."]
 
 
 def _trainers_verdict(results: list[IsolationResult]) -> tuple[str, bool]:

@@ -5,11 +5,13 @@
     all.json       ["Once upon a time", {"prompt": [1, 403, 407], "temperature": 0.5}]
 
 Empty lines are skipped. Sampling parameters in a JSON object apply to its prompt; its other fields
-are ignored. Suffixes may be in capitals, and a byte order mark is no text.
+are ignored, but for misspelled names of parameters, which are refused. Suffixes may be in capitals,
+and a byte order mark is no text.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -21,6 +23,8 @@ from typing import IO, Any
 
 PromptEntry = tuple[Any, dict[str, Any]]
 """A prompt, and its own sampling parameters."""
+MIN_SIMILARITY = 0.85
+"""Of a field to the name of a parameter, as difflib measures it, to be taken for a misspelling."""
 
 
 def read_prompts(name: str, is_jsonl: bool = False) -> list[PromptEntry]:
@@ -43,8 +47,9 @@ def _open(name: str) -> Iterator[IO[str]]:
             return
         if sys.stdin is None:
             raise ValueError("--file -: standard input is closed")
-        if hasattr(sys.stdin, "reconfigure"):  # UTF-8 in every locale
-            sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # pyright: ignore
+        if hasattr(sys.stdin, "reconfigure"):  # UTF-8 in every locale, and lines as those of a file
+            stdin: Any = sys.stdin
+            stdin.reconfigure(encoding="utf-8-sig", errors="strict", newline=None)
         yield sys.stdin
     except FileNotFoundError:
         raise ValueError(f"--file {name}: there is no such file") from None
@@ -104,6 +109,7 @@ def _parse_entry(label: str, entry: Any) -> PromptEntry:
     if messages is not None and not _is_list_of(dict, messages):
         raise ValueError(f'{label}: "messages" must be a list of objects with "role", "content"')
     names = [field.name for field in fields(SamplingParams)]
+    _check_spelling(label, entry, names)
     params: dict[str, Any] = {name: entry[name] for name in names if name in entry}
     if isinstance(bias := params.get("logit_bias"), dict):  # keys are strings in JSON
         params["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
@@ -114,6 +120,24 @@ def _parse_entry(label: str, entry: Any) -> PromptEntry:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{label}: {error}") from None
     return (messages if prompt is None else prompt), params
+
+
+def _check_spelling(label: str, entry: dict[str, Any], names: list[str]) -> None:
+    """Raise for a field whose name is nearly that of a parameter that the entry does not have.
+
+    >>> _check_spelling("a.jsonl, line 1", {"prompt": "a", "maxTokens": 8}, ["max_tokens"])
+    Traceback (most recent call last):
+    ValueError: a.jsonl, line 1: unknown field "maxTokens": did you mean "max_tokens"?
+    """
+    absent = {_letters(name): name for name in names if name not in entry}
+    for field in entry.keys() - {"prompt", "messages", *names}:
+        near = difflib.get_close_matches(_letters(field), absent, 1, MIN_SIMILARITY)
+        if near:
+            raise ValueError(f'{label}: unknown field "{field}": did you mean "{absent[near[0]]}"?')
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name)).lower()
 
 
 def _check_prompt(label: str, prompt: Any) -> Any:

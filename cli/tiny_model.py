@@ -1,14 +1,24 @@
-"""A tiny config of the same model type, with every layer type, and random weights for it."""
+"""Tiny models with random weights: every kind of layer that a config, or a model type, can have.
+
+What cannot be built small is reported: a check of a model without it says nothing about it.
+"""
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib
+import inspect
 import math
+import sys
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 TINY: dict[str, Any] = {
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 64, "d_model": 64,
@@ -31,7 +41,7 @@ TINY: dict[str, Any] = {
     "first_k_dense_replace": 1, "moe_layer_start_index": 1, "zero_expert_num": 1,
     "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256,
     "max_seq_length": 256, "sliding_window": 4, "sliding_window_size": 4, "window_size": 4,
-    "laurel_rank": 8, "num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1,
+    "laurel_rank": 8, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attn_logit_softcapping": 5.0, "ngram_vocab_size_ratio": 2,
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
     "mamba_expand": 1, "mamba_chunk_size": 8, "attention_chunk_size": 16, "index_topk": 8,
@@ -42,6 +52,58 @@ TINY_EVEN_IF_NONE = {
     "head_dim", "num_key_value_heads",
 }  # fmt: skip
 """Set even if the type's default is None."""
+TINY_BY_TYPE: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+"""Sizes that depend on each other in a type of their own."""
+EVERY_KIND: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+        ]
+    },
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32
+    },
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "mellum": {"mlp_layer_types": ["sparse", "dense"]},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": [1],
+        "ngram_vocab_size_base": 50, "split_ngram_parts": 1, "eos_token_id": 2,
+    },
+    "zamba": {"layer_types": ["linear_attention", "hybrid"]},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "use_mem_rope": True},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"]},
+}  # fmt: skip
+"""Settings that give a type the kinds of layers it lacks by default, where its source alone does
+not tell."""
+NOT_LAYERS = ("Norm", "Pooler", "Embedder", "FlashAttention2", "CrossAttention")
+"""In names of modules: what cannot make tokens of a text reach others, or is another name of an
+attention implementation. Cross-attention reads an encoder's output, which packs have not."""
+LAYER_COUNTS = (None, 4, 8, 16)
+"""Numbers of layers to try until a tiny model has every kind; None: one layer for each kind."""
+MAX_PARAMETERS = 50_000_000
+"""A tiny model with more parameters is not tiny, and building it might fill the memory."""
+MLP_LAYER_TYPES = {"dense", "sparse"}
+SHARED_KV = "layers that share keys and values"
+PATTERNS = ("layer_types", "mlp_layer_types", "block_types", "no_rope_layers")
+"""Lists with an entry for each layer."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 ATTENTION_DROPOUTS = (
     "attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob",
@@ -54,32 +116,174 @@ DROPOUTS = (
 )  # fmt: skip
 
 
-def tiny_config(config: Any, layers: int | None = None) -> Any:
-    """Return a tiny config of the same class with every layer type of the given one."""
+def tiny_model(config: Any, every_kind: bool = False, **options: Any) -> tuple[Any, list[str]]:
+    """Build a tiny causal LM of a config; return it and the kinds of layers that it lacks.
+
+    every_kind: of all that the type of the config can have; otherwise of those the config has.
+    """
+    wanted = None if every_kind else layer_kinds(_on_meta(config, options))
+    best: tuple[Any, list[str]] | None = None
+    first_error: Exception | None = None
+    for count in LAYER_COUNTS:
+        try:
+            model = _build(tiny_config(config, count, every_kind), options)
+        except Exception as error:  # sizes of a type may depend on each other in any way
+            first_error = first_error or error
+            continue
+        lacks = sorted((wanted or possible_kinds(model)) - layer_kinds(model))
+        if best is None or len(lacks) < len(best[1]):
+            best = model, lacks
+        if not lacks:
+            break
+    if best is None:
+        assert first_error is not None
+        raise first_error
+    return best
+
+
+def _build(config: Any, options: dict[str, Any]) -> Any:
+    """Build a model that runs; its size is checked first, without memory."""
+    size = sum(p.numel() for p in _on_meta(config, options).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(
+            f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: pass the "
+            "folder of a small checkpoint of that type"
+        )
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), trust_remote_code=False, **options
+    ).eval()
+    randomize_weights(model)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), use_cache=False)
+    return model
+
+
+def _on_meta(config: Any, options: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=False, **options
+        )
+
+
+def layer_kinds(model: nn.Module) -> set[str]:
+    """Return the classes of a model's modules, and the layer types of its config."""
+    config: Any = model.config
+    text_config = config.get_text_config()
+    kinds = {base.__name__ for base in _model_classes(model)}
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds |= set(getattr(text_config, name, None) or ())
+    return kinds | ({SHARED_KV} if getattr(text_config, "num_kv_shared_layers", 0) else set())
+
+
+def possible_kinds(model: nn.Module) -> set[str]:
+    """Return the kinds of layers that models of this type can have with other configs.
+
+    They are the modules that the constructors of its modules name, and the layer types that its
+    source names if the config takes a list of them.
+    """
+    config: Any = model.config
+    text_config = config.get_text_config()
+    kinds = layer_kinds(model)
+    for model_class in _model_classes(model):
+        kinds |= {named.__name__ for named in _named_modules(model_class)}
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(text_config, name, None) and _settable(text_config, name):
+            kinds |= set(_named_layer_types(text_config, name))
+    return kinds | ({SHARED_KV} if hasattr(text_config, "num_kv_shared_layers") else set())
+
+
+def _model_classes(model: nn.Module) -> set[type]:
+    """Return the classes of a model's modules that Transformers defines, with their bases."""
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    return {base for base in bases if _is_layer(base)}
+
+
+def _named_modules(model_class: type) -> Iterator[type]:
+    """Yield the classes of modules that a constructor names, also those it did not build."""
+    constructor = inspect.unwrap(model_class.__dict__.get("__init__", object.__init__))
+    names = vars(sys.modules[model_class.__module__])
+    code = getattr(constructor, "__code__", None)
+    for name in _global_names(code) if code else ():
+        value = names.get(name)
+        for each in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(each, type) and issubclass(each, nn.Module) and _is_layer(each):
+                yield each
+
+
+def _is_layer(kind: type) -> bool:
+    is_model = kind.__module__.startswith("transformers.models.")
+    return is_model and not any(word in kind.__name__ for word in NOT_LAYERS)
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:  # comprehensions and lambdas
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+def _named_layer_types(config: Any, name: str) -> list[str]:
+    """Return the layer types that the source of a config and of its model names."""
+    module = type(config).__module__
+    if (known := EVERY_KIND.get(config.model_type, {}).get(name)) is not None:
+        return known
+    named = set()
+    for each in (module, module.replace(".configuration_", ".modeling_")):
+        source = inspect.getsource(importlib.import_module(each))
+        named |= {node.value for node in ast.walk(ast.parse(source))
+                  if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
+    is_mlp = name == "mlp_layer_types"
+    return [kind for kind in ALLOWED_LAYER_TYPES
+            if kind in named and (kind in MLP_LAYER_TYPES) == is_mlp]  # fmt: skip
+
+
+def tiny_config(config: Any, layers: int | None = None, every_kind: bool = False) -> Any:
+    """Return a tiny config of the same class with every layer type of the given one.
+
+    every_kind: with those, too, that the type can have and the given config has not.
+    """
     changes = {name: value for name, value in TINY.items() if _has_value(config, name)}
     if "qk_rope_head_dim" in changes:  # such configs call the rotary part the head dim
         changes["head_dim"] = changes["qk_rope_head_dim"]
     changes |= {name: _zero(getattr(config, name)) for name in DROPOUTS if hasattr(config, name)}
-    layer_types = getattr(config, "layer_types", None)
-    pattern = list(dict.fromkeys(layer_types)) if layer_types else []
-    count = layers or max(2, len(pattern))
-    if pattern:
-        changes["layer_types"] = (pattern * count)[:count]
-    changes |= {name: count for name in LAYERS if isinstance(getattr(config, name, None), int)}
     if changes.get("num_key_value_heads") and config.num_key_value_heads == _num_heads(config):
         changes["num_key_value_heads"] = 4
-    for name in ("mlp_layer_types", "block_types", "no_rope_layers"):
-        values = getattr(config, name, None)
-        if isinstance(values, list) and values:
-            changes[name] = (list(dict.fromkeys(values)) * count)[:count]
+    changes |= _tiny_layers(config, layers, every_kind)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict) and "rope_type" in rope:
         changes["rope_parameters"] = _tiny_rope(rope, changes.get("head_dim") or 16)
-    changes |= {name: tiny_config(inner, layers) for name, inner in _sub_configs(config)}
+    changes |= {name: tiny_config(c, layers, every_kind) for name, c in _sub_configs(config)}
     if hasattr(config, "is_decoder"):
         changes["is_decoder"] = True
-    if getattr(config, "use_sliding_window", None) is False:
-        changes |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    changes |= TINY_BY_TYPE.get(config.model_type, {})
+    settings = EVERY_KIND.get(config.model_type, {}) if every_kind else {}
+    changes |= {name: value for name, value in settings.items() if name not in PATTERNS}
     return _rebuild(config, changes)
+
+
+def _tiny_layers(config: Any, layers: int | None, every_kind: bool) -> dict[str, Any]:
+    """Return the number of layers, and the lists that have an entry for each layer."""
+    patterns = {name: kinds for name in PATTERNS if (kinds := _pattern(config, name, every_kind))}
+    count = layers or max(2, *map(len, patterns.values()), 0)
+    changes: dict[str, Any] = {}
+    if getattr(config, "num_kv_shared_layers", None) is not None:
+        shares = every_kind or config.num_kv_shared_layers
+        count = layers or (2 * count if shares else count)
+        changes["num_kv_shared_layers"] = count // 2 if shares else 0
+    changes |= {name: (kinds * count)[:count] for name, kinds in patterns.items()}
+    changes |= {name: count for name in LAYERS if isinstance(getattr(config, name, None), int)}
+    if any("sliding" in str(kind) for kind in patterns.get("layer_types", ())):
+        changes |= {"sliding_window": 4} if hasattr(config, "sliding_window") else {}
+        changes |= {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
+    return changes
+
+
+def _pattern(config: Any, name: str, every_kind: bool) -> list[Any]:
+    """Return the different entries of a list that has one for each layer."""
+    values = getattr(config, name, None)
+    kinds = list(values) if isinstance(values, list | tuple) else []
+    if every_kind and hasattr(config, name) and name in ("layer_types", "mlp_layer_types"):
+        kinds += _named_layer_types(config, name)
+    return list(dict.fromkeys(kinds))
 
 
 def _tiny_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
@@ -124,7 +328,12 @@ def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
         for name, value in config.to_diff_dict().items()
         if name in _KEPT and name not in changes
     }
-    values = {name: value for name, value in (kept | changes).items() if _settable(config, name)}
+    aliases = getattr(config, "attribute_map", {})  # values under an alias are set last
+    values = {
+        aliases.get(name, name): value
+        for name, value in (kept | changes).items()
+        if _settable(config, name)
+    }
     return type(config)(**copy.deepcopy(values))
 
 
@@ -140,6 +349,9 @@ _KEPT = {
     "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query",
     "alibi",
     "rope_parameters", "attention_chunk_size",
+    "attn_layer_indices", "attn_layer_period", "attn_layer_offset", "expert_layer_period",
+    "expert_layer_offset", "decoder_sparse_step", "mlp_only_layers", "enable_moe_block", "is_moe",
+    "position_embedding_type", "use_mem_rope",
 }  # fmt: skip
 
 

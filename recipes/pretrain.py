@@ -126,7 +126,9 @@ class Pretraining:
         self.stop = StopRequest()
         with accelerator.main_process_first():
             self.tokenizer, dataset, self.examples = load_data(args)
-        self.padded_fill = expected_padded_fill(dataset, args.budget)
+        self.padded_fill = expected_padded_fill(
+            dataset, args.budget, args.overflow, args.max_length
+        )
         model = load_model(args, self.tokenizer)
         self.loss = attach_loss(model)
         on_gpu = accelerator.device.type == "cuda"

@@ -58,6 +58,7 @@ ONLY_IN = {
     ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
     ("inference", "lm_eval"): "inference/harness/",
     ("inference", "transformers"): "inference/pretrained/",
+    ("inference", "peft"): "inference/pretrained/",
     ("inference", "matplotlib"): "inference/metrics/",
 }
 # Folders and files of a room, from the top down: each may import its own layer and those below.

@@ -592,6 +592,82 @@ FAULTS = {
         "trainer/monitoring/test_packing_check.py::"
         "test_a_leak_behind_weights_that_are_zero_is_seen",
         "nopad.attention.hf.leak_check", "Tensor.normal_ = lambda self, *a, **k: self",
+    "a tiny model has the layers of the default config": (
+        "cli/test_doctor.py::"
+        "test_a_type_is_examined_with_every_kind_of_layer_that_it_can_have[lfm2]",
+        "nopad.cli.tiny_model", "_named_layer_types = lambda config, name: []",
+    ),
+    "nobody asks which layers are lacking": (
+        "cli/test_doctor.py::test_kinds_of_layers_that_the_tiny_model_of_a_config_lacks_are_told",
+        "nopad.cli.tiny_model", "layer_kinds = lambda model: set()",
+    ),
+    "a window that is not passed is none": (
+        "attention/hf/test_model_zoo.py::"
+        "test_packed_is_one_by_one_is_paged_except_where_listed[qwen2_moe]",
+        "nopad.attention.hf.interface",
+        "_window = lambda module, kwargs: kwargs.get('sliding_window')",
+    ),
+    "a metric is averaged over the examples it did not fail on": (
+        "trainer/evaluation/test_generation_eval.py::"
+        "test_a_metric_that_raises_on_some_examples_has_no_mean_and_is_never_the_best",
+        "nopad.trainer.evaluation.scoring",
+        "right = _apply\n"
+        "_apply = lambda metrics, index, example, completion, errors: "
+        "right(metrics, index, example, completion, {n: [] for n in metrics}) "
+        "| {n: 1.0 for n in metrics}",
+    ),
+    "errors of metrics are never raised": (
+        "trainer/evaluation/test_generation_eval.py::"
+        "test_a_metric_that_returns_no_number_is_told_beside_other_errors",
+        "nopad.trainer.evaluation.generation_eval",
+        "begin = GenerationEval._evaluate\n"
+        "def quiet(self, plan):\n"
+        "    self._on_error = 'report'\n"
+        "    return begin(self, plan)\n"
+        "GenerationEval._evaluate = quiet",
+    ),
+    "the first sample alone is scored": (
+        "trainer/evaluation/test_generation_eval.py::test_all_samples_of_a_prompt_are_scored",
+        "nopad.trainer.evaluation.generation_eval",
+        "right = score_completions\n"
+        "def score_completions(metrics, indices, examples, completions):\n"
+        "    for completion in completions:\n"
+        "        completion.others = ()\n"
+        "    return right(metrics, indices, examples, completions)",
+    ),
+    "standard input keeps its carriage returns": (
+        "cli/test_generate.py::test_lines_of_standard_input_end_as_those_of_a_file",
+        "nopad.cli.prompt_file",
+        "import types\n"
+        "real = sys\n"
+        "class Untranslated(types.SimpleNamespace):\n"
+        "    stdin = property(lambda self: (line for line in real.stdin))\n"
+        "sys = Untranslated(maxsize=real.maxsize)",
+    ),
+    "a misspelled parameter is another field": (
+        "cli/test_generate.py::test_a_misspelled_parameter_is_refused_with_the_right_name",
+        "nopad.cli.prompt_file", "_check_spelling = lambda *_: None",
+    ),
+    "padding is that of uncut samples": (
+        "cli/test_inspect_data.py::test_padded_fill_is_that_of_the_samples_as_they_are_cut",
+        "nopad.cli.data_report.figures",
+        "right = padded_fill\n"
+        "padded_fill = lambda lengths, budget, *_: right(lengths, budget)",
+    ),
+    "Transformers loads the adapters": (
+        "cli/test_load_pretrained.py::"
+        "test_the_folder_of_an_adapter_is_its_model_with_the_adapter[kind1]",
+        "nopad.inference.pretrained.loading",
+        "ask = is_adapter\n"
+        "right = load_weights\n"
+        "def stock(path, *args, **options):\n"
+        "    global is_adapter\n"
+        "    is_adapter = lambda name: False\n"
+        "    try:\n"
+        "        return right(path, *args, **options)\n"
+        "    finally:\n"
+        "        is_adapter = ask\n"
+        "load_weights = stock",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

@@ -38,7 +38,6 @@ def attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
@@ -81,11 +80,18 @@ def attention(
         varlen,
         layer=layer,
         scale=scaling,
-        window=sliding_window,
+        window=_window(module, kwargs),
         softcap=softcap,
         sinks=s_aux,
     )
     return out.view(rows, columns, *out.shape[1:]), None
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Return the sliding window; layers of Qwen2-MoE have one, but leave it to the stock mask."""
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"]
+    return getattr(module, "sliding_window", None)
 
 
 def _flatten(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _UNSUPPORTED_TYPES = {
 } | dict.fromkeys(
     (
         "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-        "xlm-roberta-xl",
+        "xlm-roberta-xl", "xmod",
     ),
     "counts its positions from pad_token_id + 1, a packed batch counts from 0",
 )  # fmt: skip

@@ -68,6 +68,6 @@ def budget_rows(
         if len(plan):
             fill = int(plan.lengths.sum()) / (len(plan) * each)
             per_pack = len(plan.lengths) / len(plan)
-        padded = padded_fill(lengths, each)
+        padded = padded_fill(lengths, each, overflow, max_length)
         rows.append(BudgetRow(each, len(plan), fill, per_pack, num_long, padded))
     return rows

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+from ...runtime import unwrap_peft
 from .checkpoint import (
     adapter_error,
     base_model_name,
@@ -30,8 +32,9 @@ def load_pretrained(name: Any, tokenizer: Any = None, dtype: Any = None) -> tupl
     path = checkpoint_path(os.fspath(name))
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer(os.fspath(tokenizer))
-    elif tokenizer is None and (is_adapter(path) or has_tokenizer(path)):
-        tokenizer = load_tokenizer(path)
+    elif tokenizer is None:
+        folders = [path, base_model_name(path)] if is_adapter(path) else [path]
+        tokenizer = load_tokenizer(path) if any(map(has_tokenizer, folders)) else None
     return load_model(path, "auto" if dtype is None else dtype), tokenizer
 
 
@@ -54,10 +57,15 @@ def load_model(name: str, dtype: Any = "auto", device: str | None = None) -> Any
     return model.to(target).eval()
 
 
-def load_weights(path: str, **options: Any) -> Any:
-    """Load a causal LM; raise if weights are missing, which Transformers fills at random."""
+def load_weights(path: str, merge: bool = False, **options: Any) -> Any:
+    """Load a causal LM; raise if weights are missing, which Transformers fills at random.
+
+    merge: add an adapter to the weights of its base model instead of running it beside them.
+    """
     from transformers import AutoModelForCausalLM
 
+    if is_adapter(path):
+        return _load_adapter(path, load_weights(base_model_name(path), merge, **options), merge)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, trust_remote_code=False, output_loading_info=True, **options
     )
@@ -68,6 +76,23 @@ def load_weights(path: str, **options: Any) -> Any:
             "the checkpoint does not belong to its config.json"
         )
     return model
+
+
+def _load_adapter(path: str, base: Any, merge: bool) -> Any:
+    """Add an adapter to its base model; raise if weights of the adapter are missing.
+
+    PEFT loads it: Transformers does not find all weights of DoRA, nor tokens of tied embeddings.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:  # adapters in the dtype of the model, not in float32
+            model = PeftModel.from_pretrained(base, path, autocast_adapter_dtype=False)
+        except UserWarning as missing:
+            raise ValueError(f"weights of the adapter would be random: {missing}") from None
+    adapted = unwrap_peft(model)
+    return model.merge_and_unload() if merge else adapted
 
 
 def load_tokenizer(name: str) -> Any:

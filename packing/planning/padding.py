@@ -8,26 +8,40 @@ from __future__ import annotations
 
 import numpy as np
 
+from .overflow import Counts, Overflow, cut_items
+
 MAX_SAMPLES = 20_000
 """Samples to draw at random from a larger set."""
 
 
-def padded_fill(lengths: np.ndarray, budget: int, seed: int = 0) -> float:
+def padded_fill(
+    lengths: np.ndarray,
+    budget: int,
+    overflow: Overflow = "split",
+    max_length: int | None = None,
+    seed: int = 0,
+) -> float:
     """Return the share of tokens in batches of `budget` positions that are padded.
 
     Samples come in random order; a batch takes as many as fit when each is padded to the longest of
-    them. A sample longer than the budget is split, as it is in packs.
+    them. Samples longer than the budget or than `max_length` are split, truncated or dropped, as
+    they are in packs.
 
     >>> padded_fill(np.array([4, 4, 4, 4]), budget=8)
     1.0
     >>> padded_fill(np.array([7, 1]), budget=8)
     0.5
+    >>> padded_fill(np.array([7, 1]), budget=8, overflow="truncate", max_length=3)
+    0.5
     """
     lengths = np.asarray(lengths, np.int64)
     draw = np.random.default_rng(seed)
-    size = min(MAX_SAMPLES, len(lengths))
+    drawn = draw.choice(lengths, min(MAX_SAMPLES, len(lengths)), replace=False)
+    capacity = min(budget, max_length or budget)
+    if (drawn > capacity).any():
+        drawn = cut_items(drawn, capacity, overflow, Counts()).lengths
     tokens = positions = count = longest = 0
-    for length in draw.choice(lengths, size, replace=False).tolist():
+    for length in drawn.tolist():
         full, rest = divmod(length, budget)
         tokens += length
         positions += full * budget

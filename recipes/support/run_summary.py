@@ -19,12 +19,14 @@ MEASURED_PACKS = 16
 """Packs to read of a stream, whose lengths are not known, to compare with padding."""
 
 
-def expected_padded_fill(dataset: Any, budget: int) -> float:
+def expected_padded_fill(
+    dataset: Any, budget: int, overflow: Any = "split", max_length: int | None = None
+) -> float:
     """Return the fill that padded batches of the same size would have on this dataset."""
     lengths = dataset.lengths
     if lengths is None:
         lengths = np.concatenate([pack.lengths for pack in islice(dataset, MEASURED_PACKS)])
-    return padded_fill(lengths, budget)
+    return padded_fill(lengths, budget, overflow, max_length)
 
 
 def padding_line(padded: float, budget: int) -> str:

@@ -72,7 +72,7 @@ def test_only_what_is_repaired_is_said_to_be(capsys):
         IsolationResult("eager", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5)),
     ]
     model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
-    report(console(), "llama", model, results)
+    report(console(), "llama", model, results, [])
     text = " ".join(capsys.readouterr().out.split())
     assert "not with sdpa, eager (documents leak); nopad.attention.document_mask" in text
     assert "repairs sdpa. With nopad's trainers: right with sdpa by repairing" in text
@@ -102,6 +102,31 @@ def test_what_is_refused_is_told_with_the_reason(capsys):
     assert "Nothing was checked" in text
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe", "mamba2", "zamba2"])
+def test_a_type_is_examined_with_every_kind_of_layer_that_it_can_have(kind, capsys):
+    """The default config of lfm2 has attention alone; that of others cannot be built as it is."""
+    assert main([kind, "--attn", "nopad,eager"]) == 1
+    captured = capsys.readouterr()
+    assert verdicts(captured.out) == {"nopad": "refused", "eager": "LEAK"} and not captured.err
+    assert "Not examined" not in captured.out
+
+
+@pytest.mark.parametrize("index, said", [(3, False), (20, True)])
+def test_kinds_of_layers_that_the_tiny_model_of_a_config_lacks_are_told(
+    tmp_path, capsys, index, said
+):
+    CONFIG_MAPPING["bamba"](attn_layer_indices=[index]).save_pretrained(tmp_path)
+    main([str(tmp_path / "config.json"), "--attn", "eager"])
+    assert ("Not examined: BambaAttention" in capsys.readouterr().out) == said
+
+
+def test_a_type_that_cannot_be_made_small_is_one_line(capsys):
+    assert main(["prophetnet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("nopad doctor: cannot build prophetnet: it cannot be made small")
+    assert captured.err.count("\n") == 1 and not captured.out
+
+
 def test_what_does_not_run_here_is_told(capsys):
     assert main(["llama", "--attn", "flash_attention_2,eager"]) == 0
     text = capsys.readouterr().out
@@ -112,7 +137,7 @@ def test_what_does_not_run_here_is_told(capsys):
 def test_flex_attention_is_not_compiled_where_it_cannot_train(monkeypatch):
     monkeypatch.setattr("nopad.cli.doctor_isolation.check_packed", None)  # would be called
     with _quiet():
-        model, config = _load("llama", tiny=False)
+        model, config, _ = _load("llama", tiny=False)
     result = check_isolation(model, "flex_attention", config)
     assert (result.verdict, result.note) == ("not run", "no backward on a CPU")
 
@@ -120,7 +145,7 @@ def test_flex_attention_is_not_compiled_where_it_cannot_train(monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "bloom", "mamba", "llama4_text"])
 def test_what_is_said_of_our_trainers_is_what_their_check_before_the_first_step_does(kind):
     with _quiet():
-        oracle, config = _load(kind, tiny=False)
+        oracle, config, _ = _load(kind, tiny=False)
     for name in ("nopad", "eager"):
         result = check_isolation(oracle, name, config)
         if result.verdict == "refused":
@@ -151,7 +176,7 @@ def test_a_report_fits_a_hundred_columns_in_a_pipe_and_eighty_on_a_terminal(term
         terminal("COLUMNS", "80")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rich.console.Console.is_terminal", is_terminal)
-            report(console(), "llama", model, results)
+            report(console(), "llama", model, results, [])
         lines = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out).splitlines()
         assert 70 < max(map(len, lines)) <= width
         assert any(line.split()[:3] == ["sdpa", "LEAK", "1.5e+00"] for line in lines)
@@ -177,7 +202,7 @@ def test_configs_inside_a_config_are_shrunk_too(kind, capsys):
 
 
 def test_a_model_that_stays_large_is_not_built(capsys, monkeypatch):
-    monkeypatch.setattr("nopad.cli.doctor.MAX_PARAMETERS", 1000)
+    monkeypatch.setattr("nopad.cli.tiny_model.MAX_PARAMETERS", 1000)
     assert main(["llama"]) == 2
     assert "its tiny model has" in capsys.readouterr().err
 
@@ -219,6 +244,16 @@ def test_a_checkpoint_is_examined_with_its_own_weights(tmp_path, capsys):
     parameters = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     assert parameters == 128
     assert verdicts(capsys.readouterr().out) == {"nopad": "isolated"}
+
+
+def test_an_adapter_is_examined_with_its_model(tmp_path, capsys):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
+    peft.get_peft_model(model, peft.LoraConfig(use_dora=True)).save_pretrained(tmp_path / "dora")
+    assert main([str(tmp_path / "dora"), "--attn", "nopad,sdpa"]) == 0
+    assert verdicts(capsys.readouterr().out) == {"nopad": "isolated", "sdpa": "isolated"}
 
 
 def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):

@@ -165,6 +165,34 @@ def test_the_format_of_a_file_is_what_its_name_or_the_option_says(tmp_path):
         read_prompts(str(tmp_path))
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_of_standard_input_end_as_those_of_a_file(tmp_path, monkeypatch, end):
+    content = end.join(["Once upon", "Lily", ""]).encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    stdin = io.TextIOWrapper(io.BytesIO(content), newline="\n")  # as Python opens it
+    monkeypatch.setattr(sys, "stdin", stdin)
+    entries = [("Once upon", {}), ("Lily", {})]
+    assert read_prompts("-") == read_prompts(str(tmp_path / "a.txt")) == entries
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("max_token", "max_tokens"), ("max_new_tokens", "max_tokens"), ("maxTokens", "max_tokens"),
+     ("temprature", "temperature"), ("top-p", "top_p"), ("logprob", "logprobs")],
+)  # fmt: skip
+def test_a_misspelled_parameter_is_refused_with_the_right_name(tmp_path, field, meant):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", field: 1}) + "\n")
+    with pytest.raises(ValueError, match=f'line 1: unknown field "{field}": did you .* "{meant}"'):
+        read_prompts(str(tmp_path / "a.jsonl"))
+
+
+def test_other_fields_of_a_prompt_are_ignored(tmp_path):
+    row = {"prompt": "a", "prompt_id": 1, "answer": "b", "id": 3, "step": 4, "max_tokens": 2}
+    row |= {"max_token_limit": 9, "messages": None}  # max_tokens is there: no misspelling of it
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert read_prompts(str(tmp_path / "a.jsonl")) == [("a", {"max_tokens": 2})]
+
+
 def test_closed_standard_input_and_a_format_without_a_file_are_told(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ValueError, match="standard input is closed"):

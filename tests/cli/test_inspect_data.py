@@ -61,6 +61,36 @@ def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkey
     assert f"would be {waste:.1%} padding" in out
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overflow": "drop"}, {"overflow": "truncate"}, {"max_length": 20},
+     {"max_length": 20, "overflow": "drop"}, {"max_length": 20, "overflow": "truncate"}],
+)  # fmt: skip
+def test_padded_fill_is_that_of_the_samples_as_they_are_cut(data, capsys, options):
+    """The oracle cuts each sample by itself and pads whole batches."""
+    budget, longest = 32, options.get("max_length", 32)
+    cut = {
+        "split": lambda n: [longest] * (n // longest) + [n % longest] * (n % longest > 0),
+        "truncate": lambda n: [min(n, longest)],
+        "drop": lambda n: [n] * (n <= longest),
+    }[options.get("overflow", "split")]
+    lengths = [len(json.loads(line)["input_ids"]) for line in data.read_text().splitlines()]
+    drawn = np.random.default_rng(0).choice(lengths, len(lengths), replace=False)
+    batches = [[]]
+    for part in (part for n in drawn.tolist() for part in cut(n)):
+        if part == budget:
+            batches.insert(0, [part])
+        elif (len(batches[-1]) + 1) * max([part, *batches[-1]]) > budget:
+            batches.append([part])
+        else:
+            batches[-1].append(part)
+    fill = sum(map(sum, batches)) / (budget * len([batch for batch in batches if batch]))
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert main(["inspect", str(data), "--budget", "32", *given]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith("%")]
+    assert next(row for row in rows if row[0] == "32")[-1] == f"{fill:.2%}"
+
+
 def test_of_many_samples_it_says_that_they_are_the_first(data, monkeypatch, capsys):
     monkeypatch.setattr("nopad.cli.inspect_data.MAX_LENGTHS", 150)
     assert main(["inspect", str(data), "--budget", "128"]) == 0

@@ -112,18 +112,49 @@ def test_weights_that_are_missing_are_not_filled_at_random(checkpoint_dir, tmp_p
         load_pretrained.load_model(str(folder))
 
 
-def test_the_folder_of_an_adapter_is_its_model_with_the_adapter(checkpoint_dir, tmp_path):
+@pytest.mark.parametrize(
+    "kind", [{}, {"use_dora": True}, {"trainable_token_indices": [2, 3]}, {"use_rslora": True}]
+)
+def test_the_folder_of_an_adapter_is_its_model_with_the_adapter(checkpoint_dir, tmp_path, kind):
+    """Embeddings are tied: tokens that an adapter trains change the LM head, too."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = load_pretrained.load_model(str(checkpoint_dir))
+    base = load_pretrained.load_model(str(checkpoint_dir))
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    base.save_pretrained(tmp_path / "base")
+    model = load_pretrained.load_model(str(tmp_path / "base"))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
     ids = torch.tensor([[1, 2, 3, 4]])
     before = model(ids).logits
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **kind)
     adapted = peft.get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "magnitude" in name or "delta" in name:
+            weight.data.mul_(1.5)
     adapted.save_pretrained(tmp_path / "lora")
     loaded = load_pretrained.load_model(str(tmp_path / "lora"))
     logits = loaded(ids).logits
     assert torch.allclose(logits, adapted(ids).logits, atol=1e-5)
     assert not torch.allclose(logits, before, atol=1e-2)
+
+
+def test_an_adapter_that_lacks_weights_or_cannot_run_here_is_refused(checkpoint_dir, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from safetensors.torch import load_file, save_file
+
+    def save(config):
+        model = load_pretrained.load_model(str(checkpoint_dir))
+        peft.get_peft_model(model, config).save_pretrained(tmp_path)
+
+    save(peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="PromptTuningConfig"):
+        load_pretrained.load_model(str(tmp_path))
+    save(peft.LoraConfig(target_modules=["q_proj"]))
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    weights.pop(next(iter(weights)))
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"weights of the adapter would be random: .*lora_A"):
+        load_pretrained.load_model(str(tmp_path))
 
 
 def test_a_folder_of_checkpoints_says_which_one(checkpoint_dir, tmp_path):

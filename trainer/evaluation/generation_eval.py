@@ -31,7 +31,7 @@ from ..fsdp_unshard import unsharded
 from ..monitoring.throughput import ThroughputMeter
 from .metrics import Metric
 from .report import Example, Report, TableRow, full_name
-from .scoring import COUNTERS, score_completions, to_floats
+from .scoring import COUNTERS, Scores, join_errors, score_completions, to_floats
 from .time_budget import EvalPlan, TimeBudget, subset
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class GenerationEval:
                 without examples a harness, called with `deadline=`, that returns metrics by name.
             examples: prompts with the references that metrics compare with; None for a harness.
             metrics: functions of a completion's text and its reference that return a number, by
-                name; their means over the examples are logged.
+                name; their means over the completions are logged, all `n` of a prompt included. A
+                metric that raises for one of them, or returns no number, has no mean.
             params: sampling parameters of all prompts, passed on to `generate`.
             every: optimizer steps between evaluations; None: only when the trainer evaluates. In
                 both cases it also runs after the last step, unless the run is stopped before.
@@ -78,7 +79,8 @@ class GenerationEval:
             num_samples: completions shown in the table.
             monitor: the metric whose best value is tracked; NaN and infinity are never the best.
             mode: whether the best value is the largest or the smallest.
-            on_error: report an error and continue training, or raise it.
+            on_error: report an error of generation or of a metric and continue training, or raise
+                it. Requests that failed are reported and counted in both cases.
         """
         metrics = {} if metrics is None else metrics
         if examples is not None and not isinstance(examples, Iterable):
@@ -120,8 +122,8 @@ class GenerationEval:
         with preserve_rng(), nullcontext() if meter is None else meter.paused():
             values, rows, error = self._run_on_all_ranks(plan, model)
         seconds = time.monotonic() - start
-        timed_out = 0 if self._examples is None else int(values.get("timed_out", 0))
-        self.budget.record(plan.num_examples - timed_out if values else None, seconds)
+        finished = plan.num_examples * _finished_share(values) if values else None
+        self.budget.record(finished, seconds)
         return self._report(step, values, rows, seconds, plan.note, error)
 
     def reports(self, name: str) -> bool:
@@ -161,17 +163,23 @@ class GenerationEval:
             return {}, [], f"{type(error).__name__}: {error}" if is_own else str(error)
 
     def _evaluate(self, plan: EvalPlan) -> tuple[dict[str, float], list[TableRow], str | None]:
+        scores = self._scores(plan)
+        if scores.metric_errors is not None and self._on_error == "raise":
+            raise ValueError(scores.metric_errors)
+        error = join_errors(scores.failed, scores.metric_errors)
+        return scores.values, scores.rows[: self.num_samples], error
+
+    def _scores(self, plan: EvalPlan) -> Scores:
+        """Generate and score; without examples the harness does both."""
         if self._examples is None:
-            values, error = to_floats(self._generate(deadline=plan.deadline))
-            return values, [], error
+            return to_floats(self._generate(deadline=plan.deadline))
         indices = subset(len(self._examples), plan.num_examples)
         examples = [self._examples[i] for i in indices]
         prompts = [example.prompt for example in examples]
         completions = self._generate(prompts, self._params, deadline=plan.deadline)
         if rank() != 0:
-            return {}, [], None
-        values, rows, error = score_completions(self._metrics, indices, examples, completions)
-        return values, rows[: self.num_samples], error
+            return Scores({}, [])
+        return score_completions(self._metrics, indices, examples, completions)
 
     def _report(
         self,
@@ -213,6 +221,13 @@ class GenerationEval:
         better = before is None or not math.isfinite(before) or self._sign * (value - before) > 0
         self.best = value if better else before
         return better
+
+
+def _finished_share(values: dict[str, float]) -> float:
+    """Return the share of completions that the deadline did not end; 1 for a harness."""
+    finished, late = (values.get(n, 0) for n in ("examples", "timed_out"))
+    total = finished + values.get("failed", 0) + late
+    return 1 - late / total if total else 1.0
 
 
 def _check_settings(

@@ -48,12 +48,12 @@ class Report:
     note: str | None = None
     """Why fewer examples were evaluated, or none."""
     error: str | None = None
-    """The first error, and its example."""
+    """The first failed request and the first error of each metric, with their examples."""
     name: str = ""
     """The evaluation's name, if there are several."""
     missing: tuple[str, ...] = ()
-    """Full names of metrics without a value: the evaluation failed, ran out of time or was skipped.
-    """
+    """Full names of metrics without a value: they failed, or the evaluation failed, ran out of time
+    or was skipped."""
 
     def values(self) -> dict[str, float]:
         """Return every metric, NaN if it is missing, so that monitors never see a stale value.

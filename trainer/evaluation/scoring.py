@@ -1,7 +1,8 @@
 """Apply metrics to completions, and count those that failed, timed out or were truncated.
 
     completion ─┬─▶ error or past the deadline: counted
-                └─▶ metrics ─▶ means, and rows of the table of completions
+                └─▶ metrics ─┬─▶ means, and rows of the table of completions
+                             └─▶ an error: no mean, which would be that of the other examples
 
 A harness returns metrics of its own; they are only converted to floats.
 """
@@ -10,14 +11,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .metrics import Metric
 from .report import Example, TableRow
 
 COUNTERS = ("examples", "failed", "timed_out", "truncated", "new_tokens")
-"""Reported beside the metrics: examples that were scored, that failed, that the deadline ended; of
-the scored ones those that ended at `max_tokens`; and all generated tokens."""
+"""Reported beside the metrics: completions that were scored, that failed, that the deadline ended;
+of the scored ones those that ended at `max_tokens`; and all generated tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The result of metrics on completions."""
+
+    values: dict[str, float]
+    """The mean of each metric that returned a number every time, and the counters."""
+    rows: list[TableRow]
+    """One for each completion that was scored."""
+    failed: str | None = None
+    """The first request that failed, and how many did."""
+    metric_errors: str | None = None
+    """The first error of each metric, and how many there were: such a metric has no mean."""
 
 
 def score_completions(
@@ -25,53 +41,86 @@ def score_completions(
     indices: list[int],
     examples: list[Example],
     completions: list[Any],
-) -> tuple[dict[str, float], list[TableRow], str | None]:
-    """Return the mean of each metric with the counters, the table rows, and the first error."""
-    error, rows, failed, timed_out, truncated = None, [], 0, 0, 0
-    scores: dict[str, list[float]] = {name: [] for name in metrics}
-    for index, example, completion in zip(indices, examples, completions, strict=True):
+) -> Scores:
+    """Apply the metrics to every completion, all `n` of a prompt included."""
+    failed, timed_out, truncated, rows = [], 0, 0, []
+    errors: dict[str, list[str]] = {name: [] for name in metrics}
+    samples = [
+        (index, example, each)
+        for index, example, first in zip(indices, examples, completions, strict=True)
+        # Functions of one's own may return completions without this attribute of the engine's.
+        for each in (first, *getattr(first, "others", ()))
+    ]
+    for index, example, completion in samples:
         if completion.error is not None:
-            failed += 1
-            error = error or f"example {index}: {completion.error}"
+            failed.append(f"example {index}: {completion.error}")
         elif completion.finish_reason == "deadline":
             timed_out += 1
         else:
             truncated += completion.finish_reason == "length"
-            values, metric_error = _apply(metrics, index, example, completion)
-            error = error or metric_error
-            for name, value in values.items():
-                scores[name].append(value)
-            rows.append(_table_row(example, completion, values))
-    means = {name: sum(values) / len(values) for name, values in scores.items() if values}
-    new = sum(len(completion.token_ids) for completion in completions)
-    counts = (len(rows), failed, timed_out, truncated, new)
-    return means | dict(zip(COUNTERS, counts, strict=True)), rows, error
+            scores = _apply(metrics, index, example, completion, errors)
+            rows.append(_table_row(example, completion, scores))
+    means = {
+        name: sum(row.scores[name] for row in rows) / len(rows)
+        for name, faults in errors.items()
+        if rows and not faults
+    }
+    new = sum(len(completion.token_ids) for _, _, completion in samples)
+    counts = (len(rows), len(failed), timed_out, truncated, new)
+    values = means | dict(zip(COUNTERS, counts, strict=True))
+    return Scores(values, rows, _first_of(failed), join_errors(*map(_first_of, errors.values())))
 
 
-def to_floats(results: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
+def to_floats(results: Mapping[str, Any]) -> Scores:
     """Convert a harness's results; values that are not numbers become NaN and an error."""
-    values, error = {}, None
+    values, errors = {}, []
     for name, value in dict(results).items():
         try:
             values[name] = float(value)
         except Exception:
             values[name] = math.nan
-            error = error or f"metric {name!r} is a {type(value).__name__}; it must be a number"
-    return values, error
+            errors.append(f"metric {name!r} is a {type(value).__name__}; it must be a number")
+    return Scores(values, [], None, _first_of(errors))
+
+
+def join_errors(*errors: str | None) -> str | None:
+    """Return all errors in one line; None if there is none."""
+    return "; ".join(error for error in errors if error is not None) or None
+
+
+def _first_of(errors: list[str]) -> str | None:
+    """Return the first error, and how many follow.
+
+    >>> _first_of(["example 3: too long", "example 4: too long"])
+    'example 3: too long (and 1 more)'
+    """
+    if len(errors) < 2:
+        return errors[0] if errors else None
+    return f"{errors[0]} (and {len(errors) - 1} more)"
 
 
 def _apply(
-    metrics: Mapping[str, Metric], index: int, example: Example, completion: Any
-) -> tuple[dict[str, float], str | None]:
-    """Return the values of the metrics that did not raise, and the first error."""
-    values, first_error = {}, None
+    metrics: Mapping[str, Metric],
+    index: int,
+    example: Example,
+    completion: Any,
+    errors: dict[str, list[str]],
+) -> dict[str, float]:
+    """Return the values of the metrics that returned a number; add the errors of the others."""
+    values = {}
     for name, metric in metrics.items():
         try:
-            values[name] = float(metric(_text(completion), example.reference))
+            value = metric(_text(completion), example.reference)
         except Exception as error:
-            message = f"metric {name!r} on example {index}: {type(error).__name__}: {error}"
-            first_error = first_error or message
-    return values, first_error
+            reason = f"{type(error).__name__}: {error}"
+            errors[name].append(f"metric {name!r} on example {index}: {reason}")
+            continue
+        try:
+            values[name] = float(value)
+        except Exception:
+            reason = f"it returned a {type(value).__name__}, not a number"
+            errors[name].append(f"metric {name!r} on example {index}: {reason}")
+    return values
 
 
 def _text(completion: Any) -> str:

@@ -79,7 +79,7 @@ class TimeBudget:
         note = f"reduced to {affordable} of {num_examples} examples: {reason}"
         return EvalPlan(affordable, limit, note)
 
-    def record(self, finished: int | None, seconds: float) -> None:
+    def record(self, finished: float | None, seconds: float) -> None:
         """Record an evaluation's seconds and finished examples; None: the evaluation failed."""
         self.spent += seconds
         if finished is not None:

@@ -1,45 +1,48 @@
 """The zoo: a tiny random model of every causal-LM type that Transformers offers.
 
-Each must give, packed, what its documents give one by one under eager attention (logits, loss and
-gradients), and over pages, in uneven chunks, what it gives packed. `EXCEPTIONS` names every type
-that is not held to that; the run is compared with it, so the list can only shrink.
+It has every kind of layer that its type can have, but for `LACKS`, and must give, packed, what its
+documents give one by one under eager attention (logits, loss and gradients), and over pages, in
+uneven chunks, what it gives packed. `EXCEPTIONS` names every type that is not held to that; the run
+is compared with it, so the list can only shrink.
 """
-
-import copy
 
 import pytest
 import torch
 from nopad.attention import check_every_layer, unsupported_reason
 from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
-from nopad.cli.tiny_model import randomize_weights, tiny_config
-from transformers import AutoModelForCausalLM
+from nopad.cli.doctor_isolation import with_attention
+from nopad.cli.tiny_model import tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-LARGEST = 3_000_000
 REFUSED, TOO_BIG = "refused", "not built small"
 # `unsupported_reason` gives the reason of each: state beside attention, no attention interface,
 # sparse selection of keys, positions that cannot restart.
 _REFUSED = """
 axk2 bailing_hybrid bamba bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
-camembert codegen data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon falcon_h1
-falcon_mamba git glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
-inkling_text jamba kimi_linear mamba marian mbart megatron-bert minimax
-moss_transcribe_diarize mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5
-qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rembert roberta
-roberta-prelayernorm roformer rwkv trocr whisper xglm xlm xlm-roberta xlm-roberta-xl
-xlstm
+camembert codegen cpmant data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon falcon_h1
+falcon_mamba git glm_moe_dsa gpt_neo gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
+inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 marian mbart megatron-bert minimax
+minimax_m3_vl_text moss_transcribe_diarize mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart
+qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
+recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv trocr whisper xglm xlm
+xlm-roberta xlm-roberta-xl xlstm xmod zamba zamba2 zaya
 """
-# With sizes that hang together in ways `tiny_config` does not know; a live one is probed before it
-# runs (`keeps_state`), and refused where that fails.
+# They need more than tokens, other libraries, or sizes that hang together in ways `tiny_config`
+# does not know; a live one is probed before it runs (`keeps_state`), and refused where that fails.
 _TOO_BIG = """
-blt cohere_compass_text cpmant dbrx gemma3n gemma4_assistant
-gemma4_unified_assistant got_ocr2 gpt_neo lfm2_moe mamba2 musicgen musicgen_melody
-phi4_multimodal prophetnet qwen4_exp qwen4_exp_text reformer roc_bert xlnet xmod zamba
-zamba2 zaya
+blt gemma3n gemma4_assistant gemma4_unified_assistant musicgen musicgen_melody prophetnet reformer
+xlnet
 """
 EXCEPTIONS = dict.fromkeys(_REFUSED.split(), REFUSED) | dict.fromkeys(_TOO_BIG.split(), TOO_BIG)
+LACKS = {
+    "big_bird": ["BigBirdBlockSparseAttention"],  # long rows alone have it
+    "doge": ["DogeCDMoE"],  # instead of the dense layers
+    "moshi": ["MoshiFlexibleLinear"],  # of the decoder of audio codes
+    "mvp": ["MvpPrompt"],
+    "trocr": ["TrOCRSinusoidalPositionalEmbedding"],
+}
 
 
 class NotBuiltSmall(Exception):
@@ -47,42 +50,25 @@ class NotBuiltSmall(Exception):
 
 
 def build(kind):
-    """The config and a tiny model of it under eager attention."""
+    """A tiny model under eager attention, and the kinds of layers that it lacks."""
     try:
-        config = tiny_config(CONFIG_MAPPING[kind]())
-        with torch.device("meta"):  # some types ignore every size we ask for
-            trial = eager(config)
-        size = sum(p.numel() for p in trial.parameters())
-        if size > LARGEST:
-            raise NotBuiltSmall(f"{size:,} parameters")
-        oracle = eager(config).eval()
-        oracle(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
+        return tiny_model(CONFIG_MAPPING[kind](), every_kind=True, attn_implementation="eager")
     except Exception as error:
         raise NotBuiltSmall(f"{type(error).__name__}: {error}") from error
-    randomize_weights(oracle)
-    return config, oracle
-
-
-def eager(config):
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
-
-
-def with_nopad(config, oracle):
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="nopad")
-    model.load_state_dict(oracle.state_dict())
-    return model.eval()
 
 
 def examine(kind):
     """'right', 'wrong', REFUSED or TOO_BIG, with the details."""
     try:
-        config, oracle = build(kind)
+        oracle, lacks = build(kind)
     except NotBuiltSmall as error:
         return TOO_BIG, str(error)
+    if lacks != LACKS.get(kind, []):
+        return "wrong", f"its tiny model lacks {lacks}"
     reason = unsupported_reason(oracle)
     if reason is not None:
         return REFUSED, reason
-    model = with_nopad(config, oracle)
+    model = with_attention(oracle, "nopad")
     packed, paged = check_packed(model, oracle), check_paged(model)
     if not (packed.within() and paged <= 1e-3):
         return "wrong", f"{packed}, paged {paged}"

@@ -56,6 +56,62 @@ def test_an_error_is_reported_or_raised_as_asked(caplog):
         GenerationEval(broken, EXAMPLES, on_error="raise").run(3)
 
 
+def raises_unless_a(text, reference):
+    if text != "a":
+        raise KeyError(text)
+    return 1.0
+
+
+def test_a_metric_that_raises_on_some_examples_has_no_mean_and_is_never_the_best():
+    metrics = {"some": raises_unless_a, "exact": equal}
+    evaluation = GenerationEval(echo, EXAMPLES, metrics, monitor="some")
+    report = evaluation.run(1)
+    assert report.missing == ("eval/some",) and not report.is_best and evaluation.best is None
+    assert report.metrics["eval/exact"] == 0.75 and report.metrics["eval/examples"] == 4
+    assert report.error == "metric 'some' on example 1: KeyError: 'b' (and 2 more)"
+    assert report.rows[0].scores == {"some": 1.0, "exact": 1.0}
+
+
+@pytest.mark.parametrize("value", [{"f1": 1.0}, None, torch.ones(2), "good"])
+def test_a_metric_that_returns_no_number_is_told_beside_other_errors(value, caplog):
+    def some(prompts, params, deadline):
+        return [Done("a"), Done("", "too long", "error"), Done("c"), Done("d")]
+
+    metrics = {"some": raises_unless_a, "odd": lambda text, reference: value}
+    report = GenerationEval(some, EXAMPLES, metrics).run(1)
+    assert report.missing == ("eval/some", "eval/odd")
+    returned = f"it returned a {type(value).__name__}, not a number (and 2 more)"
+    assert report.error == (
+        "example 1: too long; metric 'some' on example 2: KeyError: 'c' (and 1 more); "
+        f"metric 'odd' on example 0: {returned}"
+    )
+    assert report.error in caplog.text
+    with pytest.raises(ValueError, match=r"metric 'some' on example 2.*metric 'odd' on example 0"):
+        GenerationEval(some, EXAMPLES, metrics, on_error="raise").run(1)
+    with pytest.raises(ValueError, match="metric 'acc' is a"):
+        GenerationEval(lambda deadline: {"acc": [value]}, on_error="raise").run(1)
+
+
+def test_a_request_that_failed_is_counted_and_not_raised():
+    def some(prompts, params, deadline):
+        return [Done("a"), Done("", "too long", "error"), Done("c"), Done("d")]
+
+    report = GenerationEval(some, EXAMPLES, {"exact": equal}, on_error="raise").run(1)
+    assert (report.metrics["eval/exact"], report.metrics["eval/failed"]) == (1.0, 1)
+
+
+def test_all_samples_of_a_prompt_are_scored():
+    def three(prompts, params, deadline):
+        late = Done("c", None, "deadline")
+        return [Done(p, others=(Done("a"), late if p == "c" else Done("x"))) for p in prompts]
+
+    evaluation = GenerationEval(three, EXAMPLES, {"exact": equal}, num_samples=3, deadline=9.0)
+    report = evaluation.run(1)
+    names = ("exact", "examples", "timed_out", "new_tokens")
+    assert [report.metrics[f"eval/{k}"] for k in names] == [5 / 11, 11, 1, 24]
+    assert [row.completion for row in report.rows] == ["a", "a", "x"]
+
+
 def test_prompts_do_not_get_into_the_log(caplog):
     caplog.set_level(logging.DEBUG)
 
@@ -138,7 +194,7 @@ def test_a_watched_metric_that_a_harness_does_not_have_is_told_of_once(caplog):
 def test_a_harness_value_that_is_no_number_is_told_of_and_spoils_no_other():
     results = {"text": "0.5 good", "unfinished": None, "acc": 0.5, "both": torch.tensor([1.0, 2.0])}
     report = GenerationEval(lambda deadline: results, monitor="text").run(1)
-    assert report.error == "metric 'text' is a str; it must be a number"
+    assert report.error == "metric 'text' is a str; it must be a number (and 2 more)"
     assert report.metrics["eval/acc"] == 0.5 and not report.is_best
     assert all(
         math.isnan(report.metrics[f"eval/{name}"]) for name in ("text", "unfinished", "both")

@@ -15,6 +15,7 @@ class Done:
     error: str | None = None
     finish_reason: str = "stop"
     token_ids: list[int] = field(default_factory=lambda: [1, 2])
+    others: tuple[Done, ...] = ()
 
 
 def echo(prompts, params=None, deadline=None):
