@@ -592,6 +592,7 @@ FAULTS = {
         "trainer/monitoring/test_packing_check.py::"
         "test_a_leak_behind_weights_that_are_zero_is_seen",
         "nopad.attention.hf.leak_check", "Tensor.normal_ = lambda self, *a, **k: self",
+    ),
     "a tiny model has the layers of the default config": (
         "cli/test_doctor.py::"
         "test_a_type_is_examined_with_every_kind_of_layer_that_it_can_have[lfm2]",
