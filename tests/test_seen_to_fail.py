@@ -670,6 +670,57 @@ FAULTS = {
         "        is_adapter = ask\n"
         "load_weights = stock",
     ),
+    "every loader counts from its own start": (
+        "trainer/with_accelerate/test_loader.py::"
+        "test_a_validation_inside_a_step_moves_no_optimizer_step",
+        "nopad.trainer.with_accelerate.loader",
+        "def begin(self):\n"
+        "    DataLoaderStateMixin.begin(self)\n"
+        "    self.accelerator.step = 0\n"
+        "PackedAccelerateLoader.begin = begin\n"
+        "PackedAccelerateLoader._align = lambda self, done: None\n"
+        "PackedAccelerateLoader._leave = lambda self, *_: self.end()",
+    ),
+    "gradients of a step that was left stay": (
+        "trainer/with_accelerate/test_loader.py::"
+        "test_a_step_that_a_loop_has_left_is_trained_again_without_its_old_gradients",
+        "nopad.trainer.with_accelerate.loader",
+        "PackedAccelerateLoader._discard_left_step = lambda self: None",
+    ),
+    "manual steps are not noticed": (
+        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.manual_steps",
+        "ManualSteps.check = lambda *_: None",
+    ),
+    "every pack of a validation weighs the same": (
+        "trainer/with_accelerate/test_loader.py::"
+        "test_a_validation_gives_the_token_mean_whatever_the_accumulation",
+        "nopad.trainer.data.loader",
+        "EvaluationLoader._items = lambda self, step: step.batches[0][1].loss_weight",
+    ),
+    "only the first model is looked at": (
+        "trainer/with_lightning/test_two_models.py", "nopad.trainer.with_lightning.hooks",
+        "trained_lms = lambda module: [unwrap_peft(pretrained_models(module)[0])]",
+    ),
+    "a teacher is not looked at": (
+        "trainer/with_lightning/test_two_models.py", "nopad.trainer.with_lightning.packs",
+        "PackedCallback._check_others_when_packed = lambda *_: None",
+    ),
+    "nobody notices a loss of one's own": (
+        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packs",
+        "PackedCallback._measure = lambda *_, **__: None",
+    ),
+    "masks are repaired for labels only": (
+        "trainer/loss/test_stock_attention.py::"
+        "test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model",
+        "nopad.trainer.loss.attached_loss",
+        "repair = AttachedLoss._document_mask\n"
+        "AttachedLoss._document_mask = lambda self, *row: "
+        "repair(self, *row) if self._targets is not None else nullcontext()",
+    ),
+    "the packs of a step are forgotten": (
+        "trainer/test_step_size.py", "nopad.trainer.data.data_state",
+        "load_merged_state = lambda loader, state: loader.load_state(restore_draws(state))",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -2,7 +2,8 @@
 
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
 The file holds its own checksum and is written atomically. It also holds how many calls of
-generation have drawn random numbers, so that a resumed run draws what it would have drawn.
+generation have drawn random numbers, so that a resumed run draws what it would have drawn, and the
+packs of an optimizer step over all ranks, so that a resumed run says if it has others.
 
 Checkpoints of `torch.distributed.checkpoint`, synchronous or not, take it as a `DataState`:
 
@@ -34,6 +35,8 @@ STATE_KEY = "nopad_data"
 """Key of the state in checkpoints of `torch.distributed.checkpoint`."""
 DRAWS = "draws"
 """Key of the counters of generation in a merged state."""
+PACKS_PER_STEP = "packs_per_step"
+"""Key of the number of packs in an optimizer step, over all ranks, in a merged state."""
 
 
 def gather_data_state(loader: PackedLoader | None, state: dict | None = None) -> dict:
@@ -43,13 +46,21 @@ def gather_data_state(loader: PackedLoader | None, state: dict | None = None) ->
     """
     own = loader.state() if loader is not None and not state else state
     states, counts = zip(*gather_objects((own, draw_counts())), strict=True)
-    return {**merge_states(list(states)), DRAWS: merge_draw_counts(counts)}
+    size = None if loader is None else loader.packs_per_step
+    merged = {**merge_states(list(states)), DRAWS: merge_draw_counts(counts)}
+    return {**merged, PACKS_PER_STEP: size}
 
 
 def restore_draws(state: dict) -> dict:
     """Continue the draws of a merged state; return the position of the data in it."""
     load_draw_counts(state.get(DRAWS, {}))
-    return {name: value for name, value in state.items() if name != DRAWS}
+    return {k: v for k, v in state.items() if k not in (DRAWS, PACKS_PER_STEP)}
+
+
+def load_merged_state(loader: PackedLoader, state: dict) -> None:
+    """Continue a merged state, from the next iteration on."""
+    loader.load_state(restore_draws(state))
+    loader.saved_packs_per_step = state.get(PACKS_PER_STEP)
 
 
 def save_data_state(
@@ -71,7 +82,7 @@ def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) 
             f"{folder} has no {name}: it was saved without packed data, or its save was "
             "interrupted; choose another checkpoint"
         )
-    loader.load_state(restore_draws(read_state(path, fall_back=False)))
+    load_merged_state(loader, read_state(path, fall_back=False))
 
 
 class DataState:
@@ -93,4 +104,4 @@ class DataState:
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Continue at the `state` of a checkpoint, from the next iteration on."""
-        self.loader.load_state(restore_draws(decode_state(state[STATE_KEY].encode())))
+        load_merged_state(self.loader, decode_state(state[STATE_KEY].encode()))

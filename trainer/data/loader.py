@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from ...collators import PackedCollator
 from ...packing import Pack, PackedDataset
@@ -33,6 +34,7 @@ from ...runtime import (
     find_layout,
     gather_objects,
     is_current,
+    rank,
     sum_over_ranks,
     world_size,
 )
@@ -112,7 +114,11 @@ class PackedLoader:
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self.layout = layout
+        self.saved_packs_per_step: int | None = None
+        """Packs per optimizer step of the run that was loaded, until an iteration starts."""
         self._state: dict | None = None
+        self._state_before: dict | None = None
+        """The state before the last step that was issued."""
         self._same_data = False
         """Whether all ranks were found to have the same data."""
         self._last_read: PackInfo | None = None
@@ -134,6 +140,7 @@ class PackedLoader:
     def __iter__(self) -> Iterator[Batch]:
         self._place()
         self._check_same_data()
+        self._say_other_step_size()
         if self._state is not None:
             self.dataset.load_state_dict(self._state)
         self.dataset.start_next_pass()
@@ -178,6 +185,25 @@ class PackedLoader:
         self._place()
         return self.dataset.ranks()[1]
 
+    @property
+    def packs_per_step(self) -> int:
+        """The number of packs in an optimizer step, over all ranks."""
+        return self.packs_at_a_time * self.accumulation_steps
+
+    def _say_other_step_size(self) -> None:
+        """Say, on the first rank, that the saved run had another number of packs per step."""
+        saved, self.saved_packs_per_step = self.saved_packs_per_step, None
+        ranks, now = self.packs_at_a_time, self.packs_per_step
+        if saved is None or saved == now or rank():
+            return
+        advice = f"accumulate {saved // ranks} packs per rank"
+        if saved % ranks:
+            advice = f"start a number of ranks that divides {saved}"
+        tqdm.write(
+            f"nopad: an optimizer step has {now} packs from here on, in the saved run it had "
+            f"{saved}; to keep {saved}, {advice}"
+        )
+
     def _check_same_data(self) -> None:
         """Raise on all ranks if one has other data or settings; compared at the first iteration."""
         if self._same_data:
@@ -185,12 +211,12 @@ class PackedLoader:
         self._same_data = True
         own = {"fingerprint": self.dataset.fingerprint, **self.dataset.settings}
         first, *others = gather_objects(own)
-        for rank, other in enumerate(others, start=1):
+        for number, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other[name] != value:
                     raise ValueError(
                         f"the data differs between ranks: {name} is {value} on rank 0, "
-                        f"{other[name]} on rank {rank}; open the same data on every rank"
+                        f"{other[name]} on rank {number}; open the same data on every rank"
                     )
 
     def state(self) -> dict:
@@ -286,7 +312,7 @@ class PackedLoader:
             self.last_pack = info
             self.issued.append((info, step.state if ends_step else None))
             if ends_step:
-                self._state = step.state
+                self._state_before, self._state = self._state, step.state
                 self.dataset.count_until(step.state)
                 self.on_step_end(is_last)
             yield self.to_device({**batch, **extra})

@@ -21,9 +21,12 @@ class ModelLimits:
     sequence: SequenceLimit | None = None
 
     @classmethod
-    def of(cls, model: Any) -> ModelLimits:
-        config = model.config.get_text_config()
-        return cls(config.vocab_size, length_limit(config))
+    def of(cls, *models: Any) -> ModelLimits:
+        """Return what each of the models can take."""
+        configs = [model.config.get_text_config() for model in models]
+        lengths = [limit for limit in map(length_limit, configs) if limit is not None]
+        shortest = min(lengths, key=lambda limit: limit.length, default=None)
+        return cls(min(config.vocab_size for config in configs), shortest)
 
     def check(self, batch: dict[str, Any], name: object) -> None:
         """Raise if the model cannot take a batch; `name` is its pack in the message."""

@@ -178,9 +178,9 @@ class AttachedLoss:
             fields["logits"] = shards.join(logits, shape)
         return type(outputs)(**fields)
 
-    def _document_mask(self, kwargs: dict, targets: Tensor) -> AbstractContextManager:
+    def _document_mask(self, kwargs: dict, row: Any) -> AbstractContextManager:
         if self.mask_documents and "cu_seq_lens_q" in kwargs:
-            return document_mask(kwargs["cu_seq_lens_q"], targets.shape[-1])
+            return document_mask(kwargs["cu_seq_lens_q"], row.shape[-1])
         return nullcontext()
 
     def _loss(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -305,7 +305,9 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
         if is_unprepared and loss._prepared_forward is not None:
             loss._forward, loss._prepared_forward = MethodType(stock, model), None
         if labels is None and shift_labels is None:
-            return loss._forward(*args, **kwargs)
+            row = args[0] if args else kwargs.get("input_ids", kwargs.get("position_ids"))
+            with loss._document_mask(kwargs, row):  # a loss of one's own may be made of the logits
+                return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
         targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)
         weights = None if loss_weights is None else _shift(loss_weights, 0.0)

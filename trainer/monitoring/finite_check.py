@@ -20,6 +20,12 @@ from .preflight import print_banner
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types that can be summed; quantized weights are frozen."""
+DIVERGED = "lower the learning rate or lengthen the warmup"
+OWN_LOSS = (
+    "divide the sum of your own token losses by batch['num_items_in_batch'], which is exact; their "
+    "mean is a mean of means over packs, and nan in a pack without labels"
+)
+"""What to do about a loss that is not the model's."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -32,6 +38,8 @@ class FiniteCheck:
     def __init__(self, continue_on_nan: bool = False):
         """continue_on_nan: train on; weights that are not finite are still never saved."""
         self.continue_on_nan = continue_on_nan
+        self.advice = DIVERGED
+        """What to do about a loss that is not finite."""
         self._losses: list[Tensor] = []
         self._pending: tuple[str, HostCopy] | None = None
         """The place of the last step whose loss was not read yet, and that loss."""
@@ -56,13 +64,13 @@ class FiniteCheck:
             self.flush()
             self._pending = place, HostCopy(total)
         else:
-            raise_if_not_finite(float(total), place)
+            raise_if_not_finite(float(total), place, self.advice)
 
     def flush(self) -> None:
         """Raise for the last step, if its loss was not read yet; waits until it is computed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            raise_if_not_finite(float(pending[1].read()), pending[0])
+            raise_if_not_finite(float(pending[1].read()), pending[0], self.advice)
 
     def may_save(self, model: Any, place: str) -> bool:
         """Return whether the weights are finite; raise if they are not and training must stop."""
@@ -77,12 +85,11 @@ class FiniteCheck:
         return True
 
 
-def raise_if_not_finite(loss: float, place: str) -> None:
+def raise_if_not_finite(loss: float, place: str, advice: str = DIVERGED) -> None:
     """Raise if the loss of a step is not finite."""
     if not math.isfinite(loss):
         raise NonFiniteError(
-            f"the loss is {loss} at {place}: lower the learning rate or lengthen the warmup; "
-            "the checkpoints saved before are finite"
+            f"the loss is {loss} at {place}: {advice}; the checkpoints saved before are finite"
         )
 
 
@@ -99,6 +106,6 @@ def check_weights(model: Any, place: str) -> None:
     finite = all(bool(torch.stack(of_device).isfinite().all()) for of_device in found.values())
     if sum_over_ranks(not finite):
         raise NonFiniteError(
-            f"the weights are not finite after {place}: lower the learning rate or lengthen "
-            "the warmup; the checkpoints saved before are finite"
+            f"the weights are not finite after {place}: {DIVERGED}; the checkpoints saved before "
+            "are finite"
         )

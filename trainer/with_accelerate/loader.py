@@ -6,6 +6,8 @@
             accelerator.backward(model(**batch).loss)   # a step's losses average to its token mean
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
+    validation = loader.validation(held_out)            # the mean of its losses is the token mean
+
 Accelerate's own `prepare` would dispatch batches from rank 0 and slice `cu_seq_lens` over ranks;
 this loader is not a torch DataLoader, so `prepare` returns it unchanged. `save_state` and
 `load_state` save the data position in a file of our own, `nopad_data.json`; further loaders use
@@ -24,17 +26,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from ...packing import Pack, PackedDataset
 from ...runtime import Layout, find_layout, join_sequence_group, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
-from ..data.loader import Batch, PackedLoader
-from ..data.plain_data import check_plain, pack_plain, refuse_plain_settings
+from ..data.loader import Batch, EvaluationLoader, PackedLoader
+from ..data.model_limits import ModelLimits
+from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
 from ..fused.fuse_layers import FusedLayers, fuse_layers
-from ..loss.attached_loss import attach_loss
-from ..monitoring.finite_check import FiniteCheck
+from ..loss.attached_loss import AttachedLoss, attach_loss
+from ..monitoring.finite_check import OWN_LOSS, FiniteCheck
 from ..monitoring.preflight import (
     check_first_batches,
     check_run,
@@ -54,6 +57,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     _joined: Layout | None = None
     """The layout whose group of ranks that share rows was joined."""
     _sequence_group: Any = None
+    _says_own_loss = True
+    """Whether to say, after the first batch, how a loss of one's own is exact."""
 
     def __init__(
         self,
@@ -102,17 +107,17 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             **options,
         )
         self.gradient_state = GradientState()
-        self.fuses_layers, self._needs_check = fused, check
         self._sequence_parallel = sequence_parallel
+        self.fuses_layers, self._needs_check = fused, check
         self.fused_layers: list[FusedLayers] = []
         """What was fused in each prepared model."""
         self._sped_up: dict[int, str] = {}
-        """By id of a prepared model: its line of the banner."""
+        """The line of the banner by id of a prepared model."""
         self.finite_check = FiniteCheck(continue_on_nan)
         self._guard_saves()
-        index = _num_loaders(accelerator)
-        accelerator.__dict__["nopad_num_loaders"] = index + 1
-        self._state_file = STATE_FILE.replace(".", f"_{index}.") if index else STATE_FILE
+        _refuse_context_parallel(accelerator)
+        index = accelerator.__dict__["nopad_num_loaders"] = _num_loaders(accelerator) + 1
+        self._state_file = STATE_FILE.replace(".", f"_{index - 1}.") if index > 1 else STATE_FILE
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
@@ -124,26 +129,92 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return pack_plain(data, config, budget=budget, tokenizer=tokenizer, seed=seed or 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._place()
-        self._join_group()
+        speedups = self._prepare_models()
         self._start_training()
-        speedups = [self._speed_up(model) for model in self._causal_lms()]
         if self._needs_check:
             self._needs_check = False
             self._check(speedups)
-        # load_state restores the micro-batch count of a run that may have accumulated differently.
-        self.accelerator.step = 0
+        losses = [model.nopad_loss for model in self._causal_lms()]
+        before, count, trains = self.accelerator.step, None, False
         self.begin()
         try:
-            models = self._causal_lms()
-            for number, batch in enumerate(super().__iter__(), start=1):
-                yield batch
-                self._add_losses(models)
-                if number % self.accumulation_steps == 0:
+            for number, batch in enumerate(super().__iter__()):
+                count = self._align(number % self.accumulation_steps)
+                for loss in losses if torch.is_grad_enabled() else ():
+                    loss.token_losses = None
+                try:
+                    yield batch
+                finally:  # `accumulate` counts batches that are trained, not those of a validation
+                    trains |= self.accelerator.step != count
+                self._add_losses(losses)
+                if not (number + 1) % self.accumulation_steps:
                     self.finite_check.end_step(str(self.last_pack))
             self.finite_check.flush()
+            count = None
         finally:
+            self._leave(before, count if trains else None)
+
+    def validation(self, dataset: Any, limit: int | None = None) -> EvaluationLoader:
+        """Return the batches of a validation set: the mean of their losses is its token mean.
+
+        The mean goes over batches and ranks, whatever the accumulation. Every iteration starts
+        from the beginning; nothing of it is saved by `save_state`.
+
+            model.eval()
+            with torch.no_grad():
+                losses = torch.stack([model(**batch).loss for batch in validation])
+            loss = accelerator.reduce(losses.mean(), "mean")
+            model.train()
+
+        Args:
+            dataset: a `PackedDataset` with known lengths, or plain data, which is packed with the
+                settings of the training data.
+            limit: read at most this many packs per rank; the mean is then theirs.
+        """
+        return _ValidationLoader(self, pack_like(self.dataset, dataset), limit)
+
+    def _prepare_models(self) -> list[str]:
+        """Attach the loss to the prepared models; return their lines of the banner."""
+        self._place()
+        self._join_group()
+        return [self._speed_up(model) for model in self._causal_lms()]
+
+    def _align(self, done: int) -> int:
+        """Have Accelerate sync the gradients with the last batch of a step, and only then.
+
+        Another loader may have been iterated since the last batch, and `load_state` restores the
+        count of a run that may have accumulated differently.
+
+        done: batches of the step that were issued before. Returns Accelerate's count of batches,
+        which is never 0: it is 0 after the last batch of the data.
+        """
+        size, now = self.accumulation_steps, self.accelerator.gradient_accumulation_steps
+        if now != size:
+            raise ValueError(
+                f"gradient_accumulation_steps={now}, but this loader groups packs in steps of "
+                f"{size}: pass it to the Accelerator before creating the loader, and do not "
+                "change it"
+            )
+        self.accelerator.step = size + done
+        if self.gradient_state.active_dataloader is not self:
             self.end()
+            self.gradient_state._add_dataloader(self)
+        return size + done
+
+    def _leave(self, before: int, count: int | None) -> None:
+        """Give the count of batches back to the loop around this one; notice a step that is left.
+
+        before: the count when the iteration began.
+        count: that of the last batch when it was issued; None if the data or no training ends.
+        """
+        if self.gradient_state.active_dataloader is self:  # otherwise another one counts by now
+            size, now = self.accumulation_steps, self.accelerator.step
+            if count is not None and now % size:
+                self.accelerator.__dict__["nopad_left_step"] = True
+            if count == now == 2 * size - 1:  # the step was issued, its last batch not trained
+                self._state = self._state_before
+            self.accelerator.step = before
+        self.end()
 
     def _find_layout(self) -> Layout:
         # Before `prepare` no model is known: then all that are alive count.
@@ -160,18 +231,35 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         """Put models into training mode, once: afterwards their mode is the loop's own."""
         if not torch.is_grad_enabled():  # a loop that validates, in eval mode
             return
+        self._discard_left_step()
         started = self.accelerator.__dict__.setdefault("nopad_started", WeakSet())
         for model in self._causal_lms():
             if model not in started:
                 started.add(model)
                 ensure_train_mode(model)
 
-    def _add_losses(self, models: list[Any]) -> None:
+    def _discard_left_step(self) -> None:
+        """Discard the gradients of a step that a loop has left: its packs are trained again."""
+        if not self.accelerator.__dict__.pop("nopad_left_step", False):
+            return
+        kind = self.accelerator.distributed_type
+        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ValueError(
+                f"the last loop was left inside an optimizer step, and {kind.value} still holds "
+                "its gradients: leave loops after a step, where accelerator.sync_gradients is True"
+            )
+        for model in self.accelerator._models:
+            model.zero_grad()  # the optimizer's does nothing inside a step
+
+    def _add_losses(self, losses: list[AttachedLoss]) -> None:
         """Add the losses of the batch that was trained last to the check."""
-        for model in models:
-            losses = getattr(getattr(model, "nopad_loss", None), "token_losses", None)
-            if losses is not None:
-                self.finite_check.add(losses)
+        found = [loss.token_losses for loss in losses if loss.token_losses is not None]
+        for token_losses in found:
+            self.finite_check.add(token_losses)
+        if self._says_own_loss and losses and torch.is_grad_enabled():
+            self._says_own_loss = False
+            if not found:
+                print_banner([f"the loss is not that of model(**batch): {OWN_LOSS}"])
 
     def _guard_saves(self) -> None:
         """Have `save_state` save no weights that are not finite, before it deletes older ones.
@@ -212,6 +300,16 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 banner = check_run(model, self.dataset, self.collator, self.layout)
             print_banner([*banner, line])
             check_first_batches(self, model)
+        if speedups:
+            self.limits = ModelLimits.of(*self._causal_lms())
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Not there; `skip_first_batches` reads it to build a DataLoader of a loader's settings."""
+        raise ValueError(
+            "skip_first_batches does not apply to packs: after load_state the loader continues by "
+            "itself with the packs that were not trained"
+        )
 
     def to_device(self, batch: Batch) -> Batch:
         moved: Any = send_to_device(batch, self.accelerator.device, non_blocking=True)
@@ -236,6 +334,21 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         print_resumed(folder, self.dataset)
 
 
+class _ValidationLoader(EvaluationLoader):
+    """The batches of a validation set, for the models and the device of a training loader."""
+
+    def __init__(self, training: PackedAccelerateLoader, dataset: PackedDataset, limit: int | None):
+        self._training = training
+        super().__init__(dataset, training.collator, limit, training._find_layout())
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._training._prepare_models()
+        return super().__iter__()
+
+    def to_device(self, batch: Batch) -> Batch:
+        return self._training.to_device(batch)
+
+
 def _check_accelerator(accelerator: Accelerator) -> None:
     """Refuse settings of Accelerate's own loader, which would have no effect."""
     agreed = {"split_batches": (False,), "dispatch_batches": (None, False), "even_batches": (True,)}
@@ -246,6 +359,19 @@ def _check_accelerator(accelerator: Accelerator) -> None:
                 f"{name}={value} does not apply to packs: each rank reads its own; omit it in "
                 "DataLoaderConfiguration"
             )
+
+
+def _refuse_context_parallel(accelerator: Accelerator) -> None:
+    """Have `maybe_context_parallel` raise where it would cut packs a second time."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "maybe_context_parallel would attend across the documents of a pack: omit it, the loss "
+            "spreads packs over the ranks of cp_size by itself"
+        )
+
+    if getattr(accelerator.parallelism_config, "cp_size", 1) > 1:
+        accelerator.maybe_context_parallel = refuse
 
 
 def _num_loaders(accelerator: Accelerator) -> int:

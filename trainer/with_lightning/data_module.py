@@ -73,6 +73,7 @@ class PackedDataModule(pl.LightningDataModule):
         tokenizer: Any = None,
         seed: int | None = None,
         sequence_parallel: int = 1,
+        accumulation_steps: int | None = None,
     ):
         """Take packs, or plain data.
 
@@ -87,6 +88,8 @@ class PackedDataModule(pl.LightningDataModule):
             tokenizer: for plain data of text.
             seed: of the order of plain data; default: that of `seed_everything`, or 0.
             sequence_parallel: ranks that share the tokens of each pack.
+            accumulation_steps: for manual optimization, the packs after which `training_step` takes
+                an optimizer step; otherwise it is the Trainer's `accumulate_grad_batches`.
         """
         super().__init__()
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -100,10 +103,13 @@ class PackedDataModule(pl.LightningDataModule):
             refuse_plain_settings(tokenizer=tokenizer, seed=seed)
         self.collator, self.num_workers = collator, num_workers
         self.sequence_parallel = sequence_parallel
+        self._accumulation_steps = accumulation_steps
         self.loader: LightningPackedLoader | None = None
         self.val_loader: LightningEvaluationLoader | None = None
-        self.checked_model: nn.Module | None = None
-        """The model whose vocabulary and positions the batches are checked against."""
+        self.checked_models: list[Any] = []
+        """The models whose vocabularies and positions the batches are checked against."""
+        self.saved_packs_per_step: int | None = None
+        """Packs per optimizer step of the checkpoint that is resumed, until the next loader."""
         self._hide_validation()
 
     def setup(self, stage: str | None = None) -> None:
@@ -128,22 +134,40 @@ class PackedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         trainer: Any = self.trainer
-        _check_accumulation(trainer)
+        size = self.accumulation(trainer)
+        _check_accumulation(trainer, size)
         if self.loader is not None and self.loader.dataset is self.train_dataset:
             self.loader.rewind_to_trained()
         self.loader = LightningPackedLoader(
             self.train_dataset,
             self.collator,
-            accumulation_steps=trainer.accumulate_grad_batches,
+            accumulation_steps=size,
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
             layout=self.layout(trainer),
         )
         self.loader.overfits = trainer.overfit_batches > 0
         self.loader.tracked = any(getattr(c, "tracks_packs", False) for c in trainer.callbacks)
-        if self.checked_model is not None:
-            check_first_batches(self.loader, self.checked_model)
+        self.loader.saved_packs_per_step, self.saved_packs_per_step = (
+            self.saved_packs_per_step,
+            None,
+        )
+        if self.checked_models:
+            check_first_batches(self.loader, self.checked_models[0])
+            self.loader.limits = ModelLimits.of(*self.checked_models)
         return self.loader
+
+    def accumulation(self, trainer: Any) -> int:
+        """Return the packs per optimizer step and rank of a `trainer`'s module."""
+        size = self._accumulation_steps
+        if size is None:
+            return trainer.accumulate_grad_batches
+        if trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"accumulation_steps={size} is for manual optimization: pass "
+                f"accumulate_grad_batches={size} to the Trainer instead"
+            )
+        return size
 
     def layout(self, trainer: Any) -> Layout:
         """Return what this process is for, by a `trainer`'s mesh and model and the settings."""
@@ -161,14 +185,14 @@ class PackedDataModule(pl.LightningDataModule):
             limit if isinstance(limit, int) else None,
             None if self.trainer is None else self.layout(self.trainer),
         )
-        if self.checked_model is not None:
-            self.val_loader.limits = ModelLimits.of(self.checked_model)
+        if self.checked_models:
+            self.val_loader.limits = ModelLimits.of(*self.checked_models)
         return self.val_loader
 
 
-def _check_accumulation(trainer: Any) -> None:
+def _check_accumulation(trainer: Any, size: int) -> None:
     """Refuse settings with which Lightning would step in the middle of our optimizer steps."""
-    size, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    limit = trainer.limit_train_batches
     scheduler = pl.callbacks.GradientAccumulationScheduler  # pyright: ignore[reportAttributeAccessIssue]
     for callback in trainer.callbacks:
         if isinstance(callback, scheduler) and set(callback.scheduling.values()) != {size}:

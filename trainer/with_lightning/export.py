@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from .hooks import is_trained, pretrained_models
+
 
 def save_pretrained(trainer: Any, folder: Path | str, tokenizer: Any = None) -> None:
     """Save the causal LM of a trainer's module, or its adapter; call it on every rank.
@@ -32,8 +34,13 @@ def save_pretrained(trainer: Any, folder: Path | str, tokenizer: Any = None) -> 
 
 
 def _pretrained(module: nn.Module) -> tuple[str, Any]:
-    """Find the model of Transformers or PEFT in a module, and its name there."""
-    for name, submodule in module.named_modules():
-        if hasattr(submodule, "save_pretrained"):
-            return name, submodule
-    raise ValueError(f"{type(module).__name__} has no model with save_pretrained")
+    """Find the model of Transformers or PEFT that a module trains, and its name there."""
+    named = [(name, m) for name, m in module.named_modules() if hasattr(m, "save_pretrained")]
+    if not named:
+        raise ValueError(f"{type(module).__name__} has no model with save_pretrained")
+    outermost = {id(model) for model in pretrained_models(module)}
+    trained = [(name, m) for name, m in named if id(m) in outermost and is_trained(m)]
+    if len(trained) > 1:
+        names = ", ".join(name for name, _ in trained)
+        raise ValueError(f"{names} are all trained: call save_pretrained of each of them instead")
+    return (trained or named)[0]

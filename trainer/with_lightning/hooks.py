@@ -1,10 +1,12 @@
-"""What the callbacks share: Lightning's import, a hook after the optimizer step, the causal LM."""
+"""What the callbacks share: Lightning's import, a hook after the optimizer step, the causal LMs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...runtime import unwrap_peft
 
@@ -21,7 +23,15 @@ else:
                 "lightning is not installed: pip install 'nopad[lightning]'"
             ) from None
 
-__all__ = ["AfterStep", "causal_lm", "has_causal_lm", "pl"]
+__all__ = [
+    "AfterStep",
+    "causal_lm",
+    "check_when_packed",
+    "is_trained",
+    "pl",
+    "pretrained_models",
+    "trained_lms",
+]
 
 
 class AfterStep(pl.Callback):
@@ -48,18 +58,40 @@ class AfterStep(pl.Callback):
         """Called after an optimizer step."""
 
 
-def causal_lm(module: nn.Module) -> nn.Module:
-    """Find the HF causal LM inside a Lightning module."""
-    for submodule in module.modules():
-        if _is_causal_lm(submodule):
-            return unwrap_peft(submodule)
-    raise ValueError(f"{type(module).__name__} has no HF causal LM: keep it as an attribute")
+def causal_lm(module: nn.Module) -> Any:
+    """Find the HF causal LM inside a Lightning module: the first one that it trains."""
+    return trained_lms(module)[0]
 
 
-def has_causal_lm(module: nn.Module) -> bool:
-    """Return whether a Lightning module has its HF causal LM: it may create it later."""
-    return any(map(_is_causal_lm, module.modules()))
+def trained_lms(module: nn.Module) -> list[Any]:
+    """Find the HF causal LMs that a Lightning module trains; if it trains none, its first."""
+    models = [unwrap_peft(model) for model in pretrained_models(module)]
+    if not models:
+        raise ValueError(f"{type(module).__name__} has no HF causal LM: keep it as an attribute")
+    models = [model for model in models if model.can_generate()] or models
+    return [model for model in models if is_trained(model)] or models[:1]
 
 
-def _is_causal_lm(module: nn.Module) -> bool:
-    return hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function")
+def pretrained_models(module: nn.Module) -> list[Any]:
+    """Return the outermost HF models inside a module, with the wrappers of PEFT."""
+    if hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function"):
+        return [module]
+    found = (model for child in module.children() for model in pretrained_models(child))
+    return list({id(model): model for model in found}.values())
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a parameter of a model is trained."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def check_when_packed(model: nn.Module, check: Callable[[], None]) -> RemovableHandle:
+    """Call `check` before the first forward of a model that gets a pack."""
+
+    def on_forward(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            handle.remove()
+            check()
+
+    handle = model.register_forward_pre_hook(on_forward, with_kwargs=True)
+    return handle

@@ -7,7 +7,8 @@
         return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
 
 The loss of a batch is its share of the step's loss; the mean of the step over all ranks is logged
-and shown in the progress bar as `train/loss`. Lightning would save the state of rank 0's loader,
+and shown in the progress bar as `train/loss`. A loss of one's own is as exact if it is the sum of
+token losses over `batch["num_items_in_batch"]`. Lightning would save the state of rank 0's loader,
 one batch ahead. The callback saves the state after the last trained batch instead, merged over
 ranks, and the random states of every rank.
 """
@@ -15,6 +16,7 @@ ranks, and the random states of every rank.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +26,15 @@ from ...runtime import (
     gather_rng_states,
     join_sequence_group,
     load_rng_states,
+    preserve_rng,
     rng_states,
+    unwrap_peft,
 )
-from ..data.data_state import gather_data_state, restore_draws
+from ..data.data_state import PACKS_PER_STEP, gather_data_state, restore_draws
+from ..data.loader import PackInfo
 from ..fused.fuse_layers import fuse_layers
-from ..loss.attached_loss import attach_loss
-from ..monitoring.finite_check import FiniteCheck, check_weights
+from ..loss.attached_loss import AttachedLoss, attach_loss
+from ..monitoring.finite_check import OWN_LOSS, FiniteCheck, check_weights
 from ..monitoring.preflight import (
     check_run,
     describe_speedups,
@@ -42,7 +47,8 @@ from ..monitoring.throughput import ThroughputMeter
 from ..train_mode import ensure_train_mode
 from .data_module import LightningPackedLoader, PackedDataModule
 from .finite_saves import guard_saves
-from .hooks import causal_lm, has_causal_lm, pl
+from .hooks import causal_lm, check_when_packed, pl, pretrained_models, trained_lms
+from .manual_steps import ManualSteps
 from .progress_total import set_train_total, set_validation_total
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
@@ -82,8 +88,13 @@ class PackedCallback(pl.Callback):
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = ThroughputMeter()
         self._measured_loader: LightningPackedLoader | None = None
-        self._loss: Any = None
-        self._fused_layers: Any = None
+        self._prepared: dict[Any, tuple[AttachedLoss, Any]] = {}
+        """For each language model that is trained, its loss and its fused layers."""
+        self._frozen_checks: list[Any] = []
+        """Hooks that check the other models when they get packs."""
+        self._manual_steps: ManualSteps | None = None
+        self._labels: Tensor | None = None
+        """Labels of the current batch: a `training_step` may remove them."""
         self._rng_states: list[list[Tensor]] | None = None
         """Random states of a checkpoint, until the training starts."""
         self._resumed_state: dict = {}
@@ -100,6 +111,7 @@ class PackedCallback(pl.Callback):
         """The trainer's `max_steps`, once the end of a stream has lowered it."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        _refuse_batch_size_finder(trainer)
         if stage == "fit":
             self._rng_states = self._step_rng = None
             if self._max_steps is not None:  # an earlier `fit` ended with its stream
@@ -107,34 +119,69 @@ class PackedCallback(pl.Callback):
             # First, so that a callback that raises finds the data state in step with the weights.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda other: other is not self)
             guard_saves(trainer, self.finite_check)
-        self._loss = self._fused_layers = None
-        if stage != "predict" and (stage != "fit" or has_causal_lm(pl_module)):
-            self._prepare_model(trainer, pl_module, stage)
+        self._prepared.clear()
+        if stage != "predict" and (stage != "fit" or pretrained_models(pl_module)):
+            self._prepare_models(trainer, pl_module, stage)
 
-    def _prepare_model(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
-        """Attach the loss and fuse the layers, before the model is wrapped."""
-        model, layout = causal_lm(pl_module), self.data.layout(trainer)
+    def _prepare_models(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        """Attach the loss and fuse the layers, before the models are wrapped; once for each."""
         if self._sequence_group is None:
-            self._sequence_group = join_sequence_group(layout)
-        self._loss = attach_loss(model, **self.options, sequence_group=self._sequence_group)
-        if stage == "fit" and self.fused:
-            self._fused_layers = fuse_layers(model, trainer.strategy.root_device)
+            self._sequence_group = join_sequence_group(self.data.layout(trainer))
+        for model in trained_lms(pl_module):
+            if model not in self._prepared:
+                loss = attach_loss(model, **self.options, sequence_group=self._sequence_group)
+                fuses = stage == "fit" and self.fused
+                fused = fuse_layers(model, trainer.strategy.root_device) if fuses else None
+                self._prepared[model] = loss, fused
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._loss is None:  # the module has created its model in `configure_model`
-            self._prepare_model(trainer, pl_module, "fit")
-        model = causal_lm(pl_module)
-        ensure_train_mode(model)
+        self._prepare_models(trainer, pl_module, "fit")  # those made in `configure_model`
+        for model in self._prepared:
+            ensure_train_mode(model)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                layout = self.data.layout(trainer)
-                banner = check_run(model, self.data.train_dataset, self.data.collator, layout)
-            print_banner([*banner, describe_speedups(self._loss, self._fused_layers)])
-            self.data.checked_model = model
+                for number, (model, speedups) in enumerate(self._prepared.items()):
+                    banner = self._check_model(trainer, model)
+                    shown = banner[:1] if number else banner  # the data is the same
+                    print_banner([*shown, describe_speedups(*speedups)])
+            self._check_others_when_packed(trainer, pl_module)
+            self.data.checked_models = list(self._prepared)
         if trainer.ckpt_path is not None and self._rng_states is not None:
             print_resumed(trainer.ckpt_path, self.data.train_dataset)
 
+    def _check_model(self, trainer: Any, model: Any) -> list[str]:
+        layout = self.data.layout(trainer)
+        return check_run(model, self.data.train_dataset, self.data.collator, layout)
+
+    def _check_others_when_packed(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """Check models that are not trained, such as a teacher, once they get a pack."""
+
+        def check(model: Any) -> None:
+            with preserve_rng():
+                print_banner(self._check_model(trainer, model)[:1])
+
+        for wrapped in pretrained_models(pl_module):
+            model = unwrap_peft(wrapped)
+            if model not in self._prepared:
+                self._frozen_checks.append(check_when_packed(wrapped, partial(check, model)))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for handle in self._frozen_checks:
+            handle.remove()
+        self._frozen_checks.clear()
+        if self._manual_steps is not None:
+            self._manual_steps.release()
+            self._manual_steps = None
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.train_dataloader is not self.data.loader:
+            raise ValueError(
+                "training reads other loaders than that of PackedCallback's data module: pass the "
+                "module itself to fit, and mix sources in its PackedDataset instead of returning "
+                "several loaders"
+            )
+        if not pl_module.automatic_optimization:
+            self._manual_steps = ManualSteps(trainer)
         self._start_meter(pl_module)
         if self._rng_states is not None:
             load_rng_states(self._rng_states, trainer.strategy.root_device)
@@ -158,7 +205,10 @@ class PackedCallback(pl.Callback):
             self._shows_total = True
             set_train_total(trainer, self.data.loader, batch_idx)
         self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
-        now, at_start = trainer.accumulate_grad_batches, self.data.loader.accumulation_steps
+        self._labels = batch.get("labels") if isinstance(batch, dict) else None
+        for loss, _ in self._prepared.values():
+            loss.token_losses = None
+        now, at_start = self.data.accumulation(trainer), self.data.loader.accumulation_steps
         if now != at_start:
             raise ValueError(
                 f"accumulate_grad_batches={now}, but the packs of this run are grouped in steps of "
@@ -198,9 +248,11 @@ class PackedCallback(pl.Callback):
     ) -> None:
         assert self.data.loader is not None
         info, state = self.data.loader.mark_trained()
-        self.meter.add(info, batch["labels"], self._loss.token_losses)
+        self._measure(info, is_trained=bool(outputs) or self._manual_steps is not None)
         if outputs and "loss" in outputs:  # manual optimization may return anything
             self._micro_losses.append(outputs["loss"].detach())
+        if self._manual_steps is not None:
+            self._manual_steps.check(self.data.loader.accumulation_steps, state is not None)
         if state is None:
             return
         self._step_rng = None
@@ -212,6 +264,18 @@ class PackedCallback(pl.Callback):
         every = trainer.log_every_n_steps  # 0 means never
         if every and trainer.global_step % every == 0:
             self._log_step(pl_module, losses)
+
+    def _measure(self, info: PackInfo, is_trained: bool) -> None:
+        """Count a pack; say once how a loss of one's own is exact.
+
+        is_trained: whether the pack was trained; a `training_step` may skip it by returning None.
+        """
+        found = [loss.token_losses for loss, _ in self._prepared.values()]
+        losses = next((losses for losses in found if losses is not None), None)
+        self.meter.add(info, self._labels, losses)
+        if losses is None and is_trained and self.finite_check.advice != OWN_LOSS:
+            self.finite_check.advice = OWN_LOSS
+            print_banner([f"the loss is not that of model(**batch): {OWN_LOSS}"])
 
     def _end_with_stream(self, trainer: Any, state: dict) -> None:
         """Lower `max_steps` to the current step when the pass of a stream is over.
@@ -232,7 +296,9 @@ class PackedCallback(pl.Callback):
         bar = {"prog_bar": True, "batch_size": 1}
         pl_module.log("tok/s", rates["pack/tokens_per_second"], logger=False, **bar)
         if losses:
-            pl_module.log("train/loss", torch.stack(losses).sum(), sync_dist=True, **bar)
+            loss = torch.stack(losses)
+            loss = loss.mean() if self._manual_steps else loss.sum()
+            pl_module.log("train/loss", loss, sync_dist=True, **bar)
         self.meter.reset()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -251,7 +317,7 @@ class PackedCallback(pl.Callback):
         loader = self.data.loader  # None before the training: a tuner saves and restores there
         state = self.data.train_dataset.state_dict() if loader is None else loader.trained_state
         checkpoint[DATA_KEY] = gather_data_state(loader, state)
-        checkpoint[ACCUMULATION_KEY] = trainer.accumulate_grad_batches
+        checkpoint[ACCUMULATION_KEY] = self.data.accumulation(trainer)
         device = trainer.strategy.root_device
         checkpoint[RNG_KEY] = gather_rng_states(device, self._step_rng)
 
@@ -268,10 +334,20 @@ class PackedCallback(pl.Callback):
         self.data.train_dataset.load_state_dict(restore_draws(checkpoint[DATA_KEY]))
         self._resumed_state = self.data.train_dataset.state_dict()
         self.data.loader = None  # otherwise the next loader would continue where this one is
+        self.data.saved_packs_per_step = checkpoint[DATA_KEY].get(PACKS_PER_STEP)
         self._rng_states = checkpoint[RNG_KEY]
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        accumulation = checkpoint[ACCUMULATION_KEY], trainer.accumulate_grad_batches
+        accumulation = checkpoint[ACCUMULATION_KEY], self.data.accumulation(trainer)
         _count_complete_steps(progress, *accumulation)
+
+
+def _refuse_batch_size_finder(trainer: Any) -> None:
+    finder = pl.callbacks.BatchSizeFinder  # pyright: ignore[reportAttributeAccessIssue]
+    if any(isinstance(callback, finder) for callback in trainer.callbacks):
+        raise ValueError(
+            "BatchSizeFinder changes batch_size, which packs do not have: their size is the "
+            "budget= of the data; omit it"
+        )
 
 
 def _count_complete_steps(progress: dict, before: int, now: int) -> None:

@@ -9,10 +9,10 @@ import tiny_run
 
 CHILD = Path(__file__).parent / "support" / "front_end_layouts_child.py"
 TWO = [
-    "accelerate sp_size", "accelerate fsdp", "hf tp", "hf cp", "lightning sp", "lightning fsdp",
+    "accelerate sp_size", "accelerate cp", "hf tp", "hf cp", "lightning sp", "lightning fsdp",
 ]  # fmt: skip
 TWO_MORE = [
-    "accelerate sp", "accelerate tp", "accelerate cp", "hf sp", "hf sp_size", "hf fsdp",
+    "accelerate sp", "accelerate tp", "accelerate fsdp", "hf sp", "hf sp_size", "hf fsdp",
     "lightning tp",
 ]  # fmt: skip
 FOUR = ["hf ddp", "hf tp_fsdp", "accelerate hsdp"]

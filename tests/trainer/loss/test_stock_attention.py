@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import tiny_run
+import torch
 from front_ends import FIRST_STEP
 from nopad.attention.hf import mask_patch
 from nopad.cli.tiny_model import randomize_weights, tiny_config
+from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
 from nopad.trainer.monitoring.packing_check import measure_leak
 from transformers import AutoModelForCausalLM
@@ -77,3 +79,14 @@ def test_stock_attention_of_a_model_that_hands_on_positions_is_right(attention, 
     gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
     ours = FIRST_STEP[front](model, tiny_run.dataset(), tmp_path)
     assert tiny_run.distance(ours, gold) < 2e-6
+
+
+def test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model():
+    model = build("opt", "sdpa")
+    attach_loss(model)
+    check_run(model, tiny_run.dataset())
+    batch = tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 1)[0])
+    wanted, labels = float(model(**batch).loss.detach()), batch.pop("labels")
+    logits = model(**batch).logits[0, :-1].detach()
+    own = torch.nn.functional.cross_entropy(logits, labels[0, 1:])
+    assert float(own) == pytest.approx(wanted, rel=1e-5)

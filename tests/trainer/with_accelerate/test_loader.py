@@ -1,4 +1,8 @@
-"""Accelerate, on one and two ranks: exact gradients, equal curves, resumed ≡ uninterrupted."""
+"""Accelerate, on one and two ranks: exact gradients, equal curves, resumed ≡ uninterrupted.
+
+Loops of one's own may validate, stop and start anywhere: the weights are those of one document at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
+import torch
+from accelerate import Accelerator, ParallelismConfig, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
+from nopad.trainer.with_accelerate import loader as loader_module
 
 CHILD = Path(__file__).parents[1] / "support" / "accelerate_child.py"
 
@@ -65,9 +75,6 @@ def test_one_rank_goes_on_where_two_stopped(one, two):
 
 
 def two_loaders(seeds: tuple[int, ...] = (3, 4)):
-    from accelerate import Accelerator
-    from nopad.trainer.with_accelerate import PackedAccelerateLoader
-
     accelerator = Accelerator(cpu=True)
     sets = [tiny_run.dataset(seed=seed, epochs=None) for seed in seeds]
     return accelerator, [PackedAccelerateLoader(accelerator, data, check=False) for data in sets]
@@ -100,12 +107,180 @@ def test_a_run_with_another_number_of_loaders_is_not_resumed(tmp_path):
     "setting", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}]
 )
 def test_settings_of_accelerate_s_own_loader_are_refused(setting):
-    from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.state import AcceleratorState
-    from nopad.trainer.with_accelerate import PackedAccelerateLoader
+    from accelerate import DataLoaderConfiguration
 
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**setting))
     (name,) = setting
     with pytest.raises(ValueError, match=f"^{name}=.* does not apply to packs"):
         PackedAccelerateLoader(accelerator, tiny_run.dataset())
+
+
+RATE = 0.1
+
+
+class Loop:
+    """A loop as in the documentation, over 15 packs in steps of 3."""
+
+    def __init__(self, accumulation: int = 3):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = tiny_run.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.loader = PackedAccelerateLoader(self.accelerator, tiny_run.dataset(), check=False)
+        self.steps: list[int] = []
+        self.batches = 0
+
+    def train(self, batch: dict) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(**batch).loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.batches += 1
+        if self.accelerator.sync_gradients:
+            self.steps.append(self.batches)
+
+    def distance(self, accumulation: int = 3) -> float:
+        """How far the weights are from those of one document at a time."""
+        gold, packs = tiny_run.model(), list(tiny_run.dataset())
+        for start in range(0, len(packs), accumulation):
+            gradient = tiny_run.gold_gradient(gold, packs[start : start + accumulation])
+            with torch.no_grad():
+                for name, parameter in gold.named_parameters():
+                    parameter -= RATE * gradient[name]
+        ours = dict(self.accelerator.unwrap_model(self.model).named_parameters())
+        return max(float((p - ours[n]).detach().abs().max()) for n, p in gold.named_parameters())
+
+
+def validate_without_gradients(loop: Loop, held_out) -> None:
+    with torch.no_grad():
+        for batch in held_out:
+            loop.model(**batch)
+
+
+def validate_inside(loop: Loop, held_out) -> None:
+    for batch in held_out:
+        with torch.no_grad():
+            loop.model(**batch)
+
+
+def leave_early(loop: Loop, held_out) -> None:
+    for batch in held_out:
+        with torch.no_grad():
+            loop.model(**batch)
+        if held_out.last_pack.index == 1:
+            break
+
+
+KEPT: list = []
+
+
+def keep_the_iterator(loop: Loop, held_out) -> None:
+    """Its last batch is issued and it has not ended: Accelerate would sync ever after."""
+    KEPT[:] = [iter(held_out)]
+    for _ in range(9):
+        next(KEPT[0])
+
+
+@pytest.mark.parametrize(
+    "validate", [validate_without_gradients, validate_inside, leave_early, keep_the_iterator]
+)
+def test_a_validation_inside_a_step_moves_no_optimizer_step(validate):
+    loop = Loop()
+    held_out = PackedAccelerateLoader(loop.accelerator, tiny_run.dataset(20), check=False)
+    for batch in loop.loader:
+        loop.train(batch)
+        if loop.batches % 4 == 0:
+            validate(loop, held_out)
+    KEPT.clear()
+    assert loop.steps == [3, 6, 9, 12, 15]
+    assert loop.distance() < 1e-6
+
+
+@pytest.mark.parametrize(("accumulation", "trained"), [(3, 4), (3, 5), (3, 6), (1, 4)])
+def test_a_step_that_a_loop_has_left_is_trained_again_without_its_old_gradients(
+    accumulation, trained
+):
+    loop = Loop(accumulation)
+    for batch in loop.loader:
+        if loop.batches == trained:  # one more was read, and is not trained
+            break
+        loop.train(batch)
+    for batch in loop.loader:
+        loop.train(batch)
+    assert loop.distance(accumulation) < 1e-6
+    assert next(iter(loop.loader))["input_ids"].tolist() != batch["input_ids"].tolist()
+
+
+def test_a_step_that_was_left_is_refused_where_its_gradients_cannot_be_discarded(monkeypatch):
+    loop = Loop()
+    loop.train(next(batches := iter(loop.loader)))
+    batches.close()
+    sharded = DistributedType.FSDP
+    monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", sharded)
+    with pytest.raises(ValueError, match="left inside an optimizer step, and FSDP still holds"):
+        next(iter(loop.loader))
+
+
+def test_an_accumulation_that_changes_after_the_loader_was_made_is_refused():
+    loop = Loop(accumulation=2)
+    loop.accelerator.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4, but .* in steps of 2"):
+        next(iter(loop.loader))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_validation_gives_the_token_mean_whatever_the_accumulation(accumulation):
+    loop, held_out = Loop(accumulation), tiny_run.dataset(20, seed=9)
+    validation = loop.loader.validation(held_out)
+    with torch.no_grad():
+        found = [torch.stack([loop.model(**batch).loss for batch in validation]) for _ in "12"]
+    whole = tiny_run.collate(list(tiny_run.dataset(20, seed=9)))
+    exact = float(tiny_run.model()(**whole).loss.detach())
+    assert [float(losses.mean()) for losses in found] == pytest.approx([exact] * 2, rel=1e-6)
+    assert len(found[0]) == len(validation) > 2, "of a single pack, any mean is exact"
+
+
+def test_a_validation_of_plain_rows_is_packed_like_the_training_data_and_is_not_saved(tmp_path):
+    loop = Loop()
+    validation = loop.loader.validation(tiny_run.samples(20, seed=5), limit=2)
+    assert len(list(validation)) == 2
+    assert validation.dataset.settings["budget"] == tiny_run.BUDGET
+    loop.accelerator.save_state(str(tmp_path))
+    assert len(list(tmp_path.glob("nopad_data*"))) == 1
+
+
+def test_skip_first_batches_says_that_the_loader_continues_by_itself():
+    loop = Loop()
+    for skip in (skip_first_batches, loop.accelerator.skip_first_batches):
+        with pytest.raises(ValueError, match=r"^skip_first_batches does not apply to packs"):
+            skip(loop.loader, 2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loss_of_ones_own_is_told_once_how_to_be_exact(own, capsys):
+    loop, total = Loop(), torch.nn.functional.cross_entropy
+    for batch in loop.loader:
+        with loop.accelerator.accumulate(loop.model):
+            if own:
+                labels = batch.pop("labels")[0, 1:]
+                logits = loop.model(**batch).logits[0, :-1]
+                loss = total(logits, labels, reduction="sum") / batch["num_items_in_batch"]
+            else:
+                loss = loop.model(**batch).loss
+            loop.accelerator.backward(loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert loop.distance() < 1e-6
+    assert capsys.readouterr().out.count("by batch['num_items_in_batch']") == own
+
+
+def test_torch_s_context_parallelism_is_refused_where_the_loss_spreads_packs():
+    class Plain:
+        parallelism_config = ParallelismConfig(cp_size=2)
+
+    loader_module._refuse_context_parallel(plain := Plain())
+    with pytest.raises(ValueError, match="maybe_context_parallel would attend across"):
+        plain.maybe_context_parallel()

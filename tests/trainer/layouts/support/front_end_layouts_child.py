@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import tiny_run
 import torch
 import torch.distributed as dist
@@ -142,6 +143,9 @@ def accelerate(kind: str, folder: Path) -> tuple[Any, list, float | None]:
     shared = {"sequence_parallel": 2} if kind == "sp" else {}
     loader = PackedAccelerateLoader(accelerator, tiny_run.dataset(), **shared)
     assert loader.packs_at_a_time == data_size(kind)
+    if kind == "cp":
+        with pytest.raises(ValueError, match="maybe_context_parallel would attend"):
+            accelerator.maybe_context_parallel()
     answers: list = []
     evaluations = AccelerateEval(
         accelerator, model, evaluation(accelerator.unwrap_model(model), answers)
