@@ -30,8 +30,8 @@ from .scheduling.loop import StepLoop
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "full"]
-"""How to look for changed weights: version counters alone, or also a sample of the values, modules
-and adapters."""
+"""How to look for changes: at version counters and adapters, and after new requests at hooks,
+forwards and attributes; or at all of these, the modules and a sample of the values."""
 
 
 class ModelSession:
@@ -60,6 +60,8 @@ class ModelSession:
         self._modules: list[nn.Module] = list(model.modules())
         self._limits: dict[str, int] = {}
         """Limits that were set after construction, for this executor and later ones."""
+        self.has_new_requests = False
+        """Whether requests came since hooks, forwards and attributes were last compared."""
         self._num_borrows = 0
         """Calls that are running, one inside the other."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
@@ -94,8 +96,9 @@ class ModelSession:
             with ExitStack() as stack:
                 stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
                 may_differ = full_check or self.executor is None
-                if not may_differ:  # at every step: counters are the same on all ranks
-                    may_differ = not self._weights.unchanged()
+                if not may_differ:  # at every step: what is read here is the same on all ranks
+                    may_differ = not self._is_same_model()
+                self.has_new_requests = False
                 if self.executor is None:
                     self.executor = self._build(key)
                 updated = self._invalidate_if_changed() if may_differ else []
@@ -121,6 +124,12 @@ class ModelSession:
         modules = tuple(self._model.modules())
         key = build_key(modules, self._cast_dtype())
         return None if gathers_parameters(modules) else (key, forced_paged_backend())
+
+    def _is_same_model(self) -> bool:
+        """Whether the model is that of the last check, as far as no value has to be read."""
+        if self.has_new_requests and not self._weights.forwards_unchanged():
+            return False
+        return self._weights.unchanged()
 
     def is_current(self) -> bool:
         """Whether tensors, version counters and adapters are those that the executor last saw."""
