@@ -70,8 +70,8 @@ def load_weights(path: str, **options: Any) -> Any:
     return model
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer from a folder or the hub."""
+def load_tokenizer(name: str, **settings: Any) -> Any:
+    """Load a tokenizer from a folder or the hub; settings: of the tokenizer, as `add_bos_token`."""
     from transformers import AutoTokenizer
 
     path = resolve_path(name)
@@ -81,7 +81,7 @@ def load_tokenizer(name: str) -> Any:
     if is_adapter(path) and not has_tokenizer(path):
         source = base_model_name(path)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **settings)
     except Exception as error:
         if source != path and not Path(source).is_dir():
             reason = adapter_error(path, error)

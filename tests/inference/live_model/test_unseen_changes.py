@@ -91,7 +91,10 @@ def test_a_request_to_a_busy_engine_uses_no_key_from_before(model, change):
     added, done = engine.add_request(PROMPT, params), {}
     while added not in done:
         done |= {e.request_id: e.completion for e in engine.step() if e.completion is not None}
-    assert [done[added]] == Engine(model, page_size=16).generate([PROMPT], params)
+    (want,) = Engine(model, page_size=16).generate([PROMPT], params)
+    got = [token.logprob for token in done[added].logprobs]
+    assert done[added].token_ids == want.token_ids
+    assert got == pytest.approx([token.logprob for token in want.logprobs], abs=1e-4)
 
 
 def test_the_scale_of_running_requests_is_the_models(model):
