@@ -182,15 +182,14 @@ def compare_during_training(args: argparse.Namespace) -> None:
     generation_times: list[float] = []
 
     engine = Engine(model)
-    run = engine._runner.run_to_completion
+    run = engine._runner.run_steps
 
-    def timed_run(*args, **kwargs) -> dict:
+    def timed_run(call) -> None:
         """Record the seconds of generation, without what surrounds it."""
-        seconds, completions = timed(lambda: run(*args, **kwargs))
+        seconds, _ = timed(lambda: run(call))
         generation_times.append(seconds)
-        return completions
 
-    engine._runner.run_to_completion = timed_run
+    engine._runner.run_steps = timed_run
 
     def generate(prompts: list, _: object, deadline: float | None = None) -> list:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in new]

@@ -36,6 +36,7 @@ class CheckpointLM(EngineLM):
         dtype: str = "auto",
         device: str | None = None,
         max_length: int | None = None,
+        add_bos_token: bool | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
         **settings: Any,
@@ -44,9 +45,12 @@ class CheckpointLM(EngineLM):
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None  # lm_eval's default
         name = checkpoint_path(pretrained)
-        loaded_tokenizer = load_tokenizer(tokenizer or name)
+        special = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+        loaded_tokenizer = load_tokenizer(tokenizer or name, **special)
         model = load_model(name, dtype, device)
-        super().__init__(model, loaded_tokenizer, max_length=max_length, **settings)
+        super().__init__(
+            model, loaded_tokenizer, max_length=max_length, add_bos_token=add_bos_token, **settings
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -102,8 +102,9 @@ class DataParallelEngine:
     def _run(self, work: Work, costs: list[float], prompts: Sequence[Prompt]) -> list[Any]:
         """Run on all ranks; equal prompts stay on one rank, where they share their prefix."""
         keys = [repr(prompt) for prompt in prompts]
+        has_others = world_size() > 1
         # Two threads would meet the other ranks in any order, so the second one cannot wait here.
-        if not self._lock.acquire(blocking=world_size() == 1):
+        if has_others and not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "another thread generates on all ranks: make such calls one after the other, in "
                 "the same order on every rank"
@@ -113,7 +114,8 @@ class DataParallelEngine:
             shards = partition_by_cost(costs, max(replicas) + 1, keys)
             return run_on_all_ranks(self._in_lockstep(work), [shards[r] for r in replicas])
         finally:
-            self._lock.release()
+            if has_others:
+                self._lock.release()
 
     def _in_lockstep(self, work: Work) -> Work:
         """If forwards gather parameters (FSDP2), make all ranks run every forward together."""

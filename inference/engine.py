@@ -28,7 +28,7 @@ from .live_model.replica import replica_ranks
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .pretrained import load_pretrained
-from .request_runner import RequestRunner
+from .request_runner import BuildGroups, RequestRunner
 from .requests.draws import Draws, own_draws
 from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion, Score, StreamEvent
@@ -55,12 +55,15 @@ class Engine:
     `max_num_seqs` and `max_num_batched_tokens` trade throughput against latency, and may be set
     while requests run: inference/README.md has the measured curve.
 
-    Calls from several threads, also of several engines on one model, run one after the other. Do
-    not train the model in another thread while a call runs: its attention is the engine's then.
+    Calls from several threads share steps: 16 threads with one prompt each take about as long as
+    one call with 16 prompts. A call under another autocast or in `batch_invariant` waits until
+    the others are done. Do not train the model in another thread while a call runs: its attention
+    is the engine's then.
 
-    Weights, adapters, hooks, forwards and attributes may change between calls: cached prefixes of
-    another model are dropped. Only a sample of the values is compared after a write through `.data`
-    of few elements: write under `torch.no_grad()`, which is always noticed, or call
+    Weights, adapters, hooks, forwards and attributes may change between calls and before
+    `add_request`: cached prefixes of another model are dropped. A write through `.data` is noticed
+    by `generate`, `score`, `stream` and a request to an idle engine, and only if it reaches a
+    sample of the values: write under `torch.no_grad()`, which is always noticed, or call
     `reset_prefix_cache()`; inference/README.md lists what else is out of sight.
 
     Args:
@@ -136,8 +139,10 @@ class Engine:
             keep_memory=keep_memory,
             dtype=check_dtype(dtype),
         )
-        self._runner = RequestRunner(self._session, self._outputs, self.stats, self.trace)
         self._lock = model_lock(self._model)
+        self._runner = RequestRunner(
+            self._session, self._outputs, self.stats, self.trace, self._lock
+        )
         self._events = EventQueue()
         """Events of requests from `add_request`, until `step` returns them."""
 
@@ -166,16 +171,19 @@ class Engine:
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
         update = progress if callable(progress) else bar.update
-        with self._lock, bar, defer_full_gc():
+        draws = _draws
+
+        def prepare() -> BuildGroups:
+            nonlocal draws
             encoded = self._encode(specs)
             if self._executor is None:  # building it takes seconds: faults are told before
                 encoded = [*encoded]
-            draws = own_draws(self._model) if _draws is None else _draws
-            with self._runner.borrow_model():
-                self._runner.start_trace()
-                groups = self._build_requests(encoded, draws)
-                completions = self._runner.run_to_completion(groups, update, paced=True)
-                return [completions[group_id] for group_id in sorted(completions)]
+            draws = numbered = draws or own_draws(self._model)
+            return lambda since: self._build_requests(encoded, numbered, since)
+
+        with bar, defer_full_gc():
+            completions = self._runner.run_to_completion(prepare, update, paced=True)
+            return [completions[group_id] for group_id in sorted(completions)]
 
     @exclusive
     def stream(
@@ -197,11 +205,11 @@ class Engine:
 
     def _stream(self, encoded: list[EncodedPrompt], draws: Draws) -> Iterator[StreamEvent]:
         events = EventQueue()
-        with self._lock, self._runner.borrow_model():
+        with self._runner.lock_model(), self._runner.borrow_model():
             self._runner.start_trace()
-            groups = [*self._build_requests(encoded, draws, streaming=True)]
-            self._outputs.add(groups, events)
             start = self._loop.clock()
+            groups = [*self._build_requests(encoded, draws, start, streaming=True)]
+            self._outputs.add(groups, events)
         index_of = {prompt.group_id: prompt.prompt_index for prompt in encoded}
         backlog = (request for group in groups for request in group.requests)
         num_open = len(groups)
@@ -220,7 +228,6 @@ class Engine:
                     self._outputs.remove(group)
                 self._session.release_if_idle()
 
-    @exclusive
     def add_request(
         self,
         prompt: Prompt,
@@ -233,32 +240,35 @@ class Engine:
 
         The arguments are those of `generate`, for one `prompt`: `params`, `priority`, `deadline`.
         """
-        encoded = [*self._encode(broadcast_params([prompt], params, priority, deadline))]
-        is_busy = self._executor is not None and self._loop.busy
-        # A busy engine looks at the weights' version counters, here and at every step.
-        with (
-            nullcontext() if is_busy and self._session.is_current() else self._runner.borrow_model()
-        ):
-            (group,) = self._build_requests(encoded, own_draws(self._model), streaming=True)
-            error = self._loop.scheduler.queue_error(len(group.requests))
-            if not group.done and error is not None:
-                group.fail(error)
-            self._outputs.add([group], self._events)
-            for request in group.requests:
-                self._runner.queue(request, self._loop.clock())
+        specs = broadcast_params([prompt], params, priority, deadline)
+        with self._runner.lock_model():
+            encoded = [*self._encode(specs)]
+            is_busy = self._executor is not None and self._loop.busy
+            # A busy engine looks at the model at its next step.
+            is_current = is_busy and self._session.is_current()
+            with nullcontext() if is_current else self._runner.borrow_model():
+                now, draws = self._loop.clock(), own_draws(self._model)
+                (group,) = self._build_requests(encoded, draws, now, streaming=True)
+                error = self._loop.scheduler.queue_error(len(group.requests))
+                if not group.done and error is not None:
+                    group.fail(error)
+                self._outputs.add([group], self._events)
+                for request in group.requests:
+                    self._runner.queue(request, now)
+                self._session.has_new_requests |= is_current
         return group.id
 
-    @exclusive
     def step(self) -> list[StreamEvent]:
         """Run one step; return the new events of requests from `add_request`.
 
         If it raises, all active requests end with an error, which the next call returns.
         """
-        if self._executor is not None and self._loop.busy:
-            with self._runner.borrow_model("counters"):
-                self._runner.run_step()
-        events = list(self._events)
-        self._events.clear()
+        with self._runner.lock_model():
+            if self._executor is not None and self._loop.busy:
+                with self._runner.borrow_model("counters"):
+                    self._runner.run_step()
+            events = list(self._events)
+            self._events.clear()
         return events
 
     @exclusive
@@ -343,13 +353,13 @@ class Engine:
     def _loop(self) -> StepLoop:
         return self._session.loop
 
-    @exclusive
     def _step_stream(self, events: EventQueue, backlog: Iterator[Request], start: float) -> None:
         """Run one step, unless another thread's step has brought events meanwhile."""
-        if not events:
-            with self._runner.borrow_model("counters"):
-                self._runner.queue_backlog(backlog, start)
-                self._runner.run_step()
+        with self._runner.lock_model():
+            if not events:
+                with self._runner.borrow_model("counters"):
+                    self._runner.queue_backlog(backlog, start)
+                    self._runner.run_step()
 
     def _encode(self, specs: Sequence[PromptSpec]) -> Iterator[EncodedPrompt]:
         self._check_deadline(min((spec.seconds for spec in specs), default=float("inf")))
@@ -364,18 +374,25 @@ class Engine:
             )
 
     def _build_requests(
-        self, encoded: Iterable[EncodedPrompt], draws: Draws, streaming: bool = False
+        self,
+        encoded: Iterable[EncodedPrompt],
+        draws: Draws,
+        since: float,
+        streaming: bool = False,
     ) -> Iterator[RequestGroup]:
-        now, cache_tokens = self._loop.clock(), self._session.cache_tokens
-        return self._builder.generation_requests(encoded, draws, now, cache_tokens, streaming)
+        cache_tokens = self._session.cache_tokens
+        return self._builder.generation_requests(encoded, draws, since, cache_tokens, streaming)
 
-    @exclusive
     def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:
         seconds = deadline_seconds(deadline)
         self._check_deadline(seconds)
-        with defer_full_gc(), self._runner.borrow_model():
-            self._runner.start_trace()
-            expires, cache_tokens = self._loop.clock() + seconds, self._session.cache_tokens
-            groups = self._builder.scoring_requests(jobs, expires, cache_tokens)
-            self._runner.run_to_completion(longest_first(groups))
+        groups: list[RequestGroup] = []
+
+        def build(since: float) -> list[RequestGroup]:
+            cache_tokens = self._session.cache_tokens
+            groups[:] = self._builder.scoring_requests(jobs, since + seconds, cache_tokens)
+            return longest_first(groups)
+
+        with defer_full_gc():
+            self._runner.run_to_completion(lambda: build)
             return [to_score(group) for group in groups]

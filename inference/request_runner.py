@@ -2,22 +2,31 @@
 
 groups ─▶ queue ─▶ step, step, … ─▶ detokenize, stop ─▶ events of the call that submitted them
 
+Blocking calls of several threads share steps. One of them drives: it queues the requests of all and
+runs steps until its own are done. The others wait for their completions; one of them drives next.
+
+    thread 1   generate ─▶ step ─ step ─ step ─▶ done
+    thread 2        generate ·······················─▶ step ─ step ─▶ done
+    thread 3          generate ··········─▶ done
+
+After a step the driver returns the model if a thread waits for it, so that others may begin.
 Prompts of `generate` are read and queued a few at a time, while the device runs a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import Event, get_ident
 from time import perf_counter
 from typing import Any
 
+from .live_model.model_lock import ModelLock
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.output_processor import EventQueue, OutputProcessor
 from .requests.outputs import Completion
 from .requests.request import Request
-from .requests.request_builder import InvalidPrompt
 from .requests.request_group import RequestGroup
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
@@ -26,17 +35,89 @@ MIN_QUEUED = 64
 """Requests whose prompts are read before a step, or more to fill it: a cached prefix may leave few
 tokens of each to run."""
 
+BuildGroups = Callable[[float], Iterable[RequestGroup]]
+"""From the time at which a call began to its groups; called once the engine is built."""
+
+
+class Call:
+    """A blocking call: its requests, and the completions it has so far."""
+
+    def __init__(self, on_finished: Callable[[int], Any], paced: bool):
+        """Describe a call; on_finished, paced: as in `run_to_completion`."""
+        self.paced = paced
+        self.since: float | None = None
+        """When its first request could be queued."""
+        self.is_started = self.is_over = False
+        self.error: Exception | None = None
+        """A fault of this call alone."""
+        self.completions: dict[int, Completion] = {}
+        self.news = Event()
+        """Set for a thread that waits: there are completions, or nobody drives."""
+        self.gives_way = False
+        self.driver_before: int | None = None
+        self._on_finished = on_finished
+        self._num_reported = 0
+
+    def start(self, build: BuildGroups, outputs: OutputProcessor) -> None:
+        """Begin, or begin again after the requests were lost."""
+        self.events, self.active = EventQueue(), dict[int, RequestGroup]()
+        self.backlog, self.has_more = self._requests(build, outputs), True
+        self.completions = {}
+        self.is_started = True
+
+    def collect(self) -> bool:
+        """Take the completions that are there; return whether there are any."""
+        new = {e.request_id: e.completion for e in self.events if e.completion is not None}
+        self.events.clear()
+        for group_id in new:
+            del self.active[group_id]
+        self.completions |= new
+        return bool(new)
+
+    def report(self) -> None:
+        """Tell the caller how many completions are new."""
+        if (new := len(self.completions) - self._num_reported) > 0:
+            self._num_reported += new
+            self._on_finished(new)
+
+    def _requests(self, build: BuildGroups, outputs: OutputProcessor) -> Iterator[Request]:
+        """Yield the requests of all groups; a group is active as soon as it is taken."""
+        assert self.since is not None
+        for group in build(self.since):
+            self.active[group.id] = group
+            outputs.add([group], self.events)
+            yield from group.requests
+
 
 class RequestRunner:
-    """Queue requests, run steps and hand out results; every method needs the model's lock."""
+    """Queue requests, run steps and hand out results.
+
+    Every method but `run_to_completion` needs the model's lock.
+    """
 
     def __init__(
-        self, session: ModelSession, outputs: OutputProcessor, stats: Stats, trace: RequestTrace
+        self,
+        session: ModelSession,
+        outputs: OutputProcessor,
+        stats: Stats,
+        trace: RequestTrace,
+        lock: ModelLock,
     ):
         self._session = session
         self._outputs = outputs
         self._stats = stats
         self._trace = trace
+        self._lock = lock
+        self._calls: list[Call] = []
+        """Blocking calls that are not over."""
+        self._sharing_key: Hashable = None
+        """What these calls have in common."""
+        self._driver: int | None = None
+        """The thread that runs their steps."""
+        self._has_new_calls = False
+        """Whether a call began after the weights were last compared."""
+        self._idle = Event()
+        """Set while there are no such calls."""
 
     @property
     def loop(self) -> StepLoop:
@@ -54,6 +135,20 @@ class RequestRunner:
                 self.fail_all(f"the engine stopped on an error ({type(error).__name__})")
             raise
 
+    @contextmanager
+    def lock_model(self) -> Iterator[None]:
+        """Hold the model's lock, once no call runs whose steps this thread could not share."""
+        while True:
+            with self._lock:
+                if not self._calls or self._lock.depth > 1 or self._shares_steps():
+                    yield
+                    return
+            self._idle.wait()
+
+    def _shares_steps(self) -> bool:
+        key = self._session.sharing_key()
+        return key is not None and key == self._sharing_key
+
     def start_trace(self) -> None:
         """Drop the trace of earlier calls, unless their requests are still active."""
         if not self._outputs.has_requests():
@@ -61,45 +156,121 @@ class RequestRunner:
 
     def run_to_completion(
         self,
-        groups: Iterable[RequestGroup],
+        prepare: Callable[[], BuildGroups],
         on_finished: Callable[[int], Any] = lambda num_finished: None,
         paced: bool = False,
     ) -> dict[int, Completion]:
-        """Run steps until all groups are done; return their completions by id.
+        """Return the completions of a call by id, from steps of this thread or of another.
 
-        paced: taking a group takes time, so take a few before every step. If one of them has an
-            invalid prompt, those before it are aborted.
+        A call whose requests were lost, because another one failed, begins again.
+
+        Args:
+            prepare: checks the call, and returns what builds its groups.
+            on_finished: is called in this thread with the number of new completions.
+            paced: taking a group takes time, so take a few before every step. If one of them has
+                an invalid prompt, those before it are aborted.
         """
-        events, active = EventQueue(), dict[int, RequestGroup]()
-        backlog, start = self._requests(groups, events, active), self.loop.clock()
-        completions: dict[int, Completion] = {}
+        call = Call(on_finished, paced)
         try:
-            while True:
-                has_more = self.queue_backlog(backlog, start, paced)
-                new = {e.request_id: e.completion for e in events if e.completion is not None}
-                events.clear()
-                if new:
-                    completions |= new
-                    for group_id in new:
-                        del active[group_id]
-                    on_finished(len(new))
-                if not has_more and not active:
-                    return completions
-                self.run_step()
-        except InvalidPrompt:  # the executor stays, for requests of other callers
-            for group in active.values():
-                self.abort(group)
-                self._outputs.remove(group)
-            raise
+            while not call.is_over:
+                with self.lock_model():
+                    if not call.is_started:
+                        self._start(call, prepare)
+                    if call.driver_before or self._driver in (None, get_ident()):
+                        self._drive(call)
+                self._wait(call)
+        finally:
+            if call.is_started and not call.is_over:
+                with self._lock:
+                    self._leave(call)
+        if call.error is not None:
+            raise call.error
+        return call.completions
 
-    def _requests(
-        self, groups: Iterable[RequestGroup], events: EventQueue, active: dict[int, RequestGroup]
-    ) -> Iterator[Request]:
-        """Yield the requests of groups; a group is active as soon as it is taken."""
-        for group in groups:
-            active[group.id] = group
-            self._outputs.add([group], events)
-            yield from group.requests
+    def _start(self, call: Call, prepare: Callable[[], BuildGroups]) -> None:
+        """Add a call; inside another use of the model by its thread, it runs all steps itself."""
+        is_inner = self._lock.depth > 1
+        key = None if is_inner else self._session.sharing_key()
+        self.start_trace()
+        call.start(prepare(), self._outputs)
+        call.gives_way, call.driver_before = key is not None, self._driver if is_inner else None
+        if not self._calls:
+            self._sharing_key = key
+        self._calls.append(call)
+        self._idle.clear()
+        self._has_new_calls = True
+
+    def _drive(self, call: Call) -> None:
+        """Run steps for all calls until this one is over, or another thread waits for the model."""
+        self._driver = get_ident()
+        weights_check: WeightsCheck = "full" if self._has_new_calls else "counters"
+        self._has_new_calls = False
+        try:
+            with self.borrow_model(weights_check):
+                self.run_steps(call)
+        finally:
+            if call.is_over:
+                self._stop_driving(call)
+
+    def run_steps(self, call: Call) -> None:
+        """Run steps on the borrowed model, as `_drive` says."""
+        while True:
+            self._serve_calls()
+            call.report()
+            if call.is_over or not call.is_started:
+                return
+            self.run_step()
+            if call.gives_way and self._lock.has_waiters:
+                return
+
+    def _serve_calls(self) -> None:
+        """Queue the requests of all calls, hand out completions, end the calls that are done."""
+        for call in list(self._calls):
+            call.since = self.loop.clock() if call.since is None else call.since
+            try:
+                call.has_more = self.queue_backlog(call.backlog, call.since, call.paced)
+            except Exception as error:
+                self._abort_call(call)
+                call.error = error
+            has_new = call.collect()
+            if not call.has_more and not call.active:
+                self._remove(call)
+                call.is_over = True
+            if has_new or call.is_over:
+                call.news.set()
+
+    def _wait(self, call: Call) -> None:
+        """Wait while another thread runs the steps of a call."""
+        while not call.is_over and call.is_started and self._driver not in (None, get_ident()):
+            call.news.wait()
+            call.news.clear()
+            call.report()
+
+    def _stop_driving(self, call: Call) -> None:
+        """Leave the steps of other calls to one of them."""
+        if self._driver == get_ident():
+            self._driver = call.driver_before
+        if self._driver is None and self._calls:
+            self._calls[0].news.set()
+
+    def _leave(self, call: Call) -> None:
+        """End a call that its caller does not wait for any longer."""
+        if call in self._calls:
+            self._abort_call(call)
+            self._remove(call)
+        self._stop_driving(call)
+
+    def _abort_call(self, call: Call) -> None:
+        for group in call.active.values():
+            self.abort(group)
+            self._outputs.remove(group)
+        call.active.clear()
+        call.has_more = False
+
+    def _remove(self, call: Call) -> None:
+        self._calls.remove(call)
+        if not self._calls:
+            self._idle.set()
 
     def run_step(self) -> None:
         """Run one step of all active requests, and hand out its results."""
@@ -141,7 +312,12 @@ class RequestRunner:
         return unfinished
 
     def fail_all(self, error: str) -> None:
-        """End all active requests with an error."""
+        """End all active requests with an error; blocking calls of other threads begin again."""
+        for call in list(self._calls):
+            call.is_started = False
+            self._remove(call)
+            call.news.set()
+        self._driver = None
         for request in self._outputs.fail_all(error):
             self._stats.record_finish(request, perf_counter())
             num_tokens = len(request.output_token_ids)

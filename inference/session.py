@@ -7,7 +7,7 @@ back in the trainer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any, Literal
@@ -15,22 +15,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..attention.backends import forced_paged_backend
 from .engine_core import BuildKey, Executor, build_executor, build_fused_ops, build_key
+from .fused.fused_ops import fused_ops_enabled
 from .live_model.borrow import borrow_model
 from .live_model.cast_weights import detect_autocast_dtype
 from .live_model.lockstep import gathers_parameters
-from .live_model.replica import smallest_of_replica
+from .live_model.replica import replica_ranks, smallest_of_replica
 from .live_model.weights_version import WeightsVersion
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
-from .requests.request_builder import InvalidPrompt
 from .scheduling.loop import StepLoop
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "full"]
-"""How to look for changed weights: version counters alone, or also a sample of the values, modules
-and adapters."""
+"""How to look for changes: at version counters and adapters, and after new requests at hooks,
+forwards and attributes; or at all of these, the modules and a sample of the values."""
 
 
 class ModelSession:
@@ -59,6 +60,8 @@ class ModelSession:
         self._modules: list[nn.Module] = list(model.modules())
         self._limits: dict[str, int] = {}
         """Limits that were set after construction, for this executor and later ones."""
+        self.has_new_requests = False
+        """Whether requests came since hooks, forwards and attributes were last compared."""
         self._num_borrows = 0
         """Calls that are running, one inside the other."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
@@ -79,8 +82,7 @@ class ModelSession:
     def borrow(self, weights_check: WeightsCheck = "full") -> Iterator[list[Request]]:
         """Put the model into generation state; yield requests updated by steps that were awaited.
 
-        An exception inside drops the executor, and with it the requests that it runs; but not one
-        that says that a caller's prompt is wrong.
+        An exception inside drops the executor, and with it the requests that it runs.
         """
         full_check = weights_check == "full"
         modules = self._modules
@@ -94,8 +96,9 @@ class ModelSession:
             with ExitStack() as stack:
                 stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
                 may_differ = full_check or self.executor is None
-                if not may_differ:  # at every step: counters are the same on all ranks
-                    may_differ = not self._weights.unchanged()
+                if not may_differ:  # at every step: what is read here is the same on all ranks
+                    may_differ = not self._is_same_model()
+                self.has_new_requests = False
                 if self.executor is None:
                     self.executor = self._build(key)
                 updated = self._invalidate_if_changed() if may_differ else []
@@ -103,14 +106,30 @@ class ModelSession:
                     stack.enter_context(self.executor.cast_weights.active())
                 stack.enter_context(self.executor.fused_ops.active(self._modules, may_differ))
                 yield updated
-        except InvalidPrompt:
-            raise
         except BaseException:
             self.executor = None
             raise
         finally:
             self._num_borrows -= 1
             self.release_if_idle()
+
+    def sharing_key(self) -> Hashable:
+        """What calls of two threads must have in common to share steps; None: they cannot.
+
+        A step runs as the thread that runs it is set up, and where it needs other ranks, all of
+        them must run the same requests.
+        """
+        if not fused_ops_enabled() or len(replica_ranks(self._model)) > 1:
+            return None
+        modules = tuple(self._model.modules())
+        key = build_key(modules, self._cast_dtype())
+        return None if gathers_parameters(modules) else (key, forced_paged_backend())
+
+    def _is_same_model(self) -> bool:
+        """Whether the model is that of the last check, as far as no value has to be read."""
+        if self.has_new_requests and not self._weights.forwards_unchanged():
+            return False
+        return self._weights.unchanged()
 
     def is_current(self) -> bool:
         """Whether tensors, version counters and adapters are those that the executor last saw."""

@@ -238,7 +238,8 @@ FAULTS = {
     ),
     "nobody waits for the model": (
         "inference/test_threads.py", "nopad.inference.live_model.model_lock",
-        "from contextlib import nullcontext\nRLock = nullcontext",
+        "ModelLock.acquire = ModelLock.__enter__ = lambda *_: True\n"
+        "ModelLock.release = ModelLock.__exit__ = lambda *_: None",
     ),
     "calls are not counted": (
         "inference/requests/test_draws.py", "nopad.runtime.draw_streams",
@@ -720,6 +721,58 @@ FAULTS = {
     "the packs of a step are forgotten": (
         "trainer/test_step_size.py", "nopad.trainer.data.data_state",
         "load_merged_state = lambda loader, state: loader.load_state(restore_draws(state))",
+    ),
+    "a thread keeps the model until its call is done": (
+        "inference/test_threads.py::test_calls_of_several_threads_share_steps",
+        "nopad.inference.session", "ModelSession.sharing_key = lambda self: None",
+    ),
+    "calls of any kind share steps": (
+        "inference/test_threads.py::test_a_call_that_computes_otherwise_does_not_share_steps",
+        "nopad.inference.session", "ModelSession.sharing_key = lambda self: 'the same'",
+    ),
+    "a fault ends the calls of other threads": (
+        "inference/test_threads.py::"
+        "test_a_fault_of_one_call_harms_no_call_that_shares_its_steps",
+        "nopad.inference.request_runner",
+        "end = RequestRunner.fail_all\n"
+        "def fail_all(self, error):\n"
+        "    calls = list(self._calls)\n"
+        "    end(self, error)\n"
+        "    for call in calls:\n"
+        "        call.collect()\n"
+        "        call.is_started = call.is_over = True\n"
+        "RequestRunner.fail_all = fail_all",
+    ),
+    "the last thread gets the model first": (
+        "inference/live_model/test_model_lock.py", "nopad.inference.live_model.model_lock",
+        "deque = type('Stack', (deque,), {'popleft': deque.pop})",
+    ),
+    "a call that joins compares no values": (
+        "inference/test_threads.py::test_a_call_that_joins_notices_what_changed_before_it",
+        "nopad.inference.request_runner",
+        "drive = RequestRunner._drive\n"
+        "def unchecked(self, call):\n"
+        "    self._has_new_calls &= len(self._calls) == 1\n"
+        "    drive(self, call)\n"
+        "RequestRunner._drive = unchecked",
+    ),
+    "a request to a busy engine looks at counters alone": (
+        "inference/live_model/test_unseen_changes.py",
+        "nopad.inference.live_model.weights_version",
+        "WeightsVersion.forwards_unchanged = lambda self: True",
+    ),
+    "a stop string is looked for after the prompt": (
+        "inference/harness/test_tasks.py::"
+        "test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped",
+        "nopad.inference.harness.engine_lm", "EngineLM._is_complete = lambda *_: True",
+    ),
+    "add_bos_token is ignored": (
+        "inference/harness/test_tasks.py::"
+        "test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped",
+        "nopad.inference.harness.engine_lm",
+        "begin = EngineLM.__init__\n"
+        "EngineLM.__init__ = lambda self, *args, add_bos_token=None, **named: "
+        "begin(self, *args, **named)",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

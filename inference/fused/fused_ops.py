@@ -41,6 +41,11 @@ def without_fused_ops() -> Iterator[None]:
         _enabled.reset(token)
 
 
+def fused_ops_enabled() -> bool:
+    """Whether engines that are built now have fused kernels."""
+    return _enabled.get()
+
+
 class FusedOp(Protocol):
     """A kind of replacement; a call puts it on a model's modules, of which the model is the first.
 
@@ -59,7 +64,7 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
         cache_like: a cache of the kind that steps will use.
         max_num_seqs: the most sequences of a step; kernels for up to as many are compiled here.
     """
-    if not _enabled.get():
+    if not fused_ops_enabled():
         return []
     verified: list[FusedOp] = []
     qkv_weights = QKVWeights()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 try:
@@ -39,7 +40,13 @@ class EngineLM(TemplateLM):
     """A live model as lm_eval sees one."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, max_length: int | None = None, **settings: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        add_bos_token: bool | None = None,
+        **settings: Any,
     ):
         """Build an engine on the model.
 
@@ -47,6 +54,8 @@ class EngineLM(TemplateLM):
             model: the model in training, or any causal LM of Transformers.
             tokenizer: the model's tokenizer.
             max_length: longest sequence; default: what the model's config or tokenizer says.
+            add_bos_token: whether prompts get the tokenizer's special tokens, except those that
+                begin with one; default: as the tokenizer does.
             settings: arguments of `Engine`.
         """
         super().__init__()
@@ -63,6 +72,7 @@ class EngineLM(TemplateLM):
         # The last token of a text is scored but never run, so one more than the positions fits.
         self.engine = Engine(self.model, tokenizer, max_model_len=self.max_length + 1, **settings)
         self._data_parallel = DataParallelEngine(self.engine)
+        self._special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
         self._deadline = float("inf")
         self._warned_of_system = False
 
@@ -89,8 +99,10 @@ class EngineLM(TemplateLM):
         prefix = self.tokenizer.decode([self.prefix_token_id])
         if add_special_tokens is None and has_bos_prefix(string, prefix):
             add_special_tokens = False
-        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, **special)
+        special = {"add_special_tokens": add_special_tokens}
+        return self.tokenizer.encode(
+            string, **self._special if add_special_tokens is None else special
+        )
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -114,16 +126,55 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         specs = [self.generation_request(*request.args) for request in requests]
-        prompts, params = [spec[0] for spec in specs], [spec[1] for spec in specs]
-        completions = self._data_parallel.generate(prompts, params, deadline=self._seconds_left())
+        tokens = self._generate_tokens([spec[:2] for spec in specs])
         texts = []
-        for index, (completion, (_, _, until)) in enumerate(zip(completions, specs, strict=True)):
-            is_late = completion.finish_reason == "deadline"
-            self._raise_error(index, "deadline" if is_late else completion.error)
-            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            texts.append(postprocess_generated_text(text, until, None))
-            self.cache_hook.add_partial("generate_until", requests[index].args, texts[-1])
+        for request, ids, (_, _, until) in zip(requests, tokens, specs, strict=True):
+            texts.append(postprocess_generated_text(self._decode(ids), until, None))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
+
+    def _generate_tokens(
+        self, specs: Sequence[tuple[list[int], SamplingParams]]
+    ) -> list[list[int]]:
+        """Generate until a stop string is in the text of the new tokens alone, as `hf` does.
+
+        The engine looks for it in their text after the prompt. SentencePiece-like tokenizers omit
+        the space at the beginning of a text: where that ended a request, generate on.
+        """
+        outputs: list[list[int]] = [[] for _ in specs]
+        unfinished = [*range(len(specs))]
+        while unfinished:
+            prompts = [[*specs[i][0], *outputs[i]] for i in unfinished]
+            params = [
+                replace(specs[i][1], max_tokens=specs[i][1].max_tokens - len(outputs[i]))
+                for i in unfinished
+            ]
+            left = self._seconds_left()
+            completions = self._data_parallel.generate(prompts, params, deadline=left)
+            for index, completion in zip(unfinished, completions, strict=True):
+                is_late = completion.finish_reason == "deadline"
+                self._raise_error(index, "deadline" if is_late else completion.error)
+                outputs[index] += completion.token_ids
+            unfinished = [
+                index
+                for index, completion in zip(unfinished, completions, strict=True)
+                if completion.finish_reason == "stop"
+                and not self._is_complete(outputs[index], specs[index][1])
+            ]
+        return outputs
+
+    def _is_complete(self, token_ids: list[int], params: SamplingParams) -> bool:
+        """Whether new tokens that the engine stopped at are an answer."""
+        if len(token_ids) >= params.max_tokens:
+            return True
+        adapter = self.engine._tokenizer
+        if token_ids[-1] in adapter.stop_token_ids(adapter.check_params(params)):
+            return True
+        text = self._decode(token_ids)
+        return any(stop in text for stop in params.stop)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows, counts = [], []
@@ -195,11 +246,12 @@ class EngineLM(TemplateLM):
                 f"the model's length of {self.max_length}: lower it"
             )
         bos = getattr(self.tokenizer, "bos_token", None)
-        special = {"add_special_tokens": False} if has_bos_prefix(context, bos) else {}
+        special = {"add_special_tokens": False} if has_bos_prefix(context, bos) else self._special
         ids = self.tokenizer(context, **special)["input_ids"][-max_prompt:]
         # The model's max_new_tokens overrides the task's limit, as it does in `generate`.
         max_tokens = getattr(generation_config, "max_new_tokens", None) or max_gen_toks
-        max_tokens = min(max_tokens, self.max_length - len(ids))
+        # An empty stop string is in every text, so the first token ends it.
+        max_tokens = 1 if "" in until else min(max_tokens, self.max_length - len(ids))
         stop = [text for text in until if text]
         return ids, SamplingParams(max_tokens=max_tokens, stop=stop, **sampling_kwargs), until
 

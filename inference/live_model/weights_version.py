@@ -81,6 +81,10 @@ class WeightsVersion:
         self.number += changed
         return changed
 
+    def forwards_unchanged(self) -> bool:
+        """Return whether hooks, forwards and attributes are those of the last check."""
+        return forward_state(self._model.modules()) == self._forward_state
+
     def unchanged(self) -> bool:
         """Return whether tensors, version counters and adapters are those of the last check."""
         for holder, name, tensor, version in self._tensors_seen:  # at every step: a plain loop

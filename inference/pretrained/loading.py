@@ -95,8 +95,8 @@ def _load_adapter(path: str, base: Any, merge: bool) -> Any:
     return model.merge_and_unload() if merge else adapted
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer from a folder or the hub."""
+def load_tokenizer(name: str, **settings: Any) -> Any:
+    """Load a tokenizer from a folder or the hub; settings: of the tokenizer, as `add_bos_token`."""
     from transformers import AutoTokenizer
 
     path = resolve_path(name)
@@ -106,7 +106,7 @@ def load_tokenizer(name: str) -> Any:
     if is_adapter(path) and not has_tokenizer(path):
         source = base_model_name(path)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **settings)
     except Exception as error:
         if source != path and not Path(source).is_dir():
             reason = adapter_error(path, error)

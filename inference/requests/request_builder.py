@@ -27,10 +27,6 @@ from .tokenization import Prompt, RequestError, TokenizerAdapter, estimate_token
 Params = SamplingParams | Mapping[str, Any] | None
 
 
-class InvalidPrompt(ValueError):
-    """A fault of the call, found when one of its prompts was read."""
-
-
 class PromptSpec(NamedTuple):
     """A prompt with its own parameters, priority and seconds it may take."""
 
@@ -71,7 +67,7 @@ class RequestBuilder:
     def encode(self, specs: Sequence[PromptSpec]) -> Iterator[EncodedPrompt]:
         """Check the parameters, then tokenize each prompt as it is asked for, in running order.
 
-        A prompt that is a fault of the call raises InvalidPrompt.
+        A prompt that is a fault of the call raises ValueError.
         """
         self._tokenizer.check_batch([spec.prompt for spec in specs])
         checked = self._check_params({id(spec.params): spec.params for spec in specs})
@@ -86,10 +82,10 @@ class RequestBuilder:
             except RequestError as fault:
                 error = str(fault)
             except ValueError as fault:
-                raise InvalidPrompt(f"prompt {index}: {fault}") from None
+                raise ValueError(f"prompt {index}: {fault}") from None
             except Exception as fault:
                 name = type(fault).__name__
-                raise InvalidPrompt(f"prompt {index}: {name}: {fault}") from fault
+                raise ValueError(f"prompt {index}: {name}: {fault}") from fault
             return EncodedPrompt(
                 index, ids[index], tokens, error, *checked[id(params)], priority, seconds
             )

@@ -36,6 +36,30 @@ def test_lm_eval_takes_the_engine_by_name_and_scores_as_its_own_model(checkpoint
         assert numbers and {k: ours[name][k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
 
 
+def test_add_bos_token_is_that_of_lm_evals_own_model(tmp_path):
+    from lm_eval.models.huggingface import HFLM
+    from nopad.cli.lm_eval_command import CheckpointLM
+    from small_checkpoint import metaspace_tokenizer, random_model
+
+    tokenizer = metaspace_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    random_model(tokenizer).save_pretrained(tmp_path)
+    encoded = []
+    for add_bos_token in (None, True, False):
+        arguments = f"pretrained={tmp_path}" + (
+            "" if add_bos_token is None else f",add_bos_token={add_bos_token}"
+        )
+        ours, theirs = (
+            model.create_from_arg_string(arguments, {"device": "cpu"})
+            for model in (CheckpointLM, HFLM)
+        )
+        for text in ("Lily saw", "<s>Lily saw"):
+            encoded.append(ours.tok_encode(text))
+            assert encoded[-1] == theirs.tok_encode(text)
+            assert encoded[-1] == ours.generation_request(text, {"max_gen_toks": 4})[0]
+    assert encoded[2] != encoded[4], "the setting shows"
+
+
 def test_where_several_processes_run_the_other_command_is_named(monkeypatch):
     from nopad.cli.lm_eval_command import main
 

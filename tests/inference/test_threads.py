@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from threading import Barrier, Thread
+import time
+from contextlib import contextmanager, nullcontext
+from threading import Barrier, Event, Thread
 
 import pytest
-from nopad.inference import DataParallelEngine, Engine
+import torch
+from nopad.inference import DataParallelEngine, Engine, batch_invariant
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[5 + k, 6, 7 + k, *range(20, 40)] for k in range(4)]
@@ -109,3 +112,132 @@ def test_ranks_cannot_share_calls_of_two_threads(model, monkeypatch):
     monkeypatch.setattr("nopad.inference.data_parallel.run_on_all_ranks", inside)
     refused = ranks.generate([PROMPTS[0]], GREEDY)
     assert isinstance(refused, RuntimeError) and "another thread" in str(refused)
+
+
+@contextmanager
+def company(engine, count: int):
+    """Hold the first step inside until `count` other threads wait; yield a list of all steps."""
+    steps = []
+
+    def wait(*_):
+        end = time.monotonic() + 30
+        while not steps and len(engine._lock._queue) < count and time.monotonic() < end:
+            time.sleep(0.001)
+        steps.append(len(engine._runner._calls))
+
+    hook = engine._model.register_forward_pre_hook(wait)
+    try:
+        yield steps
+    finally:
+        hook.remove()
+
+
+LONG = GREEDY | {"max_tokens": 24}
+
+
+def test_calls_of_several_threads_share_steps(model):
+    engine, prompts = Engine(model, page_size=16), [[5 + k, 6, 7] for k in range(8)]
+    want = [c.token_ids for c in engine.generate(prompts, LONG)]
+    reported = [[] for _ in prompts]
+
+    def call(k: int):
+        (done,) = engine.generate([prompts[k]], LONG, progress=reported[k].append)
+        return done.token_ids
+
+    with company(engine, 7) as steps:
+        assert in_threads([lambda k=k: call(k) for k in range(8)]) == want
+    assert reported == [[1]] * 8
+    assert len(steps) <= 24 + 1, "one step of the first call alone"
+
+
+def test_scores_of_several_threads_share_steps(model):
+    engine = Engine(model, page_size=16)
+    want = [score.logprob for score in engine.score(PROMPTS, [[8, 9]] * 4)]
+    with company(engine, 3) as steps:
+        got = in_threads([lambda k=k: engine.score([PROMPTS[k]], [[8, 9]]) for k in range(4)])
+    assert [score.logprob for (score,) in got] == pytest.approx(want, abs=1e-4)
+    assert len(steps) <= 2
+
+
+def fail(*_):
+    raise RuntimeError("seeded fault")
+
+
+@pytest.mark.parametrize("fault", ["a step", "progress", "a prompt"])
+def test_a_fault_of_one_call_harms_no_call_that_shares_its_steps(model, fault):
+    engine = Engine(model, page_size=16)
+    want = [c.token_ids for c in engine.generate(PROMPTS, LONG)]
+
+    def faulty():
+        prompts = [PROMPTS[0], object()] if fault == "a prompt" else PROMPTS[:1]
+        progress = fail if fault == "progress" else False
+        return engine.generate(prompts, GREEDY, progress=progress)[0].token_ids
+
+    def fail_once(*_):
+        if fault == "a step" and len(engine._runner._calls) == 4:
+            hook.remove()
+            fail()
+
+    hook = model.register_forward_pre_hook(fail_once)
+    others = [lambda k=k: engine.generate([PROMPTS[k]], LONG)[0].token_ids for k in (1, 2, 3)]
+    with company(engine, 2 if fault == "a prompt" else 3):
+        results = in_threads([*others, faulty])
+    hook.remove()
+    errors = [r for r in results if isinstance(r, Exception)]
+    assert len(errors) == 1 and str(errors[0]).startswith(("seeded fault", "prompt 1:"))
+    right = [r for r in results if not isinstance(r, Exception)]
+    assert all(tokens in (*want, want[0][:8]) for tokens in right) and len(right) == 3
+    assert not engine._outputs.has_requests() and all(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize("how", ["autocast", "batch_invariant"])
+def test_a_call_that_computes_otherwise_does_not_share_steps(model, how):
+    engine = Engine(model, page_size=16)
+    params = LONG | {"logprobs": 0}
+
+    def mode():
+        return torch.autocast("cpu", torch.bfloat16) if how == "autocast" else batch_invariant(64)
+
+    def call(k: int, within=nullcontext):
+        with within():
+            return engine.generate([PROMPTS[k]], params)[0]
+
+    with mode():
+        (want,) = Engine(model, page_size=16).generate([PROMPTS[0]], params)
+    plain = [Engine(model, page_size=16).generate([p], GREEDY)[0].token_ids for p in PROMPTS]
+    engine.generate([[1, 2]], GREEDY)
+    with company(engine, 3):
+        calls = [lambda k=k: call(k) for k in (1, 2, 3)]
+        *others, got = in_threads([*calls, lambda: call(0, mode)])
+    assert got == want
+    assert [c.token_ids[:8] for c in others] == plain[1:]
+
+
+def test_a_call_that_joins_notices_what_changed_before_it(model):
+    engine, prompt = Engine(model, page_size=16), [*range(3, 60)]
+    weight = model.model.layers[0].mlp.down_proj.weight
+    engine.generate([prompt], GREEDY)
+    running, before = Event(), weight.detach().clone()
+
+    def change_and_join():
+        running.wait(30)
+        with engine._lock:  # between two steps
+            weight.data.mul_(-1.0)
+        return engine.generate([prompt], GREEDY)[0].token_ids
+
+    hook = model.register_forward_pre_hook(lambda *_: running.set())
+    try:
+        _, got = in_threads([lambda: engine.generate([[5, 6]], LONG), change_and_join])
+        assert got == Engine(model).generate([prompt], GREEDY)[0].token_ids
+    finally:
+        weight.data.copy_(before)
+        hook.remove()
+
+
+def test_a_released_engine_runs_the_calls_of_other_threads_again(model):
+    engine = Engine(model, page_size=16)
+    want = [c.token_ids for c in engine.generate(PROMPTS, LONG)]
+    calls = [lambda k=k: engine.generate([PROMPTS[k]], LONG)[0].token_ids for k in range(4)]
+    with company(engine, 3):
+        *got, _ = in_threads([*calls, engine.release])
+    assert got == want

@@ -20,6 +20,7 @@ from nopad.inference.execution.sampler import gather_logprobs  # noqa: E402
 from nopad.inference.harness import EngineLM, Harness  # noqa: E402
 from small_checkpoint import (  # noqa: E402
     CHAT,
+    metaspace_tokenizer,
     random_model,
     small_tokenizer,
 )
@@ -287,6 +288,25 @@ def test_a_special_token_among_the_stop_strings_ends_the_text(small):
     checked = lm.engine._tokenizer.check_params(params)
     assert checked.stop == (".",) and set(checked.stop_token_ids) == {1, 2}
     assert params.is_greedy and params.max_tokens == 4 and ids == lm.tok_encode("Lily")
+
+
+STOPS = ([" "], [" a"], [" saw", " in"], ["the"], [""], ["", " "], ["."], [" the", "aw a"])
+
+
+@pytest.mark.parametrize("add_bos_token", [None, False])
+def test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped(add_bos_token):
+    tokenizer = metaspace_tokenizer()
+    model, settings = random_model(tokenizer), {"max_gen_toks": 12, "do_sample": False}
+    options = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    requests = [
+        Request(row["question"], {"until": list(until), **settings})
+        for row in lm_tasks.documents(3)
+        for until in STOPS
+    ]
+    hf = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu", **options)
+    want = hf.generate_until(copy.deepcopy(requests), disable_tqdm=True)
+    assert EngineLM(model, tokenizer, **options).generate_until(requests) == want
+    assert any(" " in text for text in want) and len(set(want)) > 12
 
 
 def test_a_setting_we_do_not_have_is_refused_by_name(small):

@@ -77,6 +77,26 @@ def test_no_cached_key_is_used_after(model, change):
     assert got == want
 
 
+SEEN_WHILE_BUSY = [change for change in CHANGES if not change.__name__.startswith("rewrite")]
+
+
+@pytest.mark.parametrize("change", SEEN_WHILE_BUSY, ids=lambda change: change.__name__)
+def test_a_request_to_a_busy_engine_uses_no_key_from_before(model, change):
+    engine = Engine(model, page_size=16)
+    engine.generate([PROMPT], GREEDY)
+    engine.add_request([5, 6, 7], {**GREEDY, "max_tokens": 40})
+    engine.step()
+    change(model)
+    params = {**GREEDY, "logprobs": 0}
+    added, done = engine.add_request(PROMPT, params), {}
+    while added not in done:
+        done |= {e.request_id: e.completion for e in engine.step() if e.completion is not None}
+    (want,) = Engine(model, page_size=16).generate([PROMPT], params)
+    got = [token.logprob for token in done[added].logprobs]
+    assert done[added].token_ids == want.token_ids
+    assert got == pytest.approx([token.logprob for token in want.logprobs], abs=1e-4)
+
+
 def test_the_scale_of_running_requests_is_the_models(model):
     engine = Engine(model, page_size=16)
     engine.add_request([5, 6, 7], {**GREEDY, "max_tokens": 40})

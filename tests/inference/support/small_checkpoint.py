@@ -1,4 +1,4 @@
-"""A small random Llama and a byte-level tokenizer with a chat template."""
+"""A small random Llama, and two tokenizers: byte-level with a chat template, SentencePiece-like."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ def small_tokenizer():
         pad_token="<s>",
         extra_special_tokens=["<end>"],
         chat_template=CHAT,
+    )
+
+
+def metaspace_tokenizer():
+    """A tokenizer that marks spaces as SentencePiece does, and drops the first one of a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<s>", "</s>"])
+    made.train_from_iterator([row["text"] for row in lm_tasks.documents(20)], trainer)
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<s>"
     )
 
 
