@@ -27,7 +27,7 @@ from ...runtime import HostCopy, to_device, unwrap_peft
 from .auxiliary_loss import AuxiliaryLoss
 from .cross_entropy import linear_cross_entropy
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
-from .label_count import count_labels
+from .label_count import count_labels, sum_weights
 from .row_shards import RowShards, check_shardable
 from .token_statistics import token_statistics
 
@@ -145,17 +145,16 @@ class AttachedLoss:
             kwargs: keyword arguments of the forward.
         """
         shards, shape, bypass = self.row_shards, targets.shape, self._find_bypass()
-        divisor = _divisor(items, targets, weights)
-        self._auxiliary.begin(kwargs, targets, _weight(targets, weights), divisor, shards)
-        if shards is not None:
-            divisor = divisor / shards.ranks  # gradients are averaged
-            targets = shards.split(targets, IGNORE_INDEX)
-            weights = None if weights is None else shards.split(weights)
-            kwargs = shards.split_inputs(kwargs)
-        self._targets = targets, divisor, weights
-        self._label_count = count_labels(targets) if bypass is not None else None
-        as_tuple = _wants_tuple(self.model, kwargs)
+        divisor, as_tuple = _divisor(items, targets, weights), _wants_tuple(self.model, kwargs)
         try:
+            self._auxiliary.begin(kwargs, targets, weights, divisor, shards)
+            if shards is not None:
+                divisor = divisor / shards.ranks  # gradients are averaged
+                targets = shards.split(targets, IGNORE_INDEX)
+                weights = None if weights is None else shards.split(weights)
+                kwargs = shards.split_inputs(kwargs)
+            self._targets = targets, divisor, weights
+            self._label_count = count_labels(targets) if bypass is not None else None
             with self._document_mask(kwargs, targets):
                 outputs = self._outputs(bypass, targets, args, kwargs)
                 if shards is not None:
@@ -357,17 +356,13 @@ def _shift(values: Tensor, last: float) -> Tensor:
     return nn.functional.pad(values[..., 1:], (0, 1), value=last)
 
 
-def _weight(targets: Tensor, weights: Tensor | None) -> Tensor:
-    return (targets != IGNORE_INDEX).sum() if weights is None else weights.sum()
-
-
 def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
     if torch.is_tensor(items):
         items = to_device(items, targets.device)
         return items + (items == 0)  # 0 / 1 if there are no labels; fractions below 1 are valid
     if items is not None:
         return items or 1
-    return _weight(targets, weights).clamp(min=1 if weights is None else 1e-8)
+    return sum_weights(targets, weights).clamp(min=1 if weights is None else 1e-8)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from ...attention.hf import has_router_logits
 from ...packing import IGNORE_INDEX
+from .label_count import sum_weights
 from .row_shards import RowShards
 
 
@@ -37,8 +38,10 @@ class _Batch:
     mask: Tensor | None
     """The tokens that count for the auxiliary loss; None: the model decides."""
     num_tokens: int
+    """Of the whole row."""
     shards: RowShards | None
     cross_entropy: Tensor | None = None
+    is_mask_taken: bool = False
 
 
 class AuxiliaryLoss:
@@ -61,7 +64,12 @@ class AuxiliaryLoss:
             hook.remove()
 
     def begin(
-        self, kwargs: dict, targets: Tensor, weight: Tensor, divisor: Any, shards: RowShards | None
+        self,
+        kwargs: dict,
+        targets: Tensor,
+        weights: Tensor | None,
+        divisor: Any,
+        shards: RowShards | None,
     ) -> None:
         """Note the whole batch, before its row is spread over ranks."""
         if not self._has_router or not self._is_wanted(kwargs):
@@ -69,6 +77,7 @@ class AuxiliaryLoss:
         mask, bounds = None, kwargs.get("cu_seq_lens_q")
         if bounds is not None and kwargs.get("attention_mask") is None:
             mask = _counted_tokens(targets, bounds)
+        weight = sum_weights(targets, weights)
         self._batch = _Batch(weight, divisor, mask, targets.numel(), shards)
 
     def end(self) -> None:
@@ -100,6 +109,7 @@ class AuxiliaryLoss:
                 f"{type(self._model).__name__} does not call self.loss_function, so its auxiliary "
                 "loss would be left out: train with output_router_logits=False"
             )
+        assert batch.mask is None or batch.is_mask_taken, "the layers have seen the mask"
         share = batch.weight.to(batch.cross_entropy.dtype) / batch.divisor
         fields["loss"] = batch.cross_entropy + share * fields["loss"]
         fields["aux_loss"] = share * fields["aux_loss"]
@@ -113,7 +123,7 @@ class AuxiliaryLoss:
         """Keep the mask from the layers, which know the documents by their boundaries."""
         if self._batch is None or self._batch.mask is None:
             return None
-        assert kwargs["attention_mask"] is not None
+        self._batch.is_mask_taken = True
         return args, {**kwargs, "attention_mask": None}
 
     def _join_rows(self, body: Any, args: Any, outputs: Any) -> None:

@@ -382,11 +382,8 @@ class PackedTrainerMixin(_Base):
                 logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
             if "loss" in logs:
                 rates = self.meter.read()
-                logs = {
-                    **logs,
-                    **self._logged_aux_loss,
-                    **{PackTag(f"pack/{name}"): v for name, v in rates.items()},
-                }
+                logs = {**logs, **self._logged_aux_loss}
+                logs |= {PackTag(f"pack/{name}"): v for name, v in rates.items()}
                 count_trl_tokens(self, rates["tokens_seen"])
                 self.meter.reset()
         super().log(logs, *args, **kwargs)
