@@ -112,6 +112,8 @@ class AuxiliaryLoss:
         assert batch.mask is None or batch.is_mask_taken, "the layers have seen the mask"
         share = batch.weight.to(batch.cross_entropy.dtype) / batch.divisor
         fields["loss"] = batch.cross_entropy + share * fields["loss"]
+        if "aux_loss" not in fields:  # a type that may have experts, without any
+            return None
         fields["aux_loss"] = share * fields["aux_loss"]
         return fields["aux_loss"].detach()
 
