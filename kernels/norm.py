@@ -63,11 +63,20 @@ def _forward_kernel(
     tl.store(out + row * width + offs, normed * gain, mask=mask)
 
 
+def _check_shapes(x: Tensor, weight: Tensor, delta: Tensor | None = None) -> None:
+    """Raise where the kernel would read beyond the gain or the delta."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"a gain {list(weight.shape)} does not fit rows of width {x.shape[-1]}")
+    if delta is not None and delta.shape != x.shape:
+        raise ValueError(f"{list(delta.shape)} cannot be added to a residual {list(x.shape)}")
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """Normalize the last dimension of x and multiply by the gain.
 
     out_dtype: what the result is rounded to; by default the wider dtype of x and the gain.
     """
+    _check_shapes(x, weight)
     width = x.shape[-1]
     # Heads [1, T, H, D] may be a slice of a wider projection: tokens are then strided.
     strided = x.ndim == 4 and len(x) == 1 and x.stride()[2:] == (width, 1)
@@ -88,6 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | Non
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the residual x + delta and its RMSNorm."""
+    _check_shapes(x, weight, delta)
     x, delta = x.contiguous(), delta.contiguous()
     residual = torch.empty_like(x, dtype=torch.promote_types(x.dtype, delta.dtype))
     out = torch.empty_like(x, dtype=torch.promote_types(residual.dtype, weight.dtype))
@@ -109,6 +119,7 @@ def add_rms_norm_split_k(
 
     Without partials (S = 0) the residual is x itself.
     """
+    _check_shapes(x, weight)
     num_rows, width = x.shape
     residual, out = torch.empty_like(x) if len(partials) else x, torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -127,6 +138,7 @@ def rms_norm_forward(
 
     x is contiguous and no narrower than `delta`.
     """
+    _check_shapes(x, weight, delta)
     width = x.shape[-1]
     num_rows = x.numel() // width
     residual = x if delta is None else torch.empty_like(x)

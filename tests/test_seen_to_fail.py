@@ -774,6 +774,52 @@ FAULTS = {
         "EngineLM.__init__ = lambda self, *args, add_bos_token=None, **named: "
         "begin(self, *args, **named)",
     ),
+    "every batch adds its auxiliary loss": (
+        "trainer/loss/test_auxiliary_loss.py", "nopad.trainer.loss.auxiliary_loss",
+        "right = AuxiliaryLoss.begin\n"
+        "def begin(self, *args):\n"
+        "    right(self, *args)\n"
+        "    if self._batch is not None:\n"
+        "        self._batch.weight, self._batch.divisor = torch.ones(()), 1\n"
+        "AuxiliaryLoss.begin = begin",
+    ),
+    "padding is balanced over the experts": (
+        "trainer/loss/test_auxiliary_loss.py::test_padding_does_not_count",
+        "nopad.trainer.loss.auxiliary_loss", "_counted_tokens = lambda *_: None",
+    ),
+    "a part of a row has an auxiliary loss of its own": (
+        "trainer/layouts/test_layouts.py::"
+        "test_the_auxiliary_loss_is_that_of_one_rank_in_every_layout",
+        "nopad.trainer.loss.auxiliary_loss",
+        "AuxiliaryLoss._join_rows = lambda *_: None\n_counted_tokens = lambda *_: None",
+    ),
+    "compiled layers return no router logits": (
+        "trainer/loss/test_auxiliary_loss.py::test_compiled_layers_have_the_same_from_one_graph",
+        "nopad.attention.hf.router_logits",
+        "right = _call_layer\n_call_layer = lambda *a, **k: (right(*a, **k)[0], [])",
+    ),
+    "the head is taken as it is": (
+        "trainer/loss/test_head_bypass.py", "nopad.trainer.loss.head_bypass",
+        "_is_called_plainly = lambda head: True",
+    ),
+    "the bias is added to scaled logits": (
+        "trainer/loss/test_head_bypass.py::test_the_bias_of_a_head_is_scaled_with_the_logits",
+        "nopad.trainer.loss.head_bypass",
+        "right = split_scale\nsplit_scale = lambda hidden, bias: (right(hidden, bias)[0], bias)",
+    ),
+    "logits that were not computed are None": (
+        "trainer/loss/test_head_bypass.py::"
+        "test_who_uses_logits_that_were_not_computed_is_told_how_to_get_them",
+        "nopad.trainer.loss.head_bypass", "NoLogits = lambda: None",
+    ),
+    "an activation is looked at once": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
+        "_is_plain_silu = lambda act: True",
+    ),
+    "a norm may be wider than its gain": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
+        "_fits = lambda x, norm: True",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

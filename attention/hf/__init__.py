@@ -28,6 +28,7 @@ from .model_support import (
     step_context,
     unsupported_reason,
 )
+from .router_logits import compile_with_router_logits, has_router_logits
 from .selfcheck import (
     PackedDifferences,
     check_default_cache,
@@ -53,6 +54,7 @@ __all__ = [
     "check_paged",
     "check_rows",
     "check_supported",
+    "compile_with_router_logits",
     "current_varlen",
     "document_mask",
     "drops_kwargs",
@@ -60,6 +62,7 @@ __all__ = [
     "eval_mode",
     "forward_context",
     "frozen_rotary",
+    "has_router_logits",
     "install_mask_patch",
     "landmark_lengths",
     "layer_shapes",

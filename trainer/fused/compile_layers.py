@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...attention.hf import compile_with_router_logits, has_router_logits
+
 
 def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile every decoder layer of a causal LM in place; return how many there are.
@@ -33,8 +35,12 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     )
     if layers is None or not len(layers):
         raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
-    for layer in layers:
-        layer.compile(**{"fullgraph": True, "backend": recompute_backend, **options})
+    options = {"fullgraph": True, "backend": recompute_backend, **options}
+    if has_router_logits(model):
+        compile_with_router_logits(model, layers, **options)
+    else:
+        for layer in layers:
+            layer.compile(**options)
     return len(layers)
 
 

@@ -63,13 +63,18 @@ class RMSNormPart:
         if len(args) != 1 or kwargs or not can_run(args[0]):
             return None
         eps = rms_norm_eps(module)
-        if eps is None:
+        if eps is None or not _fits(args[0], module):
             return None
         from .rms_norm import rms_norm
 
         return rms_norm(args[0], module.weight, eps)
 
     verify = staticmethod(module_matches)
+
+
+def _fits(x: Tensor, norm: Any) -> bool:
+    """Whether a norm has a gain for every column: the kernels read as many as x has."""
+    return norm.weight.shape == x.shape[-1:]
 
 
 class GatedMLPPart:
@@ -94,9 +99,21 @@ class GatedMLPPart:
 
 
 def _mlp_projections(mlp: Any) -> list[Projection] | None:
+    """Return gate, up and down of an MLP that is plain at the moment; None for others."""
+    if not _is_plain_silu(mlp.act_fn):
+        return None
     projections = _read_all((mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     has_bias = projections and any(p.bias is not None for p in projections)
     return None if has_bias else projections
+
+
+def _is_plain_silu(act: Any) -> bool:
+    """Whether an activation is PyTorch's SiLU or that of Transformers, without hooks."""
+    name = f"{type(act).__module__}.{type(act).__qualname__}"
+    return name in _SILU and has_no_hooks(act)
+
+
+_SILU = "torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"
 
 
 def _read_all(layers: Iterable[Any]) -> list[Projection] | None:
@@ -126,7 +143,7 @@ class DecoderLayerPart:
         if len(args) != 1 or not can_run(args[0]):
             return None
         x, norms = args[0], _norms(module)
-        if not all(map(_is_fused_norm, norms)):
+        if not all(_is_fused_norm(norm) and _fits(x, norm) for norm in norms):
             return None
         from .rms_norm import add_rms_norm
 

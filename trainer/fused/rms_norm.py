@@ -63,8 +63,10 @@ def add_rms_norm(
 
     dtype: of the norm; by default the wider one of the residual and the gain.
     """
-    if delta is not None and torch.promote_types(x.dtype, delta.dtype) != x.dtype:
-        x, delta = x + delta, None  # the kernel keeps the dtype of x, which is narrower
+    if delta is not None:
+        is_wider = torch.promote_types(x.dtype, delta.dtype) != x.dtype
+        if is_wider or delta.shape != x.shape:  # the kernel keeps dtype and shape of x
+            x, delta = x + delta, None
     dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
     outputs: Any = _RMSNorm.apply(x, delta, weight, eps, dtype)
     return outputs

@@ -1,11 +1,12 @@
 """The exact loss of an optimizer step, from the model's own forward.
 
-    model(**batch).loss  =  sum of token losses / num_items_in_batch   (+ auxiliary losses)
+    model(**batch).loss  =  sum of token losses / num_items_in_batch   (+ its auxiliary loss)
 
 `attach_loss` wraps the forward of one model object; nothing global is changed. When labels are
 passed, the LM head returns its input, and the loss is computed from the hidden states, so that
 logits [T, vocabulary] are never materialized; without labels the model behaves as before. Models
 with a special head or special logits still compute logits, and only their loss is replaced.
+auxiliary_loss.py says what mixtures of experts add.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from torch import Tensor, nn
 from ...attention import document_mask
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
+from .auxiliary_loss import AuxiliaryLoss
 from .cross_entropy import linear_cross_entropy
-from .label_count import count_labels
+from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
+from .label_count import count_labels, sum_weights
 from .row_shards import RowShards, check_shardable
 from .token_statistics import token_statistics
-
-SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-"""Names of a tanh soft cap on the logits in model configurations."""
 
 
 class AttachedLoss:
@@ -46,10 +46,14 @@ class AttachedLoss:
         self.row_shards: RowShards | None = None
         """How rows are spread over sequence-parallel ranks; None if each rank has whole rows."""
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        self.fused = False
-        """Whether the loss is computed from the hidden states, without logits."""
         self.token_losses: Tensor | None = None
         """The loss of each label of the last batch [B, T], at the label's position, detached."""
+        self.aux_loss: Tensor | None = None
+        """What the last batch adds to the auxiliary loss of its step, detached; None: nothing.
+
+        As with the loss, a step's is the mean over its batches and ranks, or their sum where the
+        trainer does not divide by the accumulation steps.
+        """
         self.mask_documents = False
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
         self.measures_tokens = False
@@ -57,8 +61,11 @@ class AttachedLoss:
         self.token_statistics: Tensor | None = None
         """Of the last batch, if it was measured: see `token_statistics`."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
-        """Shifted labels, item count and token weights of the current forward."""
+        """Shifted labels, divisor and token weights of the current forward."""
         self._label_count: HostCopy | None = None
+        self._keeps_logits = False
+        self._bypass: HeadBypass | None = None
+        self._auxiliary = AuxiliaryLoss(model)
         self._forward = model.forward
         self._prepared_forward = vars(model).get("forward")
         """The forward that Accelerate's `prepare` gave the model, if it did."""
@@ -66,13 +73,22 @@ class AttachedLoss:
         model.forward = MethodType(_wrap_forward(model), model)
         if self._calls_loss:
             model.loss_function = self._loss
-        self._bypass_head()
+        self._find_bypass()  # now: it cannot be installed while the model is traced
 
-    def _bypass_head(self) -> None:
-        self.head = self.model.get_output_embeddings()
-        self.fused = self._calls_loss and _has_plain_head(self.model, self.head)
-        if self.fused:
-            self._bypass = _HeadBypass(self.head)
+    @property
+    def fused(self) -> bool:
+        """Whether the loss is computed from the hidden states, without logits."""
+        return self._find_bypass() is not None
+
+    def _find_bypass(self) -> HeadBypass | None:
+        """Return the bypass of the head as it is now; None where logits have to be computed."""
+        head = self.model.get_output_embeddings()
+        if self._bypass is not None and self._bypass.head is not head:
+            self._bypass.remove()  # the head was resized or wrapped by PEFT since
+        if self._keeps_logits or not self._calls_loss or not has_plain_head(self.model, head):
+            return None
+        self._bypass = bypass_of(head) or HeadBypass(head)
+        return self._bypass
 
     def share_rows(self, group: Any) -> None:
         """Spread rows over the ranks of a process group from now on; None: keep them whole."""
@@ -82,24 +98,22 @@ class AttachedLoss:
 
     def keep_logits(self) -> None:
         """Compute logits from now on, for metrics that need them."""
-        if self.fused:
-            self._bypass.remove()
-        self.fused = False
+        self._keeps_logits = True
 
     @contextmanager
     def logits_kept(self) -> Iterator[None]:
         """Compute logits inside the block."""
-        fused = self.fused
-        self.keep_logits()
+        before, self._keeps_logits = self._keeps_logits, True
         try:
             yield
         finally:
-            if fused:
-                self._bypass_head()
+            self._keeps_logits = before
 
     def detach(self) -> None:
         """Restore the model's own forward and loss."""
-        self.keep_logits()
+        if self._bypass is not None:
+            self._bypass.remove()
+        self._auxiliary.remove()
         if self._calls_loss:
             del self.model._loss_function
         del self.model.forward
@@ -130,42 +144,46 @@ class AttachedLoss:
             args: positional arguments of the forward.
             kwargs: keyword arguments of the forward.
         """
-        if self.fused and self.model.get_output_embeddings() is not self.head:
-            self.keep_logits()  # the head was resized or wrapped by PEFT since
-            self._bypass_head()
-        shards, shape = self.row_shards, targets.shape
-        if shards is not None:
-            items = _divisor(items, targets, weights) / shards.ranks  # gradients are averaged
-            targets = shards.split(targets, IGNORE_INDEX)
-            weights = None if weights is None else shards.split(weights)
-            kwargs = shards.split_inputs(kwargs)
-        self._targets = targets, items, weights
-        self._label_count = count_labels(targets) if self.fused else None
-        as_tuple = _wants_tuple(self.model, kwargs)
+        shards, shape, bypass = self.row_shards, targets.shape, self._find_bypass()
+        divisor, as_tuple = _divisor(items, targets, weights), _wants_tuple(self.model, kwargs)
         try:
+            self._auxiliary.begin(kwargs, targets, weights, divisor, shards)
+            if shards is not None:
+                divisor = divisor / shards.ranks  # gradients are averaged
+                targets = shards.split(targets, IGNORE_INDEX)
+                weights = None if weights is None else shards.split(weights)
+                kwargs = shards.split_inputs(kwargs)
+            self._targets = targets, divisor, weights
+            self._label_count = count_labels(targets) if bypass is not None else None
             with self._document_mask(kwargs, targets):
-                outputs = self._outputs(targets, args, kwargs)
+                outputs = self._outputs(bypass, targets, args, kwargs)
                 if shards is not None:
                     outputs = self._join(shards, outputs, shape)
         finally:
             self._targets = self._label_count = None
-            if self.fused:
-                self._bypass.active = False
-        return outputs.to_tuple() if as_tuple else outputs
-
-    def _outputs(self, targets: Tensor, args: Any, kwargs: Any) -> Any:
-        if not self._calls_loss:
-            outputs = self._forward(*args, **kwargs)
-            loss = self._from_logits(outputs.logits)
-            outputs = type(outputs)(**{**outputs, "loss": loss})  # keeps the order of the fields
-        elif not self.fused:
-            outputs = self._forward(*args, labels=targets, **kwargs)
-        else:
-            self._bypass.active = True
-            outputs = self._forward(*args, labels=targets, **kwargs)
-            fields = {name: value for name, value in outputs.items() if name != "logits"}
-            outputs = type(outputs)(**fields)  # its `logits` were hidden states
+            self._auxiliary.end()
+            if bypass is not None:
+                bypass.active = False
+        if as_tuple:
+            return outputs.to_tuple()
+        if bypass is not None and not torch.compiler.is_compiling():
+            object.__setattr__(outputs, "logits", NoLogits())  # not an item: tuples lack it
         return outputs
+
+    def _outputs(self, bypass: HeadBypass | None, targets: Tensor, args: Any, kwargs: Any) -> Any:
+        kwargs = self._auxiliary.inputs(kwargs)
+        if bypass is not None:
+            bypass.active = True
+        if self._calls_loss:
+            kwargs = {**kwargs, "labels": targets}
+        outputs = self._forward(*args, **kwargs)
+        fields = dict(outputs)  # in the order of the output's class
+        if not self._calls_loss:
+            fields["loss"] = self._from_logits(fields["logits"])
+        if bypass is not None:
+            del fields["logits"]  # they were hidden states
+        self.aux_loss = self._auxiliary.scale(fields)
+        return type(outputs)(**fields)
 
     def _join(self, shards: RowShards, outputs: Any, shape: torch.Size) -> Any:
         """Return the loss of the whole row and, outside of training, its logits."""
@@ -184,20 +202,24 @@ class AttachedLoss:
         return nullcontext()
 
     def _loss(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self._from_hidden(logits) if self.fused else self._from_logits(logits)
+        bypass = self._bypass
+        if bypass is not None and bypass.active:
+            return self._auxiliary.hold(self._from_hidden(logits, bypass.head))
+        return self._auxiliary.hold(self._from_logits(logits))
 
-    def _from_hidden(self, hidden: Tensor) -> Tensor:
+    def _from_hidden(self, hidden: Tensor, head: Any) -> Tensor:
         assert self._targets is not None
-        targets, items, weights = self._targets
-        with _unsharded_head(self.head):
-            weight, bias = _full_tensor(self.head.weight), _full_tensor(self.head.bias)
+        targets, divisor, weights = self._targets
+        with _unsharded_head(head):
+            weight, bias = _full_tensor(head.weight), _full_tensor(head.bias)
+            hidden, bias = split_scale(hidden, bias)
             total, losses = linear_cross_entropy(
                 hidden.flatten(0, -2).to(weight.dtype),
                 weight,
                 targets.flatten(),
                 bias=bias,
                 token_weights=None if weights is None else weights.flatten(),
-                divisor=_divisor(items, targets, weights),
+                divisor=divisor,
                 num_labels=None if self._label_count is None else int(self._label_count.read()),
                 **self.options,
             )
@@ -209,7 +231,7 @@ class AttachedLoss:
 
     def _from_logits(self, logits: Tensor) -> Tensor:
         assert self._targets is not None
-        targets, items, weights = self._targets
+        targets, divisor, weights = self._targets
         logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         if self.measures_tokens:
             self.token_statistics = token_statistics(logits, targets.flatten())
@@ -223,24 +245,7 @@ class AttachedLoss:
         losses = (losses + self.options["z_loss"] * squares).view_as(targets)
         self.token_losses = losses.detach().roll(1, -1)
         total = (losses if weights is None else losses * weights).sum()
-        return total / _divisor(items, targets, weights)
-
-
-class _HeadBypass:
-    """Lets a head return its input while active.
-
-    It refers to the head only: if PEFT copies the head, the copy has a bypass that stays inactive.
-    """
-
-    def __init__(self, head: nn.Module):
-        self.head, self.active, self._original = head, False, head.forward
-        head.forward = self.forward
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if self.active else self._original(hidden)
-
-    def remove(self) -> None:
-        del self.head.forward
+        return total / divisor
 
 
 def attach_loss(
@@ -338,13 +343,6 @@ def _wants_tuple(model: Any, kwargs: dict) -> bool:
     return not return_dict
 
 
-def _has_plain_head(model: Any, head: Any) -> bool:
-    """Return whether logits are a plain linear function of the hidden states, without soft cap."""
-    config = model.config.get_text_config()
-    is_capped = any(getattr(config, name, None) is not None for name in SOFTCAP_NAMES)
-    return type(head) is nn.Linear and not is_capped
-
-
 def _calls_loss_function(model: Any) -> bool:
     """Return whether forward calls `self.loss_function` on all logits (Git's are truncated)."""
     code = unwrap(type(model).forward).__code__
@@ -366,9 +364,7 @@ def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
         return items + (items == 0)  # 0 / 1 if there are no labels; fractions below 1 are valid
     if items is not None:
         return items or 1
-    if weights is not None:
-        return weights.sum().clamp(min=1e-8)
-    return (targets != IGNORE_INDEX).sum().clamp(min=1)
+    return sum_weights(targets, weights).clamp(min=1 if weights is None else 1e-8)
 
 
 @contextmanager

@@ -31,6 +31,11 @@ def count_labels(targets: Tensor) -> HostCopy | None:
     return HostCopy((targets != IGNORE_INDEX).sum())
 
 
+def sum_weights(targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of the weights of shifted labels; without weights, the number of labels."""
+    return (targets != IGNORE_INDEX).sum() if weights is None else weights.sum()
+
+
 def loss_weight(batch: dict[str, Any]) -> float:
     """Return the sum of the loss weights of a batch; its number of labels, if it has none.
 

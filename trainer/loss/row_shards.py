@@ -57,6 +57,10 @@ class RowShards:
         row = torch.cat(parts, 1)[0, : shape.numel()]
         return row.view(*shape, *part.shape[2:])
 
+    def join_rows(self, part: Tensor, count: int) -> Tensor:
+        """Return the first `count` rows of a tensor [T / ranks, N] of all ranks, with gradients."""
+        return _JoinedRows.apply(part, self.group, self.ranks, self.rank)[:count]
+
     def mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks; its gradient is that of this rank's own loss.
 
@@ -109,3 +113,21 @@ class _GroupMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0], None, None
+
+
+class _JoinedRows(torch.autograd.Function):
+    """Rows of all ranks, of which each computes the same: a rank's gradient is that of its own.
+
+    Times the ranks, since trainers average gradients over them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, ranks: int, rank: int) -> Tensor:
+        ctx.ranks, ctx.rows = ranks, slice(rank * len(part), (rank + 1) * len(part))
+        parts = [torch.empty_like(part) for _ in range(ranks)]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0][ctx.rows] * ctx.ranks, None, None, None

@@ -141,6 +141,9 @@ class PackedTrainerMixin(_Base):
         self._eval_loaders: dict[int, tuple[Any, TrainerEvaluationLoader]] = {}
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
+        self._aux_loss, self._aux_steps = torch.zeros(()), 0
+        """The sum of this rank's auxiliary losses since the last log, and the steps it is of."""
+        self._logged_aux_loss: dict[str, float] = {}
 
     def _init_trainer(
         self, model: Any, args: Any, data: Any, budget: int | None, kwargs: dict[str, Any]
@@ -300,12 +303,25 @@ class PackedTrainerMixin(_Base):
             info, state = self._loader.issued.popleft()
             self.meter.add(info, inputs["labels"], self.attached_loss.token_losses)
             self.finite_check.add(loss)
+            if self.attached_loss.aux_loss is not None:
+                self._aux_loss = self._aux_loss.to(loss.device) + self.attached_loss.aux_loss
+                self._aux_steps += state is not None
             if state is not None:
                 self._trained_state = state
                 self.finite_check.end_step(f"step {self.state.global_step + 1}")
         return loss
 
+    def _mean_aux_loss(self) -> dict[str, float]:
+        """Return the mean auxiliary loss of the steps since the last log, over all ranks."""
+        if not self._aux_steps:
+            return {}
+        total, steps = float(sum_over_ranks(float(self._aux_loss))), self._aux_steps
+        self._aux_loss, self._aux_steps = torch.zeros(()), 0
+        return {"aux_loss": total / self.get_tp_size() / steps}
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Here, where every rank is: `log` may be called by one of them.
+        self._logged_aux_loss = self._mean_aux_loss() if self.control.should_log else {}
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._epochs.ends_within_pass():  # the stock loop sees the ends of passes only
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
@@ -366,7 +382,8 @@ class PackedTrainerMixin(_Base):
                 logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
             if "loss" in logs:
                 rates = self.meter.read()
-                logs = {**logs, **{PackTag(f"pack/{name}"): v for name, v in rates.items()}}
+                logs = {**logs, **self._logged_aux_loss}
+                logs |= {PackTag(f"pack/{name}"): v for name, v in rates.items()}
                 count_trl_tokens(self, rates["tokens_seen"])
                 self.meter.reset()
         super().log(logs, *args, **kwargs)

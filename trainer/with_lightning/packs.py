@@ -103,6 +103,8 @@ class PackedCallback(pl.Callback):
         """Random states at the start of the step, inside of it: what is saved is complete steps."""
         self._micro_losses: list[Tensor] = []
         """Losses of the micro-batches since the last step; Lightning has divided them already."""
+        self._aux_losses: list[Tensor] = []
+        """Auxiliary losses of the same micro-batches, where the model has one."""
         self._validation = ExitStack()
         self._shows_total = False
         """Whether the progress bar shows the total of the current epoch."""
@@ -253,17 +255,20 @@ class PackedCallback(pl.Callback):
             self._micro_losses.append(outputs["loss"].detach())
         if self._manual_steps is not None:
             self._manual_steps.check(self.data.loader.accumulation_steps, state is not None)
+        aux_losses = [loss.aux_loss for loss, _ in self._prepared.values()]
+        self._aux_losses += [aux_loss for aux_loss in aux_losses if aux_loss is not None]
         if state is None:
             return
         self._step_rng = None
         self._end_with_stream(trainer, state)
         losses, self._micro_losses = self._micro_losses, []
+        aux_losses, self._aux_losses = self._aux_losses, []
         for loss in losses:
             self.finite_check.add(loss)
         self.finite_check.end_step(f"step {trainer.global_step}")
         every = trainer.log_every_n_steps  # 0 means never
         if every and trainer.global_step % every == 0:
-            self._log_step(pl_module, losses)
+            self._log_step(pl_module, losses, aux_losses)
 
     def _measure(self, info: PackInfo, is_trained: bool) -> None:
         """Count a pack; say once how a loss of one's own is exact.
@@ -290,7 +295,9 @@ class PackedCallback(pl.Callback):
             self._max_steps = trainer.max_steps
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
-    def _log_step(self, pl_module: pl.LightningModule, losses: list[Tensor]) -> None:
+    def _log_step(
+        self, pl_module: pl.LightningModule, losses: list[Tensor], aux_losses: list[Tensor]
+    ) -> None:
         rates = tracker_tags(self.meter.read())
         pl_module.log_dict(rates, batch_size=1)
         bar = {"prog_bar": True, "batch_size": 1}
@@ -299,6 +306,9 @@ class PackedCallback(pl.Callback):
             loss = torch.stack(losses)
             loss = loss.mean() if self._manual_steps else loss.sum()
             pl_module.log("train/loss", loss, sync_dist=True, **bar)
+        if aux_losses:
+            mean = torch.stack(aux_losses).mean()
+            pl_module.log("train/aux_loss", mean, sync_dist=True, batch_size=1)
         self.meter.reset()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

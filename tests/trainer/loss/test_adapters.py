@@ -24,7 +24,7 @@ def test_adapters_get_the_gradient_of_the_samples_one_by_one(front_end, tmp_path
     ours = FIRST_STEP[front_end](model, tiny_run.dataset(), tmp_path)
     assert ours.keys() == gold.keys() and all("lora_" in name for name in gold)
     assert tiny_run.distance(ours, gold) < 2e-6
-    assert model(**tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 1)[0])).logits is None
+    assert "logits" not in model(**tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 1)[0]))
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])

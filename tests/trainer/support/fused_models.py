@@ -181,6 +181,44 @@ def check_layers_that_are_not_fused() -> None:
     fused.undo()
 
 
+def check_changes_of_an_activation_are_seen() -> None:
+    """Whatever happens to `act_fn` after the layers were fused, the model computes with it."""
+    changes = {
+        "hook": lambda mlp: mlp.act_fn.register_forward_hook(lambda *given: given[-1] * 0.5),
+        "module": lambda mlp: setattr(mlp, "act_fn", torch.nn.ReLU()),
+        "forward": lambda mlp: setattr(mlp.act_fn, "forward", torch.tanh),
+        "backward hook": lambda mlp: mlp.act_fn.register_full_backward_hook(
+            lambda module, grads, _: (grads[0] * 0.5,)
+        ),
+    }
+    fused_model = build("llama")
+    assert "LlamaMLP" in fusing.fuse_layers(fused_model).names
+    unchanged = gradients(fused_model)
+    for name, change in changes.items():
+        model, other = copy.deepcopy(fused_model), build("llama")
+        for each in (model, other):
+            change(each.model.layers[0].mlp)
+        gold, ours = gradients(other), gradients(model)
+        assert any(not torch.allclose(unchanged[n], g, rtol=0.01) for n, g in gold.items()), name
+        for n, g in gold.items():
+            assert (ours[n] - g).norm() <= 1e-5 * g.norm().clamp(min=1e-6), (name, n)
+
+
+def check_rows_wider_than_a_gain() -> None:
+    """They raise what the stock norm raises: the kernel would read past the gain."""
+    model = build("olmoe")  # its query norm has a gain of the hidden size, not of all heads
+    for fuse in (lambda model: None, fusing.fuse_layers):
+        fuse(model)
+        try:
+            model(**BATCH)
+        except RuntimeError as error:
+            assert "must match" in str(error), error
+        else:
+            raise AssertionError("a gain of 32 was read for rows of 64")
+    layer = model.model.layers[0]
+    assert fusion_patterns.DecoderLayerPart.forward(layer, None, torch.randn(1, 3, 64)) is None
+
+
 def check_rotary_calls_the_kernel() -> None:
     model, calls = build("llama"), []
     stock = rotary_patch.is_supported
@@ -222,6 +260,8 @@ if __name__ == "__main__":
     for dtype in (torch.float32, torch.bfloat16):
         check_adapters(dtype)
     check_layers_that_are_not_fused()
+    check_changes_of_an_activation_are_seen()
+    check_rows_wider_than_a_gain()
     check_rotary_calls_the_kernel()
     check_a_wider_delta_stays_wide()
     check_nan_matches_nothing()

@@ -54,6 +54,37 @@ def model(attention: str = "nopad", **settings):
     return LlamaForCausalLM(config)
 
 
+def mixture(experts_implementation: str | None = None, **settings):
+    """A mixture of experts with a large auxiliary loss; only eager experts compute in fp64."""
+    import nopad.attention  # noqa: F401
+    from transformers import AutoModelForCausalLM, OlmoeConfig
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    ids = {"pad_token_id": 0, "eos_token_id": None, "max_position_embeddings": 64}
+    config = OlmoeConfig(**sizes, **experts, **ids, **{"output_router_logits": True, **settings})
+    how = {"experts_implementation": experts_implementation}
+    return AutoModelForCausalLM.from_config(config, attn_implementation="nopad", **how)
+
+
+def gold_mixture(model, packs: list) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, auxiliary loss and gradient of a step: what the stock model returns, by labels."""
+    model.zero_grad()
+    batches = [PackedCollator()(pack) for pack in packs]
+    counts = [int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches]
+    total = aux = 0.0
+    for batch, count in zip(batches, counts, strict=True):
+        out = model(**batch)
+        share = count / sum(counts)
+        (share * out.loss).backward()
+        total, aux = total + share * out.loss.item(), aux + share * out.aux_loss.item()
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return total, aux, gradient
+
+
 def packs(data: PackedDataset, count: int) -> list:
     """The first packs of the run, whoever makes them."""
     whole = dataset(len(samples()), rank=0, world_size=1) if data is None else data

@@ -38,6 +38,7 @@ class Run:
     def __init__(self, case: str, folder: Path):
         self.folder, (kind, *options) = folder, case.split(",")
         self.dtype = DTYPE[options[0] if options else "fp64"]
+        self.experts = "experts" in options
         self.resumes, kind = kind.startswith(RESUMED), kind.removeprefix(RESUMED)
         self.kind, size = kind.rstrip("0123456789"), int(kind[len(kind.rstrip("0123456789")) :])
         self.model = self._model(folder)
@@ -49,12 +50,12 @@ class Run:
         self.loader = PackedLoader(
             tiny_run.dataset(80), accumulation_steps=self.accumulation, layout=self.layout
         )
-        self.seen: dict[str, list] = {"packs": [], "losses": []}
+        self.seen: dict[str, list] = {"packs": [], "losses": [], "aux_losses": []}
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def _model(self, folder: Path) -> Any:
         if self.kind != "tp":
-            model = tiny_run.model().to(self.dtype)
+            model = (tiny_run.mixture("eager") if self.experts else tiny_run.model()).to(self.dtype)
             if self.resumes:
                 model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
             return model
@@ -82,28 +83,34 @@ class Run:
             losses = [self._micro_step(next(batches)) for _ in range(self.accumulation)]
             packs = [info.index for info, _ in self.loader.issued]
             self.loader.issued.clear()
-            self._note(packs, sum(losses))
+            self._note(packs, *map(sum, zip(*losses, strict=True)))
             optimizer.step()
         return self
 
-    def _micro_step(self, batch: dict) -> float:
-        loss = self.trained(**batch).loss / self.accumulation
-        loss.backward()
-        return loss.item()
+    def _micro_step(self, batch: dict) -> tuple[float, float]:
+        out = self.trained(**batch)
+        (out.loss / self.accumulation).backward()
+        aux_loss = out.aux_loss.item() if self.experts else 0.0
+        return out.loss.item() / self.accumulation, aux_loss / self.accumulation
 
-    def _note(self, packs: list[int], loss: float) -> None:
-        """Remember the packs of a step, over all replicas, its loss and its gradient."""
-        gathered = gather_objects((self.layout.data_rank, packs, loss))
-        by_replica = {replica: own for replica, own, _ in gathered}
-        assert all(by_replica[replica] == own for replica, own, _ in gathered)
+    def _note(self, packs: list[int], loss: float, aux_loss: float) -> None:
+        """Remember the packs of a step, over all replicas, its losses and its gradient."""
+        gathered = gather_objects((self.layout.data_rank, packs, loss, aux_loss))
+        by_replica = {replica: own for replica, own, *_ in gathered}
+        assert all(by_replica[replica] == own for replica, own, *_ in gathered)
         self.seen["packs"].append(sorted(i for own in by_replica.values() for i in own))
-        self.seen["losses"].append(sum(loss for *_, loss in gathered) / len(gathered))
+        self.seen["losses"].append(sum(loss for *_, loss, _ in gathered) / len(gathered))
+        self.seen["aux_losses"].append(sum(aux for *_, aux in gathered) / len(gathered))
         named = self.model.named_parameters()
         self.gradients.append({name: whole(p.grad).clone() for name, p in named})
 
+    @property
+    def gold_file(self) -> Path:
+        return self.folder / ("gradients_of_experts.pt" if self.experts else "gradients.pt")
+
     def distance(self) -> float:
         """The largest difference of a parameter's gradient in any step, relative to its norm."""
-        gold = torch.load(self.folder / "gradients.pt", weights_only=True)
+        gold = torch.load(self.gold_file, weights_only=True)
         gold = gold[-len(self.gradients) :]
         return max(
             float((ours[name] - wanted[name]).norm() / wanted[name].norm())
@@ -146,9 +153,10 @@ def tell(case: str, folder: Path) -> dict:
     if case.endswith(",killed"):
         save_and_die(run)
     run.train(STEPS - SAVED_AT if run.resumes else STEPS)
-    if case == "one1":
-        torch.save(run.gradients, folder / "gradients.pt")
-    return {**run.seen, "distance": run.distance(), "completions": run.completions()}
+    if run.kind == "one" and not run.resumes:
+        torch.save(run.gradients, run.gold_file)
+    completions = {} if run.experts else run.completions()
+    return {**run.seen, "distance": run.distance(), "completions": completions}
 
 
 def main(folder: str, *cases: str) -> None:

@@ -1,0 +1,65 @@
+"""Router logits of compiled layers, which their graph returns.
+
+Hooks of Transformers append what a router returns to a list that a ContextVar holds, and
+torch.compile cannot read one. Inside the graph of a layer they find a list of their own; outside,
+what is in it goes to the list of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
+
+KEY, ASKED_BY = "router_logits", "output_router_logits"
+
+
+def has_router_logits(model: nn.Module) -> bool:
+    """Return whether a model can return router logits, for its auxiliary loss."""
+    return any(hasattr(part.config.get_text_config(), ASKED_BY) for part in _pretrained(model))
+
+
+def compile_with_router_logits(model: nn.Module, layers: nn.ModuleList, **options: Any) -> None:
+    """Compile the layers of a model such that their router logits can be collected.
+
+    options: those of torch.compile.
+    """
+    for part in _pretrained(model):
+        maybe_install_capturing_hooks(part)  # a graph does not see hooks that come later
+    for layer in layers:
+        layer._compiled_call_impl = _Collecting(layer, torch.compile(_call_layer, **options))
+
+
+def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+class _Collecting:
+    """Calls a compiled layer, and collects its router logits if the forward wants them."""
+
+    def __init__(self, layer: nn.Module, compiled: Callable):
+        self._layer, self._compiled = layer, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wanted = _active_collector.get() or {}
+        if wanted.keys() - {KEY}:
+            names = ", ".join(f"output_{name}" for name in wanted.keys() - {KEY})
+            raise ValueError(f"compiled layers cannot return {names}: do not ask for it")
+        out, router_logits = self._compiled(self._layer, *args, **kwargs)
+        if KEY in wanted:
+            wanted[KEY].extend(router_logits)
+        return out
+
+
+def _call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, list]:
+    collected: dict[str, list] = {KEY: []}
+    before = _active_collector.set(collected)
+    try:
+        out = layer._call_impl(*args, **kwargs)
+    finally:
+        _active_collector.reset(before)
+    return out, collected[KEY]
