@@ -47,17 +47,19 @@ class EpochCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, loader = self._trainer, self._trainer._loader
-        if not control.should_epoch_stop or control.should_training_stop or self._is_last_step:
+        if not control.should_epoch_stop or control.should_training_stop:
+            return
+        if not trainer.accelerator.sync_gradients:
+            raise ValueError(
+                "control.should_epoch_stop was set inside an optimizer step, whose packs would be "
+                "lost: set it in on_step_end"
+            )
+        if self._is_last_step:
             return
         if self._epochs_done() is None:
             raise ValueError(
                 "control.should_epoch_stop: the epochs of a stream have no known end; set "
                 "should_training_stop, or pretokenize=True in the PackedDataset"
-            )
-        if not trainer.accelerator.sync_gradients:
-            raise ValueError(
-                "control.should_epoch_stop was set inside an optimizer step, whose packs would be "
-                "lost: set it in on_step_end"
             )
         loader.skip_epoch()
         self._ended, trainer._trained_state = math.floor(self._epochs_done() or 0), loader.state()
