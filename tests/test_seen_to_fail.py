@@ -582,7 +582,8 @@ FAULTS = {
         "nopad.trainer.with_hf.trainer", "_check_losses = lambda trainer: None",
     ),
     "evaluations do not tell the count": (
-        "trainer/with_hf/test_trainer.py::test_the_evaluation_loss_is_the_token_mean",
+        "trainer/with_hf/test_own_loss.py::"
+        "test_a_loss_function_gets_the_count_in_evaluations_too",
         "nopad.trainer.with_hf.trainer",
         "count = PackedTrainerMixin._get_num_items_in_batch\n"
         "PackedTrainerMixin._get_num_items_in_batch = lambda self, batches, device: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_run
 import torch
-from hf_child import trainer
+from hf_child import sum_over_items, trainer
 from nopad.trainer.with_hf import PackedTrainer, PackedTrainerMixin
 from transformers import Trainer
 
@@ -32,6 +32,13 @@ def test_a_loss_of_one_s_own_says_whether_it_is_scaled(tmp_path):
     finally:
         FromLogits.loss_is_scaled_for_ga = None
     assert scaled.losses == [pytest.approx(sum(watch.losses) / 3, rel=1e-6)]
+
+
+def test_a_loss_function_gets_the_count_in_evaluations_too(tmp_path):
+    functions = ({}, {"compute_loss_func": sum_over_items})
+    runs = [trainer(tmp_path, tiny_run.dataset(), 1, more, max_steps=1)[0] for more in functions]
+    stock, own = (run.evaluate(tiny_run.dataset(23))["eval_loss"] for run in runs)
+    assert own == pytest.approx(stock, rel=1e-6)
 
 
 class Doubled(Trainer):
