@@ -10,7 +10,13 @@ from .hf.forward_context import forward_context
 from .hf.interface import register
 from .hf.layer_check import check_every_layer
 from .hf.mask_patch import document_mask
-from .hf.model_support import check_supported, layer_shapes, step_context, unsupported_reason
+from .hf.model_support import (
+    check_supported,
+    layer_shapes,
+    not_causal_lm_reason,
+    step_context,
+    unsupported_reason,
+)
 from .paging.allocator import PageAllocator
 from .paging.cache import PagedCache
 from .reference import causal_mask
@@ -29,6 +35,7 @@ __all__ = [
     "document_mask",
     "forward_context",
     "layer_shapes",
+    "not_causal_lm_reason",
     "register",
     "step_context",
     "unsupported_reason",

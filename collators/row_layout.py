@@ -51,12 +51,24 @@ def _documents(row: Any) -> list[Sample]:
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
     check_masks(row)
+    _check_labels(row)
     sample = make_sample(row["input_ids"], row.get("labels"))
     starts = row_inner_starts(row, len(sample))
     if not len(starts):
         return [sample]
     pairs = zip(np.split(sample.tokens, starts), np.split(sample.labels, starts), strict=True)
     return [Sample(tokens, labels) for tokens, labels in pairs]
+
+
+def _check_labels(row: Mapping[str, Any]) -> None:
+    """Refuse labels of classifiers, which are dropped otherwise: a pack has labels of tokens."""
+    for name in ("label", "label_ids"):
+        if row.get(name) is not None:
+            raise ValueError(
+                f"a row has `{name}`, the label of a document, but packs have `labels`, one for "
+                "each token: remove the column; to train a classifier, collate with Transformers' "
+                "DataCollatorWithPadding"
+            )
 
 
 def lay_out_rows(

@@ -44,6 +44,7 @@ from .planning.planner import Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .resumable_passes import ResumablePasses
+from .sources.source import RowSource
 from .state.progress import Progress
 
 
@@ -160,7 +161,7 @@ class PackedDataset(ResumablePasses, IterableDataset):
         pairs = parse_mixture(source) or [(source, 1)]
         weights = [weight for _, weight in pairs]
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)
-        opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
+        self._opened = opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, weights, options, self.skipped)
         self.settings = state_settings(self.reader, options, weights)
         self._identify()
@@ -263,6 +264,19 @@ class PackedDataset(ResumablePasses, IterableDataset):
         """Tokens of every document; None for a stream, whose lengths are not known in advance."""
         return self.reader.store.lengths if isinstance(self.reader, PlannedPacks) else None
 
+    def first_rows(self) -> list[Any]:
+        """Return the first row of each source as the encoder reads it; None for ready tokens.
+
+        A copy of the dataset does not have its sources, and no rows.
+        """
+        firsts = [
+            next(source.read(0, 1), None) if isinstance(source, RowSource) else None
+            for source in self._opened
+        ]
+        rows = [None if row is None else row.value for row in firsts]
+        convert = self.encoder.format
+        return [row if row is None or convert is None else convert(row) for row in rows]
+
     def report(self, epoch: int | None = None) -> dict:
         """Report counts of packs, of samples packed, split, truncated, dropped and skipped, shares.
 
@@ -282,10 +296,11 @@ class PackedDataset(ResumablePasses, IterableDataset):
         # A spawned worker is not a member of its parent's process group, so it is sent the rank.
         # Any other copy may end up in a process of another rank.
         if get_spawning_popen() is None:
-            return {**self.__dict__, "_layout": None, "_is_placed": False}
+            return {**self.__dict__, "_opened": [], "_layout": None, "_is_placed": False}
         self._detect_layout()
         sender = os.getpid(), *self.ranks()
-        return {**self.__dict__, "_sender": sender, "encoder": None}  # a stream's reader has it
+        # A stream's reader has the encoder and the sources.
+        return {**self.__dict__, "_opened": [], "_sender": sender, "encoder": None}
 
     def _worker_number(self) -> tuple[int, int] | None:
         info = get_worker_info()

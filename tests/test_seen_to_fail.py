@@ -820,6 +820,65 @@ FAULTS = {
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
         "_fits = lambda x, norm: True",
     ),
+    "a count that is dropped is lost": (
+        "trainer/with_hf/test_trainer.py::"
+        "test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one",
+        "nopad.trainer.with_hf.trainer",
+        "PackedTrainerMixin._overrides_loss = lambda self: False",
+    ),
+    "a loss below the mixin is passed over": (
+        "trainer/with_hf/test_own_loss.py::"
+        "test_a_loss_below_the_mixin_is_refused_and_called_above_it",
+        "nopad.trainer.with_hf.trainer", "_check_losses = lambda trainer: None",
+    ),
+    "evaluations do not tell the count": (
+        "trainer/with_hf/test_own_loss.py::"
+        "test_a_loss_function_gets_the_count_in_evaluations_too",
+        "nopad.trainer.with_hf.trainer",
+        "count = PackedTrainerMixin._get_num_items_in_batch\n"
+        "PackedTrainerMixin._get_num_items_in_batch = lambda self, batches, device: "
+        "None if 'num_items_in_batch' in batches[0] else count(self, batches, device)",
+    ),
+    "an epoch that was stopped goes on": (
+        "trainer/with_hf/test_epochs.py::"
+        "test_an_epoch_that_a_callback_stops_is_left_and_the_next_one_follows",
+        "nopad.trainer.with_hf.epochs", "del EpochCallback.on_epoch_end",
+    ),
+    "the means of packs are averaged": (
+        "trainer/with_hf/test_eval_sets.py::"
+        "test_trl_s_metrics_of_an_evaluation_are_means_over_tokens",
+        "nopad.trainer.with_hf.trl_metrics",
+        "def _set_means(metrics, right, entropy, labels):\n"
+        "    metrics['mean_token_accuracy'].append(right / max(1, labels))\n"
+        "    metrics['entropy'].append(entropy / max(1, labels))",
+    ),
+    "the last step alone is measured": (
+        "trainer/with_hf/test_eval_sets.py::"
+        "test_trl_s_metrics_of_a_step_are_means_over_its_tokens_and_logged_after_every_epoch",
+        "nopad.trainer.with_hf.epochs", "EpochCallback.is_last_step = lambda self: False",
+    ),
+    "an empty pack has a token": (
+        "trainer/with_hf/test_options.py::test_tokens_seen_are_those_of_the_packs",
+        "nopad.trainer.with_hf.trainer", "del PackedTrainerMixin._track_num_input_tokens",
+    ),
+    "any model is a causal LM": (
+        "trainer/loss/test_attached_loss.py::test_models_that_are_no_causal_lm_are_refused",
+        "nopad.trainer.loss.attached_loss", "not_causal_lm_reason = lambda model: None",
+    ),
+    "labels of documents are dropped": (
+        "collators/test_packed.py::test_what_packing_refuses_is_refused_of_plain_rows_too",
+        "nopad.collators.row_layout", "_check_labels = lambda row: None",
+    ),
+    "any collator is taken": (
+        "trainer/with_hf/test_trainer.py::"
+        "test_a_collator_that_is_not_for_packs_is_refused_at_once",
+        "nopad.trainer.with_hf.trainer", "check_collator = lambda collator: None",
+    ),
+    "layers are counted before a model is refused": (
+        "attention/hf/test_model_support.py::"
+        "test_a_model_has_the_same_reason_after_another_forward_was_bound_to_it",
+        "nopad.attention.hf.model_support", "check_supported = lambda model: None",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
 from ..varlen import Varlen
 from .forward_context import forward_context
@@ -50,8 +51,23 @@ def unsupported_reason(model: Any) -> str | None:
     return _declared_reason(model) or _observed_reason(model)
 
 
+def not_causal_lm_reason(model: Any) -> str | None:
+    """Return why a model of Transformers is not a causal LM; None if it is one, or may be."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if model.get_output_embeddings() is None:
+        return f"{name} has no LM head, which predicts the next token at every position"
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder"
+    is_decoder = any(getattr(config, flag, False) for flag in ("is_decoder", "causal"))
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+        return f"{name} is an encoder, whose tokens see those after them (is_decoder=False)"
+    return None
+
+
 def _declared_reason(model: Any) -> str | None:
     config = model.config
+    if (reason := not_causal_lm_reason(model)) is not None:
+        return reason
     model_type = getattr(config, "model_type", type(model).__name__)
     if (reason := config_reason(config)) is not None:
         return reason
@@ -86,6 +102,7 @@ def layer_shapes(model: Any) -> list[tuple[int, int, int]]:
     calls = _probe(model).calls
     shapes = {layer: shape for layer, _, shape in calls}
     if sorted(shapes) != list(range(len(shapes))) or len(shapes) != len(calls):
+        check_supported(model)
         layers = sorted(layer for layer, _, _ in calls)
         raise ValueError(f"{type(model).__name__}: attention was called for layers {layers}")
     return [shapes[layer] for layer in range(len(shapes))]

@@ -145,6 +145,8 @@ def test_a_padded_batch_is_made_of_samples():
         ({"input_ids": [5, -6]}, "input_ids contains -6"),
         ({"input_ids": [5, 6], "labels": [5, -6]}, "labels contains -6"),
         ({"input_ids": [5.0, 6.0]}, "input_ids must be integers"),
+        ({"input_ids": [5, 6], "label": 0}, "`label`, the label of a document"),
+        ({"input_ids": [5, 6], "label_ids": [1, 0]}, "`label_ids`, the label of a document"),
         ([5, 6], "a row must be a dict"),
     ],
 )

@@ -21,12 +21,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ...collators import PackedCollator
-from ...packing import Pack, PackedDataset
+from ...packing import Pack, PackedDataset, Sample
 from ...packing.encoding import NO_PACKS
 from ...runtime import (
     HostCopy,
@@ -98,6 +99,7 @@ class PackedLoader:
             )
         if not isinstance(drop_last, bool):
             raise ValueError(f"drop_last={drop_last!r}: pass True or False")
+        check_collator(collator)
         self.dataset = dataset
         self.collator = collator or PackedCollator()
         self.accumulation_steps = accumulation_steps
@@ -227,6 +229,18 @@ class PackedLoader:
         """Continue from a saved `state` at the next iteration."""
         self._state = None
         self.dataset.load_state_dict(state)
+
+    def skip_epoch(self) -> None:
+        """Continue with the epoch after the current one at the next iteration."""
+        done = self.epochs_done()
+        assert done is not None, "the epochs of a stream have no known end"
+        state, epoch = self.state(), math.floor(done) + 1
+        position = state["position"]
+        skipped = range(position["epoch"], epoch)
+        start = position["epoch_start"] + sum(map(self.dataset.count, skipped))
+        moved = {**position, "epoch": epoch, "epoch_start": start, "index": start}
+        ends_pass = epoch == position["end_epoch"] or start >= (self.dataset.max_packs or math.inf)
+        self.load_state({**state, "position": moved, "finished": ends_pass})
 
     def epochs_done(self) -> float | None:
         """Return how many epochs were read so far; None for a stream, whose end is unknown."""
@@ -405,6 +419,25 @@ class EvaluationLoader(PackedLoader):
     def _items(self, step: StepBatches) -> float:
         assert self._items_per_pack is not None
         return self._items_per_pack
+
+
+def check_collator(collator: Callable[[Pack], Batch] | None) -> None:
+    """Refuse what does not turn a pack into a batch with labels: mostly collators of samples."""
+    if collator is None:
+        return
+    name = getattr(collator, "__name__", type(collator).__name__)
+    try:
+        batch = collator(Pack.of([Sample(np.zeros(1, np.int64))], budget=1))
+    except Exception as error:  # a collator of samples may fail in any way
+        raise ValueError(
+            f"{name} cannot collate a pack ({type(error).__name__}: {error}): pass a "
+            "PackedCollator, or omit it"
+        ) from error
+    if "labels" not in batch:
+        raise ValueError(
+            f"{name} returns a batch without labels, from which the loss is counted: keep those "
+            "of PackedCollator"
+        )
 
 
 def _collate(collator: Callable[[Pack], Batch], pack: Pack) -> tuple[Batch, PackInfo]:

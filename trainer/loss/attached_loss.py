@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import document_mask
+from ...attention import document_mask, not_causal_lm_reason
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from .auxiliary_loss import AuxiliaryLoss
@@ -273,6 +273,8 @@ def attach_loss(
         model.nopad_loss.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
         raise ValueError(f"{type(model).__name__} has no LM head to compute a loss from")
+    if (reason := not_causal_lm_reason(model)) is not None:
+        raise ValueError(f"{reason}: packs train causal LMs; train this model on padded batches")
     loss = AttachedLoss(model, label_smoothing, z_loss)
     # As a plain attribute: neither a submodule nor part of the state dict.
     object.__setattr__(model, "nopad_loss", loss)

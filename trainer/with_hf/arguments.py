@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from transformers import TrainingArguments, training_args
@@ -76,16 +76,18 @@ TRAINING: dict[str, tuple[Accepts, str]] = {
 
 SFT: dict[str, tuple[Accepts, str]] = {
     "max_length": (
-        lambda value, data: _keeps_length(value, data.settings),
+        lambda value, data: _keeps_length(value, data),
         "use PackedDataset(max_length=, overflow=) for long samples",
     ),
     "truncation_mode": (_never, "use PackedDataset(overflow=) for long samples"),
     "completion_only_loss": (
-        _never, "PackedDataset counts the completion of prompt/completion rows; for other choices "
+        lambda value, data: value is True and _all_rows(data, _is_completion),
+        "PackedDataset counts the completion of prompt/completion rows; for other choices "
         "give rows with labels",
     ),
     "assistant_only_loss": (
-        _never, "PackedDataset counts the assistant's turns of messages, and nothing else",
+        lambda value, data: _all_rows(data, _is_chat),
+        "PackedDataset counts the assistant's turns of messages, and these rows are not chats",
     ),
     "dataset_text_field": (
         lambda value, data: value == data.settings["text_column"],
@@ -210,8 +212,26 @@ def _refusal(name: str, value: Any, way_out: str) -> ValueError:
     return ValueError(f"{name}={value} does not apply to packs: {way_out}; omit it")
 
 
-def _keeps_length(max_length: int | None, settings: dict) -> bool:
+def _keeps_length(max_length: int | None, data: PackedDataset) -> bool:
+    """Return whether packs cut samples where TRL would, or no sample is that long."""
+    overflow = data.settings["overflow"]
     if max_length is None:
-        return settings["overflow"] in ("split", "error")
-    longest = settings["max_length"] or settings["budget"]
-    return max_length == longest and settings["overflow"] == "truncate"
+        return overflow in ("split", "error")
+    if max_length != (data.settings["max_length"] or data.settings["budget"]):
+        return False
+    fits = data.lengths is not None and int(data.lengths.max(initial=0)) <= max_length
+    return fits or overflow in ("truncate", "error")
+
+
+def _all_rows(data: PackedDataset, has_form: Callable[[Mapping], bool]) -> bool:
+    """Return whether the first row of every source has a form, as TRL looks at the first alone."""
+    rows = data.first_rows()
+    return bool(rows) and all(isinstance(row, Mapping) and has_form(row) for row in rows)
+
+
+def _is_chat(row: Mapping) -> bool:
+    return "messages" in row or isinstance(row.get("completion"), list)
+
+
+def _is_completion(row: Mapping) -> bool:
+    return "prompt" in row and "completion" in row

@@ -5,6 +5,7 @@
     here        on_epoch_end, evaluate, save, log, on_epoch_begin after the steps between
 
 A step may train the last packs of an epoch and the first of the next: the epoch ends after it.
+A callback that ends an epoch (`control.should_epoch_stop`) skips the packs that are left of it.
 A stream's epochs are not known: `state.epoch` is the fraction of `max_steps` there. The training
 ends with the pass of a stream, also before `max_steps`, which the Trainer needs for such data.
 """
@@ -17,6 +18,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unread_stream
+from .step_count import steps_left
 
 
 class EpochCallback(TrainerCallback):
@@ -29,6 +31,8 @@ class EpochCallback(TrainerCallback):
         """
         self._trainer, self._ends_with_stream = trainer, ends_with_stream
         self._ended = 0
+        self._is_last_step = False
+        """Whether the last step that was trained ended an epoch."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._ended = math.floor(self._epochs_done() or 0)
@@ -37,9 +41,31 @@ class EpochCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_with_stream(state)
-        done = self._epochs_done()
+        done, self._is_last_step = self._epochs_done(), self.is_last_step()
         # The stock loop would count from the start of a resumed run.
         state.epoch = state.global_step / state.max_steps if done is None else done
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer, loader = self._trainer, self._trainer._loader
+        if not control.should_epoch_stop or control.should_training_stop:
+            return
+        if not trainer.accelerator.sync_gradients:
+            raise ValueError(
+                "control.should_epoch_stop was set inside an optimizer step, whose packs would be "
+                "lost: set it in on_step_end"
+            )
+        if self._is_last_step:
+            return
+        if self._epochs_done() is None:
+            raise ValueError(
+                "control.should_epoch_stop: the epochs of a stream have no known end; set "
+                "should_training_stop, or pretokenize=True in the PackedDataset"
+            )
+        loader.skip_epoch()
+        self._ended, trainer._trained_state = math.floor(self._epochs_done() or 0), loader.state()
+        if trainer._counts_epochs():
+            state.max_steps = state.global_step + steps_left(args, loader.dataset)
+            control.should_training_stop = state.global_step == state.max_steps
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         loader = self._trainer._loader
@@ -65,6 +91,16 @@ class EpochCallback(TrainerCallback):
         if self._ended == before or is_stopping or state.global_step >= state.max_steps:
             return False
         return not self._trainer._loader.state()["finished"]
+
+    def is_last_step(self) -> bool:
+        """Return whether the current step, whose packs were read, is the last of an epoch."""
+        loader = self._trainer._loader
+        if loader is None:
+            return False
+        done = self._epochs_done()
+        if done is None:
+            return is_stream_end(loader.dataset, loader.state())
+        return math.floor(done) != self._ended
 
     def _epochs_done(self) -> float | None:
         """Return the epochs of the data that were trained; None for a stream, of unknown length."""

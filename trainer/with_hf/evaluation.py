@@ -22,7 +22,7 @@ from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
 from .console import prints_logs
-from .trl_metrics import train_metrics_kept
+from .trl_metrics import metrics_kept
 
 
 class EvalCallback(TrainerCallback):
@@ -126,7 +126,7 @@ class EvalCallback(TrainerCallback):
 
     def _log(self, metrics: dict[str, float]) -> None:
         should_log = self.trainer.control.should_log
-        with train_metrics_kept(self.trainer):
+        with metrics_kept(self.trainer, "train"):
             self.trainer.log(metrics)
         self.trainer.control.should_log = should_log  # the loss of this step is still to be logged
 

@@ -34,7 +34,7 @@ def set_epochs(args: TrainingArguments, data: PackedDataset) -> int:
         )
     data.epochs = math.ceil(args.num_train_epochs)
     data.rewind()
-    steps = _steps(_packs_left(args, data, data.state_dict()), args, data)
+    steps = steps_left(args, data)
     if not steps:
         raise ValueError("the data has no packs: it is empty, or all of it was skipped or dropped")
     return steps
@@ -48,7 +48,7 @@ def count_again(args: TrainingArguments, data: PackedDataset) -> int:
     data.start_next_pass()
     state, data.epochs = data.state_dict(), math.ceil(args.num_train_epochs)
     data.load_state_dict(state)
-    return _steps(_packs_left(args, data, data.state_dict()), args, data)
+    return steps_left(args, data)
 
 
 def last_step(args: TrainingArguments, data: PackedDataset, checkpoint: Path) -> int:
@@ -65,6 +65,11 @@ def last_step(args: TrainingArguments, data: PackedDataset, checkpoint: Path) ->
             f"not {saved.max_steps:,}"
         ])  # fmt: skip
     return step
+
+
+def steps_left(args: TrainingArguments, data: PackedDataset) -> int:
+    """Count the steps from the position of the data to the end of its epochs."""
+    return _steps(_packs_left(args, data, data.state_dict()), args, data)
 
 
 def _packs_left(args: TrainingArguments, data: PackedDataset, state: dict[str, Any]) -> int:

@@ -59,6 +59,7 @@ def accepted_dataset(trainer: type, data: Any, args: Any) -> Any:
         raise ValueError(
             f"args is a {type(args).__name__}, but the trainer is TRL's: pass an SFTConfig"
         )
-    args.packing = args.padding_free = False  # TRL checks what only its own packing needs
+    # TRL checks what only its own packing and its own masks need.
+    args.packing = args.padding_free = args.assistant_only_loss = False
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
     return trl.Dataset.from_dict({"input_ids": [[0, 1]]})

@@ -30,11 +30,12 @@ from ...runtime import (
     sum_over_ranks,
     to_device,
     unwrap_peft,
+    world_size,
 )
 from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
 from ..checkpoint_rotation import rotate_checkpoints
 from ..data.data_state import load_data_state, save_data_state
-from ..data.loader import Batch, PackedLoader, UnsizedLoader
+from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_collator
 from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like
 from ..fused.fuse_layers import fuse_layers
@@ -62,7 +63,7 @@ from .generation_only import (
 from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
 from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
-from .trl_metrics import count_trl_tokens, trl_metrics
+from .trl_metrics import count_trl_tokens, metrics_kept, trl_metrics
 
 _Base = Trainer if TYPE_CHECKING else object
 
@@ -103,6 +104,9 @@ class PackedTrainerMixin(_Base):
             `callbacks`, `optimizers` and `compute_metrics`.
     """
 
+    loss_is_scaled_for_ga: bool | None = None
+    """For a `compute_loss` with a loss of its own: True if it divides by `num_items_in_batch`,
+    False if it is the mean of a batch, which is then divided by the accumulation steps."""
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
     _trained_state: dict | None = None
@@ -123,6 +127,8 @@ class PackedTrainerMixin(_Base):
         sequence_parallel: int = 1,
         **kwargs: Any,
     ):
+        _check_losses(type(self))
+        check_collator(data_collator)
         args = copy(args) if args is not None else TrainingArguments()
         self.packed_collator, self.packed_check = data_collator, check
         self._sequence_parallel = take_sequence_parallel(args, sequence_parallel)
@@ -131,7 +137,8 @@ class PackedTrainerMixin(_Base):
         self._loss_options = {"z_loss": z_loss}
         self.train_dataset = self._init_trainer(model, args, train_dataset, budget, kwargs)
         self._prepare_model()
-        self.model_accepts_loss_kwargs = True  # the attached loss does, even if the model does not
+        # The attached loss does, even if the model does not. Older versions read nothing else.
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga is not False
         self._epochs = EpochCallback(self, ends_with_stream=budget is None)
         self.callback_handler.callbacks.insert(0, self._epochs)
         shorten_lines(self)
@@ -144,6 +151,10 @@ class PackedTrainerMixin(_Base):
         self._aux_loss, self._aux_steps = torch.zeros(()), 0
         """The sum of this rank's auxiliary losses since the last log, and the steps it is of."""
         self._logged_aux_loss: dict[str, float] = {}
+        self._trained_pack: PackInfo | None = None
+        """The pack of the last micro-step."""
+        self.token_sums: dict[str, list[float]] = {}
+        """Right predictions, entropies and labels since TRL's last log, of "train" and "eval"."""
 
     def _init_trainer(
         self, model: Any, args: Any, data: Any, budget: int | None, kwargs: dict[str, Any]
@@ -160,7 +171,8 @@ class PackedTrainerMixin(_Base):
         accepted = accepted_dataset(type(self), data, args)
         has_none = lacks_eval_set(args, kwargs.get("eval_dataset"))
         kwargs |= {"eval_dataset": accepted} if has_none else {}  # `train` checks again
-        super().__init__(model, args, self.packed_collator, accepted, **kwargs)
+        given_data = {"data_collator": self.packed_collator, "train_dataset": accepted}
+        super().__init__(model=model, args=args, **given_data, **kwargs)
         self.eval_dataset = None if has_none else self.eval_dataset
         made: Any = self.model  # by now, from a path or model_init as well
         if settings is not None:
@@ -294,13 +306,29 @@ class PackedTrainerMixin(_Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # The stock loop checks max_steps after a step, so a finished run that is resumed would
         # take one step more.
-        done = self.state.global_step >= self.state.max_steps
-        return ([], None) if done else super().get_batch_samples(*args, **kwargs)
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if items is not None and self._overrides_loss():
+            # The share of a rank, so that `model(**inputs).loss` is exact if it is not passed on.
+            share = float(items) / self._num_replicas()
+            batches = [{**batch, "num_items_in_batch": share} for batch in batches]
+        return batches, items
+
+    def _overrides_loss(self) -> bool:
+        return type(self).compute_loss is not PackedTrainerMixin.compute_loss
+
+    def _num_replicas(self) -> int:
+        """Return the factor of the stock `compute_loss` for what it divides by all ranks' items."""
+        return self.accelerator.num_processes // self.get_tp_size()
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
+        self.attached_loss.token_losses = None
         loss = super().training_step(model, inputs, num_items_in_batch)
+        self._check_own_loss()
         if self._loader is not None and self.meter is not None:
             info, state = self._loader.issued.popleft()
+            self._trained_pack = info
             self.meter.add(info, inputs["labels"], self.attached_loss.token_losses)
             self.finite_check.add(loss)
             if self.attached_loss.aux_loss is not None:
@@ -318,6 +346,28 @@ class PackedTrainerMixin(_Base):
         total, steps = float(sum_over_ranks(float(self._aux_loss))), self._aux_steps
         self._aux_loss, self._aux_steps = torch.zeros(()), 0
         return {"aux_loss": total / self.get_tp_size() / steps}
+
+    def _check_own_loss(self) -> None:
+        """Refuse a loss that did not come from the model, unless its scale is said."""
+        is_own = self._overrides_loss() and self.attached_loss.token_losses is None
+        batches = self.current_gradient_accumulation_steps * self._num_replicas()
+        if is_own and batches > 1 and self.loss_is_scaled_for_ga is None:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss computes a loss of its own, and a step has "
+                f"{batches} batches: set loss_is_scaled_for_ga=True in the class if it divides by "
+                "num_items_in_batch, False if it is the mean of a batch"
+            )
+
+    def _track_num_input_tokens(self, inputs: Batch) -> None:
+        # The stock method would count the token of an empty pack, and tokens of documents that are
+        # equal to the padding as padding.
+        counted, pack = self.args.include_num_input_tokens_seen, self._trained_pack
+        if counted == "no" or pack is None or self._loader is None:
+            return
+        has_padding = counted == "all" and pack.num_tokens
+        tokens = inputs["input_ids"].numel() if has_padding else pack.num_tokens
+        readers = world_size() // self._loader.packs_at_a_time
+        self.state.num_input_tokens_seen += int(sum_over_ranks(tokens)) // max(1, readers)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Here, where every rank is: `log` may be called by one of them.
@@ -339,22 +389,22 @@ class PackedTrainerMixin(_Base):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         only_losses = self.args.prediction_loss_only
         logits = nullcontext() if only_losses else self.attached_loss.logits_kept()
-        with self._paused_meter(), logits:
+        with self._paused_meter(), logits, metrics_kept(self, "eval"):
             return super().predict(*args, **kwargs)
 
     def _paused_meter(self) -> AbstractContextManager:
         return nullcontext() if self.meter is None else self.meter.paused()
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
-        # Directly to the stock method: trainers in between compute their loss from logits.
+        # Directly to the stock method: TRL's computes its loss from a forward of its own.
         with trl_metrics(self, self.attached_loss):
             return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        if batch_samples and "num_items_in_batch" in batch_samples[0]:
-            return None  # an evaluation batch carries its own
         if not batch_samples:
             return None
+        if "num_items_in_batch" in batch_samples[0]:  # an evaluation batch carries its share
+            return batch_samples[0]["num_items_in_batch"] * self._num_replicas()
         # The stock method waits for the device when it copies the count there. Ranks of a sequence-
         # parallel group all count: `compute_loss` multiplies by them as well.
         total = sum_over_ranks(sum(map(loss_weight, batch_samples))).clamp(min=1)
@@ -414,3 +464,26 @@ class PackedTrainerMixin(_Base):
 
 class PackedTrainer(PackedTrainerMixin, Trainer):
     """The HF Trainer with packs; the arguments are those of `PackedTrainerMixin`."""
+
+
+def _check_losses(trainer: type) -> None:
+    """Refuse trainers whose `compute_loss` would not be called, or does not take packs."""
+    bases = trainer.__mro__
+    below = bases[bases.index(PackedTrainerMixin) + 1 :]
+    packed = "PackedTrainer"
+    for base in reversed(bases):
+        is_trl = base.__module__.startswith("trl.")
+        if is_trl and base.__name__ == "SFTTrainer":
+            packed = "PackedSFTTrainer"
+        elif "compute_loss" not in vars(base) or base in (PackedTrainerMixin, Trainer):
+            continue
+        elif is_trl:
+            raise ValueError(
+                f"{base.__name__} computes its loss from batches of its own, not from packs: use "
+                "it without PackedTrainerMixin"
+            )
+        elif base in below:
+            raise ValueError(
+                f"{base.__name__}.compute_loss would not be called: list the class first, "
+                f"class {trainer.__name__}({base.__name__}, {packed})"
+            )

@@ -52,6 +52,19 @@ def test_models_that_only_attend_keep_no_state(kind, dtype):
     assert not keeps_state(tiny(kind, "eager").to(dtype))
 
 
+def test_a_model_has_the_same_reason_after_another_forward_was_bound_to_it():
+    """A trainer that failed leaves its loss on the model, and the engine looks for autocast."""
+    told = []
+    for prepared in (False, True):
+        model = tiny("qwen3_next", "eager")
+        if prepared:
+            model.forward = model.forward
+        with pytest.raises(ValueError, match="cannot run this model") as error:
+            Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        told.append(str(error.value))
+    assert told[0] == told[1]
+
+
 def test_a_layer_of_unknown_name_that_mixes_tokens_is_refused():
     class Shift(torch.nn.Module):  # as a user may add to any model
         def forward(self, x):

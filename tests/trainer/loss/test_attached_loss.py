@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny_run
 import torch
+import transformers
+from nopad.attention import check_supported
 from nopad.trainer.loss import attach_loss
 
 
@@ -18,6 +20,33 @@ def test_a_packed_step_equals_its_samples_one_by_one(mean, tied):
     model(**tiny_run.batch_of(tiny_run.dataset(), mean=mean)).loss.backward()
     ours = {name: p.grad for name, p in model.named_parameters()}
     assert tiny_run.distance(ours, gold) < 2e-6
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        ("LlamaForSequenceClassification", {}, "has no LM head"),
+        ("LlamaForTokenClassification", {}, "has no LM head"),
+        ("LlamaModel", {}, "has no LM head"),
+        ("BertForMaskedLM", {}, r"is an encoder, .*\(is_decoder=False\)"),
+        ("BertLMHeadModel", {}, "is an encoder"),
+        ("T5ForConditionalGeneration", {"num_layers": 1, "d_ff": 16}, "is an encoder-decoder"),
+        ("BertLMHeadModel", {"is_decoder": True}, ""),
+        ("LlamaForCausalLM", {}, ""),
+    ],
+)
+def test_models_that_are_no_causal_lm_are_refused(name, config, told):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SIZES, intermediate_size=16, **config))
+    if not told:
+        return attach_loss(model).detach()
+    with pytest.raises(ValueError, match=f"^{name} {told}.*: packs train causal LMs"):
+        attach_loss(model)
+    with pytest.raises(ValueError, match=f"cannot run this model: {name} {told}"):
+        check_supported(model)
 
 
 def test_a_resized_head_is_the_one_that_counts():

@@ -37,8 +37,37 @@ class Watch(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
+class DroppedCount(PackedTrainer):
+    """Does not hand on the number of items, as subclasses written for older versions do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class OwnForward(PackedTrainer):
+    """Calls the model itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def sum_over_items(outputs, labels, num_items_in_batch):
+    """A `compute_loss_func`."""
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[0, :-1], labels[0, 1:], reduction="sum"
+    )
+    return losses / num_items_in_batch
+
+
 def trainer(
-    folder: Path, data: PackedDataset, accumulation: int, more=None, collator=None, **settings
+    folder: Path,
+    data: PackedDataset,
+    accumulation: int,
+    more=None,
+    collator=None,
+    kind=PackedTrainer,
+    **settings,
 ):
     """A trainer and its watch; `more` is the trainer's, the settings are its arguments'."""
     args = TrainingArguments(
@@ -53,7 +82,7 @@ def trainer(
         **{"save_strategy": "no", "learning_rate": 1e-2, **settings},
     )
     watch = Watch()
-    run = PackedTrainer(tiny_run.model(), args, collator, data, callbacks=[watch], **(more or {}))
+    run = kind(tiny_run.model(), args, collator, data, callbacks=[watch], **(more or {}))
     return run, watch
 
 
@@ -64,6 +93,9 @@ def gradients(folder: Path, world: int) -> dict:
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
         cases = {"plain": {}, "workers": {"dataloader_num_workers": 2}}
         cases["checkpointing"] = {"gradient_checkpointing": True}
+        cases["count dropped"] = {"kind": DroppedCount}
+        cases["forward of its own"] = {"kind": OwnForward}
+        cases["compute_loss_func"] = {"more": {"compute_loss_func": sum_over_items}}
         if accumulation == 1:
             cases["compiled"] = {"torch_compile": True, "torch_compile_backend": "eager"}
         for name, settings in cases.items():
@@ -107,9 +139,19 @@ class StopAfterThree(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
-def evaluated(folder: Path) -> list[float]:
-    """The trainer's eval_loss beside the token mean over the whole set."""
-    run, _ = trainer(folder, tiny_run.dataset(), 1, max_steps=1)
+def evaluated(folder: Path) -> dict[str, list[float]]:
+    """The eval_loss of each way to compute it, beside the token mean over the whole set."""
+    ways = {
+        "stock": {},
+        "count dropped": {"kind": DroppedCount},
+        "forward of its own": {"kind": OwnForward},
+        "compute_loss_func": {"more": {"compute_loss_func": sum_over_items}},
+    }
+    return {name: evaluated_by(folder, **way) for name, way in ways.items()}
+
+
+def evaluated_by(folder: Path, **way) -> list[float]:
+    run, _ = trainer(folder, tiny_run.dataset(), 1, max_steps=1, **way)
     losses, count = 0.0, 0
     for pack in tiny_run.dataset(23, rank=0, world_size=1):
         batch = tiny_run.collate(pack)

@@ -129,6 +129,49 @@ def test_a_stream_that_max_steps_ends_says_so_and_reports_its_packs(tmp_path, ac
     assert capsys.readouterr().out.count(said) == 1
 
 
+class StopEpoch(TrainerCallback):
+    """Ends an epoch after given steps, or inside the first."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_epoch_stop = state.global_step in self.steps
+
+    def on_substep_end(self, args, state, control, **_):
+        control.should_epoch_stop = not self.steps
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("length", [{"num_train_epochs": 3}, {"max_steps": 9}])
+def test_an_epoch_that_a_callback_stops_is_left_and_the_next_one_follows(length, workers, tmp_path):
+    epochs = tokens_of(tiny_run.dataset(9, epochs=4), 16)  # of 4 packs each
+    settings, notes = {**length, **BY_EPOCH, "dataloader_num_workers": workers}, Notes()
+    run, _ = trainer(tmp_path, tiny_run.dataset(9), 1, HELD_OUT, **settings)
+    run.add_callback(StopEpoch(1, 5))  # the fifth step ends its epoch anyway
+    run.add_callback(notes)
+    assert trained(run) == epochs[:1] + epochs[4:12]
+    assert run.state.global_step == run.state.max_steps == 9
+    assert notes.evaluations == notes.saves == [1, 5, 9]
+    resumed, _ = trainer(tmp_path, tiny_run.dataset(9), 1, HELD_OUT, **length)
+    assert trained(resumed, resume_from_checkpoint=tmp_path / "checkpoint-1") == epochs[4:12]
+
+
+def test_an_epoch_is_stopped_after_a_step_and_the_last_one_ends_the_training(tmp_path):
+    run, _ = trainer(tmp_path, tiny_run.dataset(9), 1, num_train_epochs=2)
+    run.add_callback(StopEpoch(5))
+    assert len(trained(run)) == run.state.global_step == 5
+    run, _ = trainer(tmp_path, tiny_run.dataset(9), 2, num_train_epochs=2)
+    run.add_callback(StopEpoch())
+    with pytest.raises(ValueError, match="set inside an optimizer step"):
+        run.train()
+    stream = PackedDataset(lambda: iter(tiny_run.samples(9)), budget=32, epochs=None)
+    run, _ = trainer(tmp_path, stream, 1, max_steps=3)
+    run.add_callback(StopEpoch(1))
+    with pytest.raises(ValueError, match="the epochs of a stream have no known end"):
+        run.train()
+
+
 def test_steps_are_counted_with_the_arguments_of_each_trial(tmp_path, monkeypatch):
     run, _ = trainer(tmp_path, tiny_run.dataset(9), 1, num_train_epochs=1)
     trials = [

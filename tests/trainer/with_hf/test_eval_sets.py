@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import datasets
 import pytest
 import tiny_run
+import torch
 from hf_child import trainer
 from nopad.packing import PackedDataset
 from trained_packs import tokens_of, trained
+from trl_run import trl_trainer
 
 
 def wanted_loss(run, rows) -> float:
     """The token mean over rows, one at a time, by the stock loss."""
-    import torch
-
     losses, count = 0.0, 0
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
@@ -87,3 +89,43 @@ def test_trials_of_a_search_train_on_the_same_data(tmp_path, monkeypatch):
     for trial, index in ((None, 4), ({"learning_rate": 1.0}, 0)):
         run.train(trial=trial)
         assert run.train_dataset.state_dict()["position"]["index"] == index
+
+
+def token_means(model, rows) -> list[float]:
+    """Accuracy and entropy over all tokens that count, one row at a time."""
+    right, entropy, count = 0, 0.0, 0
+    for row in rows:
+        labels = torch.tensor(row["labels"])[1:]
+        counted = labels != -100
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0]
+        logits, labels = logits[:-1][counted], labels[counted]
+        right += int((logits.argmax(-1) == labels).sum())
+        entropy += float(torch.distributions.Categorical(logits=logits).entropy().sum())
+        count += len(labels)
+    return [right / count, entropy / count]
+
+
+def test_trl_s_metrics_of_an_evaluation_are_means_over_tokens(tmp_path):
+    names, rows = ("eval_mean_token_accuracy", "eval_entropy"), tiny_run.samples(23)
+    run = trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset())
+    run.predict(tiny_run.dataset(9))  # is not logged
+    told = run.evaluate(tiny_run.dataset(23))
+    assert [told[name] for name in names] == pytest.approx(token_means(run.model, rows), rel=1e-5)
+
+
+def test_trl_s_metrics_of_a_step_are_means_over_its_tokens_and_logged_after_every_epoch(tmp_path):
+    by_epoch = {"num_train_epochs": 2, "max_steps": -1, "logging_strategy": "epoch"}
+    settings = {**by_epoch, "learning_rate": 0.0}
+    run = trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(9), **settings)
+    run.train()
+    packs = tiny_run.packs(tiny_run.dataset(9, epochs=2), 8)  # two steps of two packs an epoch
+    wanted = [token_means(run.model, rows_of(packs[first : first + 2])) for first in (2, 6)]
+    lines = [line for line in run.state.log_history if "loss" in line]
+    told = [[line[name] for name in ("mean_token_accuracy", "entropy")] for line in lines]
+    assert told == [pytest.approx(means, rel=1e-5) for means in wanted]
+
+
+def rows_of(packs) -> list[dict]:
+    bounds = [(pack, a, b) for pack in packs for a, b in pairwise(pack.cu_seqlens)]
+    return [{"input_ids": p.tokens[a:b].tolist(), "labels": p.labels[a:b]} for p, a, b in bounds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,7 +12,10 @@ from unittest.mock import Mock
 import option_tables as tables
 import pytest
 import tiny_run
+from char_words import char_tokenizer
 from hf_child import trainer
+from nopad.collators import PackedCollator
+from nopad.packing import PackedDataset
 from nopad.trainer.with_hf import PackedTrainer, arguments
 from transformers import Trainer, TrainingArguments
 from trl_run import trl_trainer
@@ -134,11 +138,14 @@ def test_arguments_of_the_loader_reach_it(tmp_path, monkeypatch):
 
 
 def test_tokens_seen_are_those_of_the_packs(tmp_path):
-    settings = {"max_steps": 3, "include_num_input_tokens_seen": "all"}
-    run, _ = trainer(tmp_path, tiny_run.dataset(), 2, **settings)
-    run.train()
-    packs = tiny_run.packs(tiny_run.dataset(), 6)
-    assert run.state.num_input_tokens_seen == sum(len(pack.tokens) for pack in packs)
+    packs = tiny_run.packs(tiny_run.dataset(9), 9)
+    tokens, padded = sum(len(pack.tokens) for pack in packs), tiny_run.BUDGET * len(packs)
+    cases = [("all", None, tokens), ("non_padding", PackedCollator(pad_to_budget=True), tokens)]
+    for counted, collator, seen in [*cases, ("all", PackedCollator(pad_to_budget=True), padded)]:
+        settings = {"num_train_epochs": 1, "include_num_input_tokens_seen": counted}
+        run, _ = trainer(tmp_path, tiny_run.dataset(9), 3, collator=collator, **settings)
+        run.train()  # 4 packs, and 2 empty ones that complete the last step
+        assert run.state.num_input_tokens_seen == seen
 
 
 SFT_VALUES = {
@@ -162,10 +169,46 @@ def test_sft_config_may_ask_for_what_packs_do_anyway(tmp_path):
         ({}, {"packing": True, "eval_packing": True, "shuffle_dataset": True}),
         ({"overflow": "truncate"}, {"max_length": tiny_run.BUDGET, "padding_free": True}),
         ({"overflow": "split"}, {"max_length": None, "pad_to_multiple_of": None}),
+        ({}, {"max_length": tiny_run.BUDGET}),  # no sample is longer
     ]
     for data, settings in agreed:
         run = trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(**data), **settings)
     run.train()
+
+
+def test_a_length_at_which_packs_would_split_samples_is_refused(tmp_path):
+    data = PackedDataset([{"input_ids": [1] * 40}], budget=tiny_run.BUDGET)
+    with pytest.raises(ValueError, match=r"^max_length=32 does not apply to packs"):
+        trl_trainer(tmp_path, tiny_run.model(), data, max_length=tiny_run.BUDGET)
+
+
+CHAT = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
+PAIR = {"prompt": "ab", "completion": "cd"}
+
+
+@pytest.mark.parametrize("kind", ["path", "packs", "stream"])
+@pytest.mark.parametrize(
+    ("option", "row"), [("assistant_only_loss", CHAT), ("completion_only_loss", PAIR)]
+)
+def test_trl_may_ask_for_the_labels_that_rows_have_anyway(kind, option, row, tmp_path):
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+    def run(row, **settings):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(f"{json.dumps(row)}\n" * 9)
+        more, data = {"processing_class": tokenizer, "budget": 32}, str(path)
+        if kind != "path":
+            packs = {"budget": more.pop("budget"), "pretokenize": kind == "packs", "epochs": None}
+            data = PackedDataset(data, tokenizer=tokenizer, **packs)
+        return trl_trainer(tmp_path / "out", tiny_run.model(), data, more, **settings)
+
+    run(row, **{option: True}).train()
+    with pytest.raises(ValueError, match=rf"^{option}=True does not apply to packs: .*; omit it$"):
+        run({"text": "abcd"}, **{option: True})
 
 
 def test_a_formatting_function_is_refused(tmp_path):

@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
+from nopad.collators import PaddedCollator
 from nopad.packing import PackedDataset
-from transformers import TrainerCallback
+from transformers import (
+    DefaultDataCollator,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl_run import trl_trainer
 
 CHILD = Path(__file__).parents[1] / "support" / "hf_child.py"
@@ -28,7 +34,7 @@ def two(tmp_path_factory):
 
 def test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one(one, two):
     for child in (*one, *two):
-        assert len(child["gradients"]) == 9
+        assert len(child["gradients"]) == 15
         for name, distance in child["gradients"].items():
             assert distance < 2e-6, name
 
@@ -49,8 +55,8 @@ def test_epochs_end_after_the_same_step_on_all_ranks(one, two):
 
 def test_the_evaluation_loss_is_the_token_mean(one, two):
     for child in (*one, *two):
-        got, wanted = child["evaluated"]
-        assert abs(got - wanted) < 1e-5 * wanted
+        for name, (got, wanted) in child["evaluated"].items():
+            assert abs(got - wanted) < 1e-5 * wanted, name
 
 
 def test_predictions_are_the_logits_of_the_set_and_leave_the_loss_as_it_was(tmp_path):
@@ -168,7 +174,6 @@ def test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data(tmp
 
 def test_arguments_serve_a_second_trainer_with_other_data(tmp_path):
     from nopad.trainer.with_hf import PackedTrainer
-    from transformers import TrainingArguments
 
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     args = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, num_train_epochs=1, **quiet)
@@ -189,6 +194,30 @@ def test_what_packs_cannot_do_is_refused_with_the_way_out(tmp_path):
         trainer(tmp_path, stream, 1, num_train_epochs=1)
     with pytest.raises(ValueError, match=r"auto_find_batch_size=True.*lower the data's budget"):
         trainer(tmp_path, tiny_run.dataset(), 1, max_steps=1, auto_find_batch_size=True)
+
+
+@pytest.mark.parametrize(
+    ("collator", "told"),
+    [
+        (PaddedCollator(), r"^PaddedCollator cannot collate a pack .*: pass a PackedCollator"),
+        (DefaultDataCollator(), r"^DefaultDataCollator cannot collate a pack"),
+        (lambda pack: {"input_ids": pack.tokens}, "returns a batch without labels"),
+    ],
+)
+def test_a_collator_that_is_not_for_packs_is_refused_at_once(collator, told, tmp_path):
+    from hf_child import trainer
+
+    with pytest.raises(ValueError, match=told):
+        trainer(tmp_path, tiny_run.dataset(), 1, collator=collator, max_steps=1)
+
+
+def test_a_classifier_is_refused_at_once(tmp_path):
+    from nopad.trainer.with_hf import PackedTrainer
+
+    model = LlamaForSequenceClassification(tiny_run.model().config)
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"^LlamaForSequenceClassification has no LM head"):
+        PackedTrainer(model, args, None, tiny_run.dataset())
 
 
 class Signal(TrainerCallback):
@@ -234,7 +263,6 @@ def test_a_stop_callback_serves_one_training_after_another_and_ends_with_each(tm
 def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
     sft = pytest.importorskip("trl", reason="the trainer is TRL's")
     from nopad.trainer.with_hf import PackedTrainerMixin
-    from transformers import TrainingArguments
 
     class PackedSFTTrainer(PackedTrainerMixin, sft.SFTTrainer):
         pass
