@@ -161,13 +161,20 @@ class Planner:
         self.counts.tokens += total
         if self.settings["strategy"] == "best_fit" and len(self.pending) < self.settings["pool"]:
             return Plan.join([])
-        return self._decide(final=False)
+        return self._decide()
+
+    def flush(self) -> Plan:
+        """Return the packs of the pending segments, except the emptiest, whose segments wait.
+
+        Strategies that keep the order return none: their pending segments do not fill a pack.
+        """
+        return self._decide(flush=True)
 
     def finish(self) -> Plan:
         """Return the packs of all pending segments."""
         return self._decide(final=True)
 
-    def _decide(self, final: bool) -> Plan:
+    def _decide(self, *, flush: bool = False, final: bool = False) -> Plan:
         pending, multiple = self.pending, self.settings["pad_to_multiple_of"]
         if self.settings["strategy"] == "concat":
             pending = Segments(*cut_stream(*pending.columns, self.capacity, multiple))
@@ -180,6 +187,7 @@ class Planner:
                 self.capacity,
                 self.settings["pool"],
                 self.settings["defer"],
+                flush,
                 final,
             )
         else:
