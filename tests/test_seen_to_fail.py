@@ -606,6 +606,17 @@ FAULTS = {
         "    return right(self)\n"
         "ThroughputMeter._read_sources = _read_sources",
     ),
+    "encoding is silent": (
+        "packing/test_preparation_progress.py::"
+        "test_encoding_says_how_many_rows_are_done_and_what_is_left",
+        "nopad.packing.preparation_progress", "RowProgress.add = lambda self, rows: None",
+    ),
+    "compilation is silent": (
+        "packing/test_preparation_progress.py::"
+        "test_the_compilation_of_the_packer_is_announced_once",
+        "nopad.packing.preparation_progress",
+        "_Announcement.on_start = lambda self, event: None",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..numba_jit import jit
 from ..pack import MAX_BUDGET
+from ..preparation_progress import announce_compilation
 from ..state.int_codec import ints_from_text, ints_to_text
 from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
@@ -181,15 +182,11 @@ class Planner:
         lengths = pending.lengths
         sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
-            order, offsets, rest, self._deferrals = fit_windows(
-                sizes,
-                self._deferrals,
-                self.capacity,
-                self.settings["pool"],
-                self.settings["defer"],
-                flush,
-                final,
-            )
+            settings = self.capacity, self.settings["pool"], self.settings["defer"]
+            with announce_compilation(fit_windows, "the packer"):
+                order, offsets, rest, self._deferrals = fit_windows(
+                    sizes, self._deferrals, *settings, flush, final
+                )
         else:
             offsets = next_fit(sizes, self.capacity, final)
             order, rest = np.split(np.arange(len(pending)), offsets[-1:])

@@ -41,13 +41,16 @@ def _even_order(excess, limit):
     for i in range(n):
         best, lowest = i, np.inf
         for j in range(i, min(n, i + LOOKAHEAD)):
-            largest = np.abs(total + excess[waiting[j]]).max()
+            largest = 0.0
+            for s in range(len(total)):
+                largest = max(largest, abs(total[s] + excess[waiting[j], s]))
             if largest < lowest:
                 best, lowest = j, largest
             if lowest <= limit:
                 break
         order[i] = chosen = waiting[best]
-        # The packs that were passed over stay first, in their order.
-        waiting[i + 1 : best + 1] = waiting[i:best].copy()
-        total += excess[chosen]
+        for j in range(best, i, -1):  # the packs that were passed over stay first, in their order
+            waiting[j] = waiting[j - 1]
+        for s in range(len(total)):
+            total[s] += excess[chosen, s]
     return order
