@@ -9,6 +9,10 @@ from nopad.packing.planning import planner
 from numba import njit
 
 
+def byte_ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
 @pytest.mark.parametrize("rank, told", [("0", True), ("1", False)])
 @pytest.mark.parametrize("kind", ["file", "list"])
 def test_encoding_says_how_many_rows_are_done_and_what_is_left(
@@ -19,7 +23,7 @@ def test_encoding_says_how_many_rows_are_done_and_what_is_left(
     rows = [{"text": "some text"}] * 1000
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    PackedDataset(str(path) if kind == "file" else rows, tokenizer=lambda text: list(text.encode()), budget=64)
+    PackedDataset(str(path) if kind == "file" else rows, tokenizer=byte_ids, budget=64)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (4 if told else 0)
     if told:
@@ -28,7 +32,7 @@ def test_encoding_says_how_many_rows_are_done_and_what_is_left(
 
 
 def test_quick_preparation_is_silent(capsys):
-    PackedDataset([{"text": "some text"}] * 300, tokenizer=lambda text: list(text.encode()), budget=64)
+    PackedDataset([{"text": "some text"}] * 300, tokenizer=byte_ids, budget=64)
     assert capsys.readouterr().err == ""
 
 
