@@ -26,8 +26,8 @@ from .sources.source import SMALL_BYTES, RowSource
 from .sources.token_array import TokenArray
 from .sources.token_store import TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
+from .token_ids import MAX_TOKEN_ID
 
-MAX_TOKEN_ID = 2**31 - 1
 SHUFFLE_BLOCK = 1024
 """Rows that a stream shuffles together by default."""
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from .sample import IGNORE_INDEX, Sample
 
+MAX_TOKEN_ID = 2**31 - 1
+"""The largest id where the vocabulary is not known; no vocabulary is as large."""
 LOSS_MASKS = frozenset((
     "loss_mask", "loss_masks", "loss_weights", "label_mask", "labels_mask", "completion_mask",
     "assistant_mask", "assistant_masks",
@@ -86,6 +88,8 @@ def _check_range(ids: np.ndarray, vocab_size: int | None, name: str) -> None:
         raise ValueError(f"{name} contains {ids.min()}: ids start at 0")
     if len(ids) and vocab_size is not None and ids.max() >= vocab_size:
         raise ValueError(f"{name} contains {ids.max()}, the vocabulary has {vocab_size} entries")
+    if len(ids) and ids.max() > MAX_TOKEN_ID:
+        raise ValueError(f"{name} contains {ids.max()}: no vocabulary has ids over {MAX_TOKEN_ID}")
 
 
 def _to_array(ids: Any, name: str) -> np.ndarray:

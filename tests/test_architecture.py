@@ -66,7 +66,7 @@ LAYERS = {
     "packing": [
         {"dataset", "pipeline", "resumable_passes"}, {"readers"}, {"encoding"}, {"sources"},
         {"planning"}, {"state"}, {"ordering"}, {"pack"},
-        {"sample", "document_starts", "token_ids", "numba_jit"},
+        {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},

@@ -879,6 +879,64 @@ FAULTS = {
         "test_a_model_has_the_same_reason_after_another_forward_was_bound_to_it",
         "nopad.attention.hf.model_support", "check_supported = lambda model: None",
     ),
+    "the packer chooses from the whole schedule": (
+        "packing/ordering/test_mixture.py::test_the_trained_packs_follow_changing_weights",
+        "nopad.packing.ordering.mixture", "schedule_intervals = lambda *_: []",
+    ),
+    "the shards of a stream are not flushed": (
+        "packing/ordering/test_mixture.py::test_each_shard_of_a_stream_follows_changing_weights",
+        "nopad.packing.planning.packer", "Packer.flush = lambda self: iter(())",
+    ),
+    "packs of an interval come by chance": (
+        "packing/planning/test_share_order.py", "nopad.packing.planning.share_order",
+        "_even_order = lambda excess, limit: np.arange(len(excess))",
+    ),
+    "an epoch forgets what the one before owes a source": (
+        "packing/ordering/test_mixture.py::"
+        "test_shares_do_not_drift_over_the_epochs_of_small_sources",
+        "nopad.packing.ordering.mixture",
+        "right = Mixture.restart\n"
+        "def restart(self):\n"
+        "    right(self)\n"
+        "    self.credits = self.fractions[0].copy()\n"
+        "Mixture.restart = restart",
+    ),
+    "truncated tokens have a share": (
+        "packing/ordering/test_mixture.py::"
+        "test_tokens_that_are_truncated_or_dropped_have_no_share",
+        "nopad.packing.readers.planned", "kept_lengths = lambda lengths, packer: lengths",
+    ),
+    "shares are those of the whole run": (
+        "trainer/monitoring/test_throughput.py::test_tokens_and_shares_are_told_by_source",
+        "nopad.trainer.monitoring.throughput",
+        "right = ThroughputMeter._read_sources\n"
+        "def _read_sources(self):\n"
+        "    self._tokens_of = self._tokens_seen_of\n"
+        "    return right(self)\n"
+        "ThroughputMeter._read_sources = _read_sources",
+    ),
+    "encoding is silent": (
+        "packing/test_preparation_progress.py::"
+        "test_encoding_says_how_many_rows_are_done_and_what_is_left",
+        "nopad.packing.preparation_progress", "RowProgress.add = lambda self, rows: None",
+    ),
+    "compilation is silent": (
+        "packing/test_preparation_progress.py::"
+        "test_the_compilation_of_the_packer_is_announced_once",
+        "nopad.packing.preparation_progress",
+        "_Announcement.on_start = lambda self, event: None",
+    ),
+    "any id is in an unknown vocabulary": (
+        "packing/encoding/test_hostile_documents.py::"
+        "test_an_id_beyond_any_vocabulary_is_named_where_none_is_known",
+        "nopad.packing.token_ids", "MAX_TOKEN_ID = 2**63 - 2",
+    ),
+    "every answer is trained": (
+        "packing/encoding/test_chat.py::"
+        "test_of_chats_with_tools_and_flags_exactly_the_trained_answers_count",
+        "nopad.packing.encoding.chat",
+        "_is_trained = lambda turn, message: message['role'] == 'assistant'",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

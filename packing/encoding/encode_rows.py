@@ -8,12 +8,14 @@ planned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from ..planning.overflow import too_long_error
+from ..preparation_progress import RowProgress
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
 from ..sources.token_array import TokenArray
@@ -66,8 +68,10 @@ def encode_source(
 ) -> TokenArray:
     """Read and encode every row of a source; `number` is its index in a mixture."""
     rows, samples = source.read(0, 1), []
-    while batch := list(islice(rows, ENCODE_BATCH)):
-        samples += raise_or_skip(encode_rows(batch, encoder, max_length), skipped)
+    with closing(RowProgress(source.name, source.num_rows(), source.num_bytes)) as progress:
+        while batch := list(islice(rows, ENCODE_BATCH)):
+            samples += raise_or_skip(encode_rows(batch, encoder, max_length), skipped)
+            progress.add([row.value for row in batch])
     return TokenArray.of(samples, source.name, number)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .mixture import Mixture, StoppingStrategy, Weight
+from .mixture import INTERVAL_END, Mixture
 from .permutation import permute, shuffle_key
 
 ORDER_BLOCK = 1 << 16
@@ -31,33 +31,39 @@ class MixedOrder:
     def __init__(
         self,
         first_documents: Sequence[int],
-        lengths: np.ndarray,
-        weights: Sequence[Weight],
-        stopping_strategy: StoppingStrategy,
+        lengths: Callable[[np.ndarray], np.ndarray],
         seed: int,
         shuffle: bool,
     ):
-        """Source s holds the documents first_documents[s]:first_documents[s + 1] of `lengths`."""
+        """Source s holds the documents first_documents[s]:first_documents[s + 1]."""
         self.first_documents, self.lengths = first_documents, lengths
-        self.weights: Sequence[Weight] = weights
-        self.stopping_strategy: StoppingStrategy = stopping_strategy
         self.seed, self.shuffle = seed, shuffle
 
-    def epoch(self, epoch: int, tokens_drawn: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Yield the documents of an epoch.
+    def epoch(self, epoch: int, mixture: Mixture) -> Iterator[np.ndarray]:
+        """Yield the documents of an epoch in blocks; each interval of a schedule ends a block.
 
-        tokens_drawn: the tokens drawn from each source before this epoch.
+        mixture: has drawn the epochs before; draws this one.
         """
-        mixture = Mixture(self.weights, self.stopping_strategy)
-        if tokens_drawn is not None:
-            mixture.tokens_drawn[:] = tokens_drawn
-        laps = [0] * len(self.weights)
+        mixture.restart()
+        waiting: list[np.ndarray] = []
+        for documents, needed in self._draws(epoch, mixture):
+            waiting.append(documents)
+            if needed == INTERVAL_END or sum(map(len, waiting)) >= ORDER_BLOCK:
+                yield np.concatenate(waiting)
+                waiting = []
+        if sum(map(len, waiting)):
+            yield np.concatenate(waiting)
+
+    def _draws(self, epoch: int, mixture: Mixture) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield the documents that each call of the mixture draws, and what it needs next."""
+        laps = [0] * (len(self.first_documents) - 1)
         blocks = [self._lap(source, epoch, 0) for source in range(len(laps))]
         queues = [np.zeros(0, np.int64) for _ in laps]
         while True:
-            choices, needed = mixture.draw([self._lengths(queue) for queue in queues])
-            if len(choices):
-                yield self._take(choices, queues)
+            choices, needed = mixture.draw([self.lengths(queue) for queue in queues])
+            yield self._take(choices, queues), needed
+            if needed == INTERVAL_END:
+                continue
             if needed < 0:
                 return
             block = next(blocks[needed], None)
@@ -65,12 +71,9 @@ class MixedOrder:
                 queues[needed] = block
             elif mixture.mark_exhausted(needed):
                 return
-            elif self.stopping_strategy == "all_exhausted":
+            elif mixture.stopping_strategy == "all_exhausted":
                 laps[needed] += 1
                 blocks[needed] = self._lap(needed, epoch, laps[needed])
-
-    def _lengths(self, documents: np.ndarray) -> np.ndarray:
-        return self.lengths[documents].astype(np.int64, copy=False)
 
     def _take(self, choices: np.ndarray, queues: list[np.ndarray]) -> np.ndarray:
         """Remove the chosen documents from the queues and return them in the order of choice."""
@@ -84,7 +87,9 @@ class MixedOrder:
     def _lap(self, source: int, epoch: int, lap: int) -> Iterator[np.ndarray]:
         first = self.first_documents[source]
         n = self.first_documents[source + 1] - first
-        if not n:
-            raise ValueError(f"source {source} of the mixture is empty: remove it")
+        if not n or (lap and not self.lengths(np.arange(first, first + n)).any()):
+            raise ValueError(
+                f"source {source} of the mixture is empty, or all of it is dropped: remove it"
+            )
         for block in epoch_order(n, self.seed, epoch, self.shuffle, f"{source}.{lap}"):
             yield first + block

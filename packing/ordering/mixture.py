@@ -3,13 +3,17 @@
 Every source has a credit. A drawn document of n tokens gives each source its fraction of n and
 costs the drawn source n; the source with the highest credit is drawn next. The arithmetic uses
 integers, so the draw is the same everywhere, and at any time the fractions are exact to within
-one document, not only on average.
+one document, not only on average. Credits continue in the next epoch: an epoch ends where its
+exhausted source would be drawn, so without them every epoch would draw too little of it.
 
     weights 3 : 1      a a a b a a a b ...        (documents of equal length)
 
 A weight may change with the tokens drawn: [(0, 0.9), (10**9, 0.5)] falls linearly from 0.9 to 0.5
 over all epochs and passes. A source is not drawn while its weight is zero; if no other is left, the
 epoch ends.
+
+A packer reorders the documents it is given. Where weights change, they are given to it interval by
+interval: inside one, any order of the documents is within a fraction of a pack of the schedule.
 
 When a source is exhausted, as in `datasets.interleave_datasets`:
 
@@ -32,6 +36,8 @@ StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_wi
 Weight = float | Sequence[tuple[int, float]]
 SCALE = 1 << 20
 """Fractions are integers in units of 1 / SCALE."""
+INTERVAL_END = -2
+"""What `draw` returns instead of a source at the end of an interval of the schedule."""
 _STATE_FIELDS = ("tokens_drawn", "active", "exhausted", "credits")
 
 
@@ -49,8 +55,13 @@ class Mixture:
         weights: Sequence[Weight],
         stopping_strategy: StoppingStrategy = "first_exhausted",
         num_readers: int = 1,
+        budget: int | None = None,
     ):
-        """num_readers: how many mixtures draw in parallel, each 1 / num_readers of the tokens."""
+        """Start before the first document.
+
+        num_readers: how many mixtures draw in parallel, each 1 / num_readers of the tokens;
+        budget: tokens of a pack, for the intervals of a schedule; None: it is not divided.
+        """
         choices = get_args(StoppingStrategy)
         if stopping_strategy not in choices:
             raise ValueError(
@@ -60,22 +71,28 @@ class Mixture:
         knots, self.fractions = weight_schedule(weights)
         self.knots = knots // num_readers
         """Tokens drawn at which the rows of `fractions` apply; linear in between."""
+        ends = [] if budget is None else schedule_intervals(knots, self.fractions / SCALE, budget)
+        self._interval_ends = np.array([*ends, np.iinfo(np.int64).max]) // num_readers
+        """Tokens drawn at which the intervals of the schedule end."""
         self.tokens_drawn = np.zeros(len(weights), np.int64)
         """Tokens drawn from each source so far."""
+        self.credits = self.fractions[0].copy()
         self.restart()
 
     def restart(self) -> None:
         """Start an epoch: all sources take part again."""
         self.active = np.ones(len(self.tokens_drawn), np.bool_)
         self.exhausted = np.zeros(len(self.tokens_drawn), np.bool_)
-        self.credits = self.fractions[0].copy()
 
     def draw(self, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
         """Draw from the queued documents of each source, given by their lengths.
 
         Returns the sources in the order drawn, and the source whose queue is empty but whose
-        next length is needed to continue; -1 if no source is active, or their weights are zero.
+        next length is needed to continue; -1 if no source is active, or their weights are zero;
+        INTERVAL_END if the last document ends an interval of the schedule.
         """
+        drawn = self.tokens_drawn.sum()
+        interval_end = self._interval_ends[np.searchsorted(self._interval_ends, drawn, "right")]
         ends = np.cumsum([0, *map(len, lengths)])
         flat = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
         choices = np.empty(len(flat), np.int64)
@@ -87,6 +104,7 @@ class Mixture:
             self.credits,
             self.tokens_drawn,
             self.active,
+            interval_end,
             choices,
         )
         return choices[:count], needed
@@ -182,8 +200,37 @@ def weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
     return knots, fractions
 
 
+def schedule_intervals(knots: np.ndarray, fractions: np.ndarray, budget: int) -> list[int]:
+    """Divide a schedule into intervals, given by the tokens at their ends.
+
+    In an interval of n tokens a fraction changes by at most 2 · budget / n. If all of its packs had
+    the same fractions, the tokens of a source would differ from the schedule by at most half a
+    pack at any of them, a quarter of one where the change is linear.
+
+    >>> schedule_intervals(np.array([0, 800]), np.array([[1, 0], [0, 1]]), budget=100)
+    [400, 800]
+    """
+    ends, start, begin, change = [], 0.0, 0.0, 0.0
+    slopes = np.abs(np.diff(fractions, axis=0)).max(1) / np.diff(knots)
+    for knot, slope in zip([*knots[1:].tolist(), np.inf], [*slopes, 0.0], strict=True):
+        while (end := begin + _reach(begin - start, change, slope, 2 * budget)) < knot:
+            begin, start, change = end, end, 0.0
+            ends.append(int(end))
+        begin, change = knot, change + slope * (knot - begin) if slope else change
+    return ends
+
+
+def _reach(elapsed: float, change: float, slope: float, limit: float) -> float:
+    """Return the largest x with (elapsed + x) · (change + slope · x) <= limit, 0 if none is."""
+    half = (change + slope * elapsed) / 2
+    rest = limit - elapsed * change
+    if not slope:
+        return max(rest / change, 0.0) if change else np.inf
+    return max((np.sqrt(half**2 + slope * rest) - half) / slope, 0.0) if rest > 0 else 0.0
+
+
 @jit
-def _draw(lengths, ends, knots, fractions, credits, tokens_drawn, active, choices):
+def _draw(lengths, ends, knots, fractions, credits, tokens_drawn, active, interval_end, choices):
     num_sources = len(tokens_drawn)
     heads = ends[:-1].copy()
     current = np.empty(num_sources, np.int64)
@@ -214,3 +261,5 @@ def _draw(lengths, ends, knots, fractions, credits, tokens_drawn, active, choice
         heads[best] += 1
         choices[count] = best
         count += 1
+        if total >= interval_end:
+            return count, INTERVAL_END

@@ -83,9 +83,25 @@ def too_long_error(location: object, length: int, capacity: int) -> ValueError:
 
 def max_sample_length(packer: Mapping[str, Any]) -> int | None:
     """Return the longest sample that a packer with these settings accepts; None: no limit."""
-    if packer["overflow"] != "error":
-        return None
-    capacity = packer["budget"] // packer["pad_to_multiple_of"] * packer["pad_to_multiple_of"]
+    return _max_segment(packer) if packer["overflow"] == "error" else None
+
+
+def kept_lengths(lengths: np.ndarray, packer: Mapping[str, Any]) -> np.ndarray:
+    """Return the tokens of each item that a packer with these settings keeps.
+
+    >>> kept_lengths(np.array([3, 10]), {"budget": 4, "overflow": "truncate"}).tolist()
+    [3, 4]
+    """
+    if packer.get("overflow") == "truncate":
+        return np.minimum(lengths, _max_segment(packer))
+    if packer.get("overflow") == "drop":
+        return np.where(lengths > _max_segment(packer), 0, lengths)
+    return lengths
+
+
+def _max_segment(packer: Mapping[str, Any]) -> int:
+    multiple = packer.get("pad_to_multiple_of", 1)
+    capacity = packer["budget"] // multiple * multiple
     return min(capacity, packer.get("max_length") or capacity)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..numba_jit import jit
 from ..pack import MAX_BUDGET
+from ..preparation_progress import announce_compilation
 from ..state.int_codec import ints_from_text, ints_to_text
 from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
@@ -161,27 +162,31 @@ class Planner:
         self.counts.tokens += total
         if self.settings["strategy"] == "best_fit" and len(self.pending) < self.settings["pool"]:
             return Plan.join([])
-        return self._decide(final=False)
+        return self._decide()
+
+    def flush(self) -> Plan:
+        """Return the packs of the pending segments, except the emptiest, whose segments wait.
+
+        Strategies that keep the order return none: their pending segments do not fill a pack.
+        """
+        return self._decide(flush=True)
 
     def finish(self) -> Plan:
         """Return the packs of all pending segments."""
         return self._decide(final=True)
 
-    def _decide(self, final: bool) -> Plan:
+    def _decide(self, *, flush: bool = False, final: bool = False) -> Plan:
         pending, multiple = self.pending, self.settings["pad_to_multiple_of"]
         if self.settings["strategy"] == "concat":
             pending = Segments(*cut_stream(*pending.columns, self.capacity, multiple))
         lengths = pending.lengths
         sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
-            order, offsets, rest, self._deferrals = fit_windows(
-                sizes,
-                self._deferrals,
-                self.capacity,
-                self.settings["pool"],
-                self.settings["defer"],
-                final,
-            )
+            settings = self.capacity, self.settings["pool"], self.settings["defer"]
+            with announce_compilation(fit_windows, "the packer"):
+                order, offsets, rest, self._deferrals = fit_windows(
+                    sizes, self._deferrals, *settings, flush, final
+                )
         else:
             offsets = next_fit(sizes, self.capacity, final)
             order, rest = np.split(np.arange(len(pending)), offsets[-1:])

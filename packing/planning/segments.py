@@ -61,11 +61,12 @@ def _append_items(items, starts, lengths, first, item_lengths):
     """Append full items to the three columns."""
     m = len(items)
     columns = np.empty((3, m + len(item_lengths)), np.int64)
-    columns[0, :m] = items
-    columns[1, :m] = starts
-    columns[2, :m] = lengths
-    columns[1, m:] = 0
+    for n in range(m):
+        columns[0, n] = items[n]
+        columns[1, n] = starts[n]
+        columns[2, n] = lengths[n]
     for n in range(len(item_lengths)):
         columns[0, m + n] = first + n
+        columns[1, m + n] = 0
         columns[2, m + n] = item_lengths[n]
     return columns

@@ -39,8 +39,10 @@ def fit_small_set(sizes, capacity, heads, counts, low, high, order, offsets, lac
         found = random_fit(sizes[arrivals], capacity, *buckets, *trial)[0]
         if found < packs:
             packs = found
-            order[:n] = arrivals[trial_order[:n]]
-            offsets[: packs + 1] = trial_offsets[: packs + 1]
+            for i in range(n):
+                order[i] = arrivals[trial_order[i]]
+            for p in range(packs + 1):
+                offsets[p] = trial_offsets[p]
     spare = packs // SPARE if n < min(FEW_PER_PACK * packs, NO_SPARE_FROM) else 0
     return _exchange(sizes, capacity, order, offsets, packs, spare, mix(key)), key
 
@@ -64,8 +66,13 @@ def _exchange(sizes, capacity, order, offsets, packs, spare, key):
         for i in range(offsets[p], offsets[p + 1]):
             place[order[i]] = p
             rooms[p] -= sizes[order[i]]
-    by_size, rank = np.argsort(sizes, kind="mergesort"), np.empty(n, np.int64)
-    rank[by_size] = np.arange(n)
+    by_size, rank = np.empty(n, np.int64), np.empty(n, np.int64)
+    for s in range(n):
+        by_size[s] = sizes[s] * n + s
+    by_size.sort()  # by size, then by number, as a stable argsort, which takes seconds to compile
+    for i in range(n):
+        by_size[i] %= n
+        rank[by_size[i]] = i
     for step in range(EXCHANGES * n):
         noise = mix(key + np.uint64(step))
         s, second = below(noise, n), noise << np.uint64(32)

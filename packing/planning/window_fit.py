@@ -50,17 +50,19 @@ class Output(NamedTuple):
 
 
 @jit
-def fit_windows(sizes, deferrals, capacity, pool, defer, final):
+def fit_windows(sizes, deferrals, capacity, pool, defer, flush, final):
     """Pack segments of these sizes (rounded lengths), given in order of arrival.
 
     deferrals: how often the first segments, those that an earlier call left pending, were deferred;
-    defer: whether a window may leave segments to the next one. Returns the segments of the emitted
-    packs, the offsets of these packs, the pending segments, and the deferrals of the first of them.
+    defer: whether a window may leave segments to the next one; flush: whether all but the emptiest
+    pack are emitted. Returns the segments of the emitted packs, the offsets of these packs, the
+    pending segments, and the deferrals of the first of them.
     """
     n, arrived = len(sizes), len(deferrals)
     buckets, out = empty_buckets(capacity), _empty_output(n)
     pending, packs = np.arange(arrived), 0
-    while len(pending) + n - arrived >= pool or (final and len(pending) + n > arrived):
+    flush = flush and sizes.sum() > capacity
+    while len(pending) + n - arrived >= pool or ((flush or final) and len(pending) + n > arrived):
         taken = min(pool - len(pending), n - arrived)
         is_set = final and len(deferrals) == 0 and taken <= LARGEST_SET and arrived + taken == n
         window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
@@ -69,7 +71,10 @@ def fit_windows(sizes, deferrals, capacity, pool, defer, final):
         window_sizes = sizes[window]
         fitted = _fit_window(window_sizes, capacity, buckets, is_set)
         emitted = np.ones(len(fitted.lacks), np.bool_)
-        if defer and not (final and arrived == n):
+        if flush and arrived == n:
+            _keep_emptiest(fitted, window_sizes, deferrals, pool, emitted)
+            flush = False
+        elif defer and not (final and arrived == n):
             _count_alone_as_full(fitted, window_sizes, len(pending), capacity)
             overdue = _choose_full(fitted, deferrals, capacity, emitted)
             _balance(fitted, window_sizes, overdue, emitted)
@@ -170,7 +175,7 @@ def _choose_full(fitted, deferrals, capacity, emitted):
     for lack in lacks:
         full += lack <= limit
     if full < least:
-        limit = np.partition(lacks, least - 1)[least - 1]
+        limit = np.sort(lacks)[least - 1]  # np.partition takes 9 s to compile
     overdue = np.zeros(len(lacks), np.bool_)
     for p in range(len(lacks)):
         times = np.int64(0)
@@ -179,6 +184,24 @@ def _choose_full(fitted, deferrals, capacity, emitted):
         overdue[p] = times >= MAX_DEFERRALS
         emitted[p] = overdue[p] or lacks[p] << times < (limit + 1) * 3**times
     return overdue
+
+
+@jit
+def _keep_emptiest(fitted, sizes, deferrals, pool, emitted):
+    """Mark all packs but the one of the fewest tokens, if its segments may be deferred."""
+    order, offsets, lacks = fitted
+    emptiest, fewest = 0, np.int64(-1)
+    for p in range(len(lacks)):
+        tokens = np.int64(0)
+        for i in range(offsets[p], offsets[p + 1]):
+            tokens += sizes[order[i]]
+        if fewest < 0 or tokens < fewest:
+            emptiest, fewest = p, tokens
+    start, end = offsets[emptiest], offsets[emptiest + 1]
+    times = np.int64(0)
+    for i in range(start, end):
+        times = max(times, deferrals[order[i]])
+    emitted[emptiest] = times >= MAX_DEFERRALS or end - start >= pool
 
 
 @jit

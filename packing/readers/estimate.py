@@ -15,6 +15,7 @@ from math import ceil
 import numpy as np
 
 from ..ordering.epoch_estimate import estimate_epoch
+from ..planning.overflow import kept_lengths
 from ..planning.planner import Planner
 from ..sample import Sample
 from ..sources.source import RowSource
@@ -35,9 +36,10 @@ def estimate_packs(settings: StreamSettings) -> int | None:
             return None
         lengths.append(found[0])
         counts.append(found[1])
-    tokens = [sum(each) * count for each, count in zip(lengths, counts, strict=True)]
+    kept = [kept_lengths(each, settings.packer).sum() for each in lengths]
+    tokens = [each * count for each, count in zip(kept, counts, strict=True)]
     drawn = estimate_epoch(tokens, settings.weights, settings.stopping_strategy)
-    laps = drawn / np.array(tokens)
+    laps = drawn / np.maximum(1, tokens)
     counts = [count * lap / settings.shards for count, lap in zip(counts, laps, strict=True)]
     total = sum(len(each) * count for each, count in zip(lengths, counts, strict=True))
     share = min(1.0, MAX_PLANNED / max(total, 1))

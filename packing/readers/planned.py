@@ -23,13 +23,14 @@ import numpy as np
 from ..encoding.report import NO_PACKS, SkippedRows, build_report
 from ..ordering.epoch_estimate import estimate_epoch
 from ..ordering.epoch_order import MixedOrder, epoch_order
-from ..ordering.mixture import StoppingStrategy, Weight, has_schedule
+from ..ordering.mixture import Mixture, StoppingStrategy, Weight, has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling
-from ..planning.overflow import Counts, max_sample_length, too_long_error
+from ..planning.overflow import Counts, kept_lengths, max_sample_length, too_long_error
 from ..planning.plan import Plan
 from ..planning.planner import Planner
+from ..planning.share_order import follow_shares
 from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
 from ..state.run_state import check_packs_left, end_epoch_of
@@ -72,8 +73,8 @@ class PlannedPacks:
         self._max_length = max_sample_length({**defaults, **planner})
         self.seed, self.shuffle, self.balance = seed, shuffle, balance
         self.weights = weights
-        self._tokens_before = 0, np.zeros(len(weights), np.int64)
-        """The epoch that was counted last, and the tokens of each source before it."""
+        self._mixture_state: tuple[int, dict] = 0, self._new_mixture().state_dict()
+        """An epoch, and the state of the mixture before it."""
         self._num_packs: dict[int, int] = {}
         """The number of packs of each epoch that was counted."""
         self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
@@ -87,25 +88,36 @@ class PlannedPacks:
         leveler = NoLeveling()
         if self.balance:
             leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
-        pending, first = np.zeros(0, np.int64), 0
+        pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(self.weights)
         for documents in _first(self._order(epoch), max_documents):
+            if changes:  # the block before ended an interval of the schedule
+                yield leveler.feed(self._to_documents(planner.flush(), pending, first))
+                yield leveler.finish()
             pending = np.concatenate([pending, documents])
-            lengths = self.store.lengths[documents].astype(np.int64, copy=False)
+            lengths = self._lengths(documents)
             self._check_lengths(documents, lengths)
             plan = planner.feed(lengths)
-            yield leveler.feed(_to_documents(plan, pending, first))
+            yield leveler.feed(self._to_documents(plan, pending, first))
             first_pending = max(first, planner.first_pending)
             pending, first = pending[first_pending - first :], first_pending
-        yield leveler.feed(_to_documents(planner.finish(), pending, first))
+        yield leveler.feed(self._to_documents(planner.finish(), pending, first))
         yield leveler.finish()
         self.counts = planner.counts
 
-    def _planner_settings(self) -> dict[str, Any]:
-        """Return the planner's settings; where the order is random, each pool is planned alone.
+    def _to_documents(self, plan: Plan, documents: np.ndarray, first: int) -> Plan:
+        """Replace the items of a plan, positions in the order from `first`, by documents."""
+        plan = Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
+        if not has_schedule(self.weights):
+            return plan
+        sources, budget = self.store.sources(plan.items), self.planner["budget"]
+        return follow_shares(plan, sources, len(self.weights), budget)
 
-        A mixture whose weights change keeps the user's pool: packs may not move far in it.
-        """
-        if not self.shuffle or has_schedule(self.weights):
+    def _lengths(self, documents: np.ndarray) -> np.ndarray:
+        return self.store.lengths[documents].astype(np.int64, copy=False)
+
+    def _planner_settings(self) -> dict[str, Any]:
+        """Return the planner's settings; where the order is random, each pool is planned alone."""
+        if not self.shuffle:
             return self.planner
         pool = max(PLANNED_POOL, self.planner.get("pool", 1))
         return {**self.planner, "pool": pool, "defer": False}
@@ -119,31 +131,29 @@ class PlannedPacks:
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
         if len(self.weights) == 1:
-            return epoch_order(len(self.store), self.seed, epoch, self.shuffle)
-        return self._mixed_order().epoch(epoch, self._tokens_before_epoch(epoch))
+            yield from epoch_order(len(self.store), self.seed, epoch, self.shuffle)
+            return
+        mixture = self._new_mixture()
+        first, state = self._mixture_state
+        if first > epoch:
+            first, state = 0, mixture.state_dict()
+        mixture.load_state_dict(state)
+        for earlier in range(first, epoch):
+            for _ in self._mixed_order().epoch(earlier, mixture):
+                pass
+        self._mixture_state = epoch, mixture.state_dict()
+        yield from self._mixed_order().epoch(epoch, mixture)
+        self._mixture_state = epoch + 1, mixture.state_dict()
+
+    def _new_mixture(self) -> Mixture:
+        return Mixture(self.weights, self.stopping_strategy, budget=self.planner["budget"])
 
     def _mixed_order(self) -> MixedOrder:
-        return MixedOrder(
-            self.store.source_bounds(len(self.weights)),
-            self.store.lengths,
-            self.weights,
-            self.stopping_strategy,
-            self.seed,
-            self.shuffle,
-        )
+        bounds = self.store.source_bounds(len(self.weights))
+        return MixedOrder(bounds, self._kept_lengths, self.seed, self.shuffle)
 
-    def _tokens_before_epoch(self, epoch: int) -> np.ndarray:
-        """Count the tokens of each source in earlier epochs, if weights change with them."""
-        if not has_schedule(self.weights):
-            return np.zeros(len(self.weights), np.int64)
-        counted, tokens = self._tokens_before[0], self._tokens_before[1].copy()
-        if counted > epoch:
-            counted, tokens = 0, np.zeros_like(tokens)
-        for earlier in range(counted, epoch):
-            for documents in self._mixed_order().epoch(earlier, tokens.copy()):
-                np.add.at(tokens, self.store.sources(documents), self.store.lengths[documents])
-        self._tokens_before = epoch, tokens
-        return tokens
+    def _kept_lengths(self, documents: np.ndarray) -> np.ndarray:
+        return kept_lengths(self._lengths(documents), self.planner)
 
     def report(self, epoch: int, skipped: SkippedRows) -> dict:
         """Report an epoch from its plan, without reading tokens."""
@@ -162,7 +172,8 @@ class PlannedPacks:
         None: an epoch has no more documents than these.
         """
         bounds, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
-        tokens = np.array([lengths[a:b].sum(dtype=np.int64) for a, b in pairwise(bounds)])
+        kept = [kept_lengths(lengths[a:b], self.planner) for a, b in pairwise(bounds)]
+        tokens = np.array([each.sum(dtype=np.int64) for each in kept])
         drawn = estimate_epoch(tokens, self.weights, self.stopping_strategy)
         laps = drawn / np.maximum(1, tokens)
         if laps @ np.diff(bounds) <= max_documents:
@@ -294,11 +305,6 @@ def _first(blocks: Iterator[np.ndarray], count: int | None) -> Iterator[np.ndarr
         yield block[:count]
         if count is not None and (count := count - len(block)) <= 0:
             return
-
-
-def _to_documents(plan: Plan, documents: np.ndarray, first: int) -> Plan:
-    """Replace the items of a plan, positions in the order from `first`, by documents."""
-    return Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
 
 
 def _cursor_at(epoch_starts: list[tuple[int, int]], index: int) -> dict:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ import numpy as np
 from ..encoding.encode_rows import encode_rows
 from ..encoding.encoder import Encoder
 from ..encoding.report import SkippedRows
-from ..ordering.mixture import Mixture, StoppingStrategy, Weight
+from ..ordering.mixture import INTERVAL_END, Mixture, StoppingStrategy, Weight
 from ..pack import Pack
-from ..planning.overflow import max_sample_length
+from ..planning.overflow import kept_lengths, max_sample_length
 from ..planning.packer import Packer
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
@@ -67,7 +68,10 @@ class ShardReader:
         self.packer = Packer(**settings.packer)
         self._max_length = max_sample_length(settings.packer)
         self.mixture = Mixture(
-            settings.weights, settings.stopping_strategy, num_readers=settings.shards
+            settings.weights,
+            settings.stopping_strategy,
+            num_readers=settings.shards,
+            budget=settings.packer["budget"],
         )
         self.rows = [
             ShuffledRows(
@@ -171,7 +175,7 @@ class ShardReader:
         """Pack as many samples as the mixture allows; at the end of an epoch, pack the rest."""
         if self._epoch_ended:
             self._next_epoch()
-        drawn = self._draw()
+        drawn, interval_ends = self._draw()
         if drawn is None:
             self._epoch_ended, self.finished = True, self.epoch + 1 == self.end_epoch
             packs = self.packer.finish()
@@ -180,22 +184,28 @@ class ShardReader:
             for number, (source, row, _) in enumerate(drawn, first):
                 self._row_of_sample[number] = (source, row)
             packs = self.packer.add(sample for _, _, sample in drawn)
+            if interval_ends:
+                packs = chain(packs, self.packer.flush())
         self._row_of_sample = {n: self._row_of_sample[n] for n in self.packer.pending}
         for source, rows in enumerate(self.rows):
             pending = [row for origin, row in self._row_of_sample.values() if origin == source]
             rows.drop_before(min([*pending, self._next_row(source)]))
         return packs
 
-    def _draw(self) -> list[tuple[int, int, Sample]] | None:
-        """Return the next (source, row, sample) of the mixture; None at the end of an epoch."""
+    def _draw(self) -> tuple[list[tuple[int, int, Sample]] | None, bool]:
+        """Return the next (source, row, sample) of the mixture; None at the end of an epoch.
+
+        Also return whether they end an interval of the schedule.
+        """
         while True:
             choices, needed = self.mixture.draw([self._lengths(s) for s in range(len(self.rows))])
             if len(choices):
-                return [self._pop(source) for source in choices.tolist()]
+                drawn = [self._pop(source) for source in choices.tolist()]
+                return drawn, needed == INTERVAL_END
             if needed >= 0 and self._refill(needed):
                 continue
             if needed < 0 or self.mixture.mark_exhausted(needed):
-                return None
+                return None, False
             if self.mixture.stopping_strategy == "all_exhausted":
                 self._check_lap(needed)
                 self._next_lap(needed)
@@ -258,7 +268,7 @@ class ShardReader:
             if isinstance(result, RowError):
                 break
             lengths.append(len(result))
-        return np.array(lengths, np.int64)
+        return kept_lengths(np.array(lengths, np.int64), self.settings.packer)
 
     def _pop(self, source: int) -> tuple[int, int, Sample]:
         number, sample = self._encoded[source].popleft()

@@ -15,12 +15,10 @@ import numpy as np
 from ..numba_jit import jit
 from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
+from ..token_ids import MAX_TOKEN_ID
 from .mapped_file import MappedFile
 from .mapped_index import MappedBegins, chunks
 from .remote import RemoteTokens
-
-NO_LIMIT = np.iinfo(np.int64).max
-"""The limit of ids if the vocabulary is not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +63,7 @@ class TokenArray:
     def valid_mask(self, vocab_size: int | None = None) -> np.ndarray:
         """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
         self.check_file()
-        limit = NO_LIMIT if vocab_size is None else vocab_size
+        limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
         begins = np.asarray(self.begins)
         ends = begins + self.lengths
         valid = self.lengths > 0

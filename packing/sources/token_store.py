@@ -14,8 +14,9 @@ from ..numba_jit import jit
 from ..planning.plan import Plan
 from ..sample import IGNORE_INDEX, check_labels
 from ..state.fingerprint import Fingerprint
+from ..token_ids import MAX_TOKEN_ID
 from .remote import RemoteTokens
-from .token_array import NO_LIMIT, TokenArray, documents_unshifted
+from .token_array import TokenArray, documents_unshifted
 
 
 class TokenStore:
@@ -93,7 +94,7 @@ class TokenStore:
         columns = plan.items, plan.starts, plan.lengths, plan.offsets
         labeled = pad_to_multiple_of > 1 or any(a.labels is not None for a in self.arrays)
         rows = PackedRows(*_allocate_rows(*columns, packs, pad_to_multiple_of, labeled))
-        limit, valid = NO_LIMIT if vocab_size is None else vocab_size, True
+        limit, valid = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size, True
         if len(self.arrays) == 1:
             valid = _copy_documents(
                 self.arrays[0], rows, rows.documents, slice(None), pad_token_id, limit
@@ -122,8 +123,7 @@ class TokenStore:
         segment = int(np.searchsorted(rows.segment_starts, token, side="right")) - 1
         location = self.location(int(rows.documents[segment]))
         return ValueError(
-            f"{location} contains the {name} {ids[token]}: ids range "
-            f"from 0 to {limit - 1 if limit < NO_LIMIT else 'the vocabulary'}; "
+            f"{location} contains the {name} {ids[token]}: ids range from 0 to {limit - 1}; "
             'pass on_error="skip" to skip such documents'
         )
 

@@ -1,4 +1,4 @@
-"""Training throughput: tokens/s, samples/s, fill, MFU, data wait, and the loss by source.
+"""Training throughput: tokens/s, samples/s, fill, MFU, data wait; loss and tokens by source.
 
 meter = ThroughputMeter.of(loader, model)
 for batch in loader:
@@ -12,6 +12,7 @@ Evaluations run inside `meter.paused()`, so that their time does not count in th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ class ThroughputMeter:
             wait_seconds: returns the seconds of waiting for data: `PackedLoader.wait_seconds`.
             overflow_counts: returns the samples split, truncated and dropped, see
                 `PackedLoader.overflow_counts`.
-            by_source: report the loss by source, if token losses are added.
+            by_source: report tokens by source, and the loss if token losses are added.
             source_names: the names of the sources: `PackedDataset.source_names`.
         """
         self.ranks, self.by_source, self.source_names = ranks, by_source, source_names
@@ -70,6 +71,8 @@ class ThroughputMeter:
         self._pause_depth = 0
         self.seen = {"tokens": 0, "samples": 0, "packs": 0}
         """Totals of this rank since the start."""
+        self._tokens_seen_of: Counter[int] = Counter()
+        """Tokens of each source since the start."""
         self.reset()
 
     @classmethod
@@ -92,6 +95,7 @@ class ThroughputMeter:
         self._paused_seconds = 0.0
         self._packs = self._tokens = self._budget = self._samples = 0
         self._flops = 0.0
+        self._tokens_of: Counter[int] = Counter()
         self._source_losses.clear()
 
     @contextmanager
@@ -129,6 +133,11 @@ class ThroughputMeter:
             self.seen[name] += count
         if self.flops is not None:
             self._flops += self.flops.step_flops(info.lengths)
+        if self.by_source:
+            for source in np.unique(info.sources).tolist():
+                count = int(info.lengths[info.sources == source].sum())
+                self._tokens_of[source] += count
+                self._tokens_seen_of[source] += count
         if self.by_source and labels is not None and token_losses is not None:
             self._add_losses(info, labels.to(token_losses.device), token_losses)
 
@@ -159,8 +168,17 @@ class ThroughputMeter:
         }
         if self.flops is not None and self.peak:
             rates["mfu"] = self._flops / seconds / self.peak
+        return {**self._read_sources(), **rates}
+
+    def _read_sources(self) -> dict[str, float]:
+        """Return the tokens, share of tokens and loss of each source."""
+        values: dict[str, float] = {}
         names = dict(enumerate(self.source_names))
+        for source in sorted({*names, *self._tokens_seen_of}) if self.by_source else ():
+            name = names.get(source, f"source_{source}")
+            values[f"tokens_{name}"] = self.ranks * self._tokens_seen_of[source]
+            values[f"share_{name}"] = self._tokens_of[source] / max(1, self._tokens)
         for source, losses_and_counts in sorted(self._source_losses.items()):
             total, count = torch.stack(losses_and_counts).sum(0).tolist()
-            rates[f"loss_{names.get(source, f'source_{source}')}"] = total / max(1.0, count)
-        return rates
+            values[f"loss_{names.get(source, f'source_{source}')}"] = total / max(1.0, count)
+        return values

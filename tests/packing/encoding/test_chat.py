@@ -249,3 +249,58 @@ def test_flags_that_cannot_be_followed_are_refused(tokenizer, turn, flag, told):
     chat = [{**m, **flag} if t == turn else m for t, m in enumerate(CHAT)]
     with pytest.raises(ValueError, match=told):
         encode_chat(tokenizer, chat)
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}BEGIN"
+    "{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}<call>"
+    "{{ c.function | tojson }}</call>{% endfor %}<|im_end|>END{{ '\n' }}{% elif m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}[{{ m.content }}]"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def random_chat(rng) -> list[dict]:
+    """A chat of questions, answers, calls and results of tools, some of them not to be trained."""
+    turns, words = [], ["yes", "no", "yes yes", "[yes]", " a ", "assistant"]
+    for _ in range(rng.integers(1, 4)):
+        turns.append({"role": "user", "content": str(rng.choice(words))})
+        for _ in range(rng.integers(1, 3)):
+            turn = {"role": "assistant", "content": str(rng.choice(words))}
+            if rng.random() < 0.3:
+                turn[str(rng.choice(["weight", "train", "loss"]))] = bool(rng.integers(2))
+            turns.append(turn)
+            if rng.random() < 0.5:
+                turn["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+                turn["content"] = None if rng.random() < 0.5 else turn["content"]
+                turns += [{"role": "tool", "content": "ok"}] * int(rng.integers(1, 3))
+    return turns
+
+
+def expected_text(turn: dict) -> str:
+    calls = [f"<call>{json.dumps(call['function'])}</call>" for call in turn.get("tool_calls", [])]
+    return (turn["content"] or "") + "".join(calls) + "<|im_end|>"
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_of_chats_with_tools_and_flags_exactly_the_trained_answers_count(tokenizer, is_marked):
+    begin, end = ("{% generation %}", "{% endgeneration %}") if is_marked else ("", "")
+    tokenizer.chat_template = TOOL_TEMPLATE.replace("BEGIN", begin).replace("END", end)
+    encoder = Encoder(tokenizer)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        chat, tools = random_chat(rng), [{"name": "f"}] if rng.random() < 0.5 else None
+        trained = [
+            turn for turn in chat if turn["role"] == "assistant"
+            and all(turn.get(flag, True) for flag in ("weight", "train", "loss"))
+        ]  # fmt: skip
+        (sample,) = encoder.encode([{"messages": chat, "tools": tools}])
+        if not trained:
+            assert "trains nothing" in str(sample)
+            continue
+        assert counted(tokenizer, sample) == [expected_text(turn) for turn in trained]
+        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
+        assert sample.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]

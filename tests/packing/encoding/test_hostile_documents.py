@@ -5,6 +5,7 @@ import os
 import random
 from contextlib import suppress
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -260,3 +261,18 @@ def test_the_wrong_type_midway_does_not_change_what_stands_before_it(pretokenize
         rows, budget=8, pool=1, shuffle=False, on_error="skip", pretokenize=pretokenize, shards=1
     )
     assert np.concatenate([pack.tokens for pack in data]).tolist() == [1, 2, 3, 4, 7, 8]
+
+
+@pytest.mark.parametrize("kind", ["list", "stream", "dataset", "flat file"])
+def test_an_id_beyond_any_vocabulary_is_named_where_none_is_known(tmp_path, kind):
+    ids, options = [1, 2**40, 3], {"budget": 8, "rank": 0, "world_size": 1}
+    source: object = [{"input_ids": ids}]
+    if kind == "stream":
+        options |= {"pretokenize": False, "shards": 1}
+    if kind == "dataset":
+        source = datasets.Dataset.from_list([{"input_ids": ids}])
+    if kind == "flat file":
+        np.array([*ids, 0], np.int64).tofile(tmp_path / "ids.bin")
+        source, options = tmp_path / "ids.bin", options | {"dtype": "int64", "add_eos": 0}
+    with pytest.raises(ValueError, match=r"1099511627776.*2147483647"):
+        list(PackedDataset(source, **options))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from nopad.packing.ordering import Mixture
 from nopad.packing.ordering.epoch_estimate import estimate_epoch
 from nopad.packing.ordering.epoch_order import MixedOrder
 
@@ -21,8 +22,8 @@ WEIGHTS = [
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_the_tokens_of_each_source_are_those_that_an_epoch_draws(weights, stopping_strategy):
     bounds = [0, *np.cumsum(COUNTS).tolist()]
-    order = MixedOrder(bounds, LENGTHS, weights, stopping_strategy, seed=0, shuffle=True)
-    documents = np.concatenate(list(order.epoch(0)))
+    order = MixedOrder(bounds, LENGTHS.__getitem__, seed=0, shuffle=True)
+    documents = np.concatenate(list(order.epoch(0, Mixture(weights, stopping_strategy))))
     sources = np.searchsorted(bounds, documents, side="right") - 1
     drawn = np.bincount(sources, LENGTHS[documents], len(COUNTS))
     tokens = np.add.reduceat(LENGTHS, bounds[:-1])

@@ -263,15 +263,17 @@ def test_weights_that_drift_cannot_begin_with_a_later_epoch_of_a_stream():
         data.set_epoch(2)
 
 
-def test_the_tokens_of_earlier_epochs_are_counted_once(monkeypatch):
+@pytest.mark.parametrize(
+    "weights", [([(0, 1.0), (3200, 0.0)], [(0, 0.0), (3200, 1.0)]), (0.33, 0.67)], ids=str
+)
+def test_earlier_epochs_are_drawn_once(monkeypatch, weights):
     one, two = sources(40, 40)
-    drift = [(0, 1.0), (3200, 0.0)], [(0, 0.0), (3200, 1.0)]
-    mixture = list(zip((one, two), drift, strict=True))
+    mixture = list(zip((one, two), weights, strict=True))
     data = PackedDataset(mixture, budget=16, epochs=5)
     asked, epoch = [], MixedOrder.epoch
     monkeypatch.setattr(MixedOrder, "epoch", lambda *a: asked.append(a[1]) or epoch(*a))
     first = [pack.tokens.tolist() for pack in data]
-    assert asked == [0, *(n for e in range(1, 5) for n in (e - 1, e))]
+    assert asked == [0, 1, 2, 3, 4]
     assert data.count(4) == data.count(4) and data.count(1) > 0
     again = PackedDataset(mixture, budget=16, epochs=5)
     again.count(2)
@@ -297,3 +299,106 @@ def test_a_source_without_weight_is_not_read_when_the_others_are_exhausted(weigh
 def test_every_source_has_a_name_of_its_own(sources):
     names = source_names([(source, 1) for source in sources])
     assert len(set(names)) == len(sources)
+
+
+def drift_of(count: int, packs: int, **options):
+    """Three sources of `count` documents, the first fading, the run of about `packs` packs."""
+    rng = np.random.default_rng(count)
+    lengths = [np.clip(rng.lognormal(4, 1, count), 2, 800).astype(int) for _ in range(3)]
+    total = int(0.7 * np.concatenate(lengths).sum())
+    rising = [(0, 0.1), (total, 0.45)]
+    weights = [[(0, 0.8), (total, 0.1)], rising, rising]
+    rows = [[[1] * length for length in own] for own in lengths]
+    options = {"budget": total // packs, "rank": 0, "world_size": 1, **options}
+    return PackedDataset(list(zip(rows, weights, strict=True)), **options), weights
+
+
+def distances(data, weights, shards: int = 1) -> np.ndarray:
+    """How far the tokens of each source are from the schedule after each pack, in packs.
+
+    shards > 1: of the packs of each shard, from its part of the schedule.
+    """
+    packs, found = list(data), []
+    for shard in range(shards):
+        own = [pack for pack in packs if pack.index % shards == shard]
+        tokens = np.array([np.bincount(p.sources, p.lengths, minlength=3) for p in own]).cumsum(0)
+        seen = shards * tokens.sum(1)
+        for source, ((_, first), (end, last)) in enumerate(weights):
+            part = np.minimum(seen, end)
+            wanted = first * part + (last - first) * part**2 / (2 * end) + last * (seen - part)
+            found.append((tokens[:, source] - wanted / shards) / packs[0].budget)
+    return np.abs(np.concatenate(found))
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"strategy": "sequential"}], ids=str)
+@pytest.mark.parametrize("count, packs", [(100, 8), (300, 40), (3000, 200), (3000, 700)])
+def test_the_trained_packs_follow_changing_weights(count, packs, options):
+    data, weights = drift_of(count, packs, **options)
+    longest = data.lengths.max() / data.settings["budget"]
+    farthest = distances(data, weights).max()
+    assert farthest <= (1 if longest < 0.5 else 1 + longest)
+
+
+def test_each_shard_of_a_stream_follows_changing_weights():
+    data, weights = drift_of(1500, 200, pretokenize=False)
+    packs, longest = list(data), 800 / data.settings["budget"]
+    assert distances(packs, weights, shards=8).max() <= 1 + longest
+    assert distances(packs, weights).max() <= 2
+
+
+def test_balanced_packs_follow_changing_weights_but_for_chance_in_an_interval():
+    data, weights = drift_of(3000, 200, balance=True)
+    assert distances(data, weights).max() <= 2
+
+
+def test_weights_that_change_cost_little_fill():
+    data, _ = drift_of(3000, 200)
+    assert data.report()["fill"] > 0.99
+
+
+@pytest.mark.parametrize("pretokenize", [True, False])
+def test_a_resume_changes_no_pack_of_changing_weights(pretokenize):
+    options = {"pretokenize": pretokenize, "shards": 2, "pool": 16, "epochs": 2}
+    data, _ = drift_of(100, 40, **options)
+    packs, states = [], []
+    for pack in data:
+        states.append(json.dumps(data.state_dict()))
+        packs.append(pack.tokens.tolist())
+    for stop in range(0, len(packs) - 1, 7):
+        again, _ = drift_of(100, 40, **options)
+        again.load_state_dict(json.loads(states[stop]))
+        assert [pack.tokens.tolist() for pack in again] == packs[stop + 1 :]
+
+
+@pytest.mark.parametrize("options", [{}, {"pretokenize": False, "shards": 2}], ids=str)
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_shares_do_not_drift_over_the_epochs_of_small_sources(stop, options):
+    lengths = np.random.default_rng(1).integers(5, 40, (2, 10))
+    rows = [[[source + 1] * int(n) for n in own] for source, own in enumerate(lengths)]
+    data = PackedDataset(
+        [(rows[0], 0.33), (rows[1], 0.67)], budget=64, epochs=None, max_packs=200,
+        stopping_strategy=stop, rank=0, world_size=1, **options,
+    )  # fmt: skip
+    tokens = np.concatenate([pack.tokens for pack in data])
+    assert abs((tokens == 1).sum() - 0.33 * len(tokens)) < 64 + 40 * 2
+
+
+@pytest.mark.parametrize("pretokenize", [True, False])
+@pytest.mark.parametrize("overflow, lengths", [("truncate", [500]), ("drop", [500, 50])])
+def test_tokens_that_are_truncated_or_dropped_have_no_share(overflow, lengths, pretokenize):
+    long, short = [[1] * n for n in lengths * 60], [[2] * 50] * 120
+    data = PackedDataset(
+        [(long, 0.5), (short, 0.5)], budget=200, max_length=50, overflow=overflow,
+        pretokenize=pretokenize, shards=1, rank=0, world_size=1,
+    )  # fmt: skip
+    tokens = np.concatenate([pack.tokens for pack in data])
+    assert abs((tokens == 1).mean() - 0.5) < 0.02
+    if pretokenize:
+        assert abs(data.report()["shares"][0] - 0.5) < 0.02
+
+
+def test_a_source_that_is_dropped_completely_cannot_be_repeated():
+    mixture = [([[1] * 50] * 4, 1), ([[2] * 5] * 9, 1)]
+    data = PackedDataset(mixture, budget=8, overflow="drop", stopping_strategy="all_exhausted")
+    with pytest.raises(ValueError, match="source 0 of the mixture is empty"):
+        list(data)

@@ -49,6 +49,18 @@ def test_loss_is_told_by_source():
         assert torch.isclose(torch.tensor(rates[f"loss_source_{source}"]), alone, rtol=1e-5)
 
 
+def test_tokens_and_shares_are_told_by_source():
+    meter = ThroughputMeter(2, source_names=["web", "code", "rare"])
+    sources = [np.array([0, 1, 0]), np.array([1])]
+    for lengths, own in zip(([4, 5, 1], [10]), sources, strict=True):
+        meter.reset()
+        meter.add(PackInfo(0, {}, 10, np.array(lengths), 7, 7, sources=own))
+    rates = meter.read()
+    assert [rates[f"tokens_{name}"] for name in ("web", "code", "rare")] == [10, 30, 0]
+    assert [rates[f"share_{name}"] for name in ("web", "code", "rare")] == [0, 1, 0]
+    assert not any("share" in name for name in ThroughputMeter(by_source=False).read())
+
+
 def test_rates_are_of_what_was_added_since_the_last_reset():
     meter = ThroughputMeter(
         2, flops=ModelFlops(10.0, 0.0, (None,)), peak=100.0, wait_seconds=lambda: 0.0

@@ -1,0 +1,46 @@
+"""While data is prepared, the user is told what takes the time."""
+
+import json
+
+import numpy as np
+import pytest
+from nopad.packing import PackedDataset, preparation_progress
+from nopad.packing.planning import planner
+from numba import njit
+
+
+def byte_ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+@pytest.mark.parametrize("rank, told", [("0", True), ("1", False)])
+@pytest.mark.parametrize("kind", ["file", "list"])
+def test_encoding_says_how_many_rows_are_done_and_what_is_left(
+    monkeypatch, capsys, tmp_path, kind, rank, told
+):
+    monkeypatch.setattr(preparation_progress, "LINE_INTERVAL", 0)
+    monkeypatch.setenv("RANK", rank)
+    rows = [{"text": "some text"}] * 1000
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    PackedDataset(str(path) if kind == "file" else rows, tokenizer=byte_ids, budget=64)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (4 if told else 0)
+    if told:
+        assert "256 of about 1,0" in lines[0] and "rows/s" in lines[0] and "s left" in lines[0]
+        assert "1,000 of about 1,000 rows" in lines[-1] and lines[-1].endswith(" 0 s left")
+
+
+def test_quick_preparation_is_silent(capsys):
+    PackedDataset([{"text": "some text"}] * 300, tokenizer=byte_ids, budget=64)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
+    def one_pack(sizes, deferrals, capacity, pool, defer, flush, final):
+        return np.arange(len(sizes)), np.array([0, len(sizes)]), np.arange(0), deferrals[:0]
+
+    monkeypatch.setattr(planner, "fit_windows", njit(one_pack))
+    for _ in range(2):
+        assert len(planner.pack_lengths([3, 2], budget=8)) == 1
+    assert capsys.readouterr().err.count("compiling the packer") == 1
