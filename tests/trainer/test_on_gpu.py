@@ -7,12 +7,14 @@ import pytest
 import tiny_run
 import torch
 from front_ends import gradient, hf
+from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.runtime import gather_rng_states, load_rng_states
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring.packing_check import measure_leak
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -78,3 +80,15 @@ def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():
     drawn = torch.rand(8, device=device).tolist() + torch.rand(8).tolist()
     load_rng_states(saved, device)
     assert torch.rand(8, device=device).tolist() + torch.rand(8).tolist() == drawn
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_train_in_any_precision(kind, precision, tmp_path, capsys):
+    config = tiny_config(CONFIG_MAPPING[kind](), layers=6)
+    config.update({"vocab_size": 512, "hidden_size": 256})
+    experts = AutoModelForCausalLM.from_config(config, attn_implementation="nopad")
+    randomize_weights(experts)
+    experts.to(DEVICE, torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert hf(experts, dataset(), tmp_path, use_cpu=False, bf16=precision == "autocast")
+    assert "leak check 0.0" in capsys.readouterr().out
