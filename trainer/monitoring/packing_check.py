@@ -148,8 +148,8 @@ def _rounding(embedded: Tensor) -> float:
     device, dtype = embedded.device.type, embedded.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    is_tf32 = dtype == torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return 2.0**-10 if is_tf32 else torch.finfo(dtype).eps
+    is_tf32 = device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return 2.0**-10 if dtype == torch.float32 and is_tf32 else torch.finfo(dtype).eps
 
 
 def _draws_numbers(model: Any, batch: dict[str, Any], mask: bool) -> bool:
