@@ -573,7 +573,7 @@ FAULTS = {
     ),
     "no rounding is allowed": (
         "trainer/monitoring/test_packing_check.py::test_experts_pass_in_any_precision",
-        "nopad.trainer.monitoring.packing_check", "_NOISES = 0",
+        "nopad.trainer.monitoring.packing_check", "_NOISE_FACTOR = 0",
     ),
     "no gradient is looked for": (
         "trainer/monitoring/test_packing_check.py::test_a_weak_leak_is_seen",
@@ -581,7 +581,7 @@ FAULTS = {
     ),
     "packed is not compared with alone": (
         "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
-        "nopad.trainer.monitoring.packing_check", "_excess = lambda *a: 0.0",
+        "nopad.trainer.monitoring.packing_check", "_beyond_noise = lambda *a: 0.0",
     ),
     "the start check has no long row": (
         "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",

@@ -8,7 +8,7 @@ from .leak_check import (
     embeddings_replaced,
     leaked_gradient,
     logits_at,
-    probe_places,
+    probe_positions,
     zero_weights_filled,
 )
 from .mask_patch import (
@@ -34,6 +34,7 @@ from .selfcheck import (
     check_default_cache,
     check_packed,
     check_paged,
+    nan_max,
     packed_batch,
     random_documents,
 )
@@ -70,9 +71,10 @@ __all__ = [
     "logits_at",
     "mask_patch_installed",
     "module_mode",
+    "nan_max",
     "nopad_attention",
     "packed_batch",
-    "probe_places",
+    "probe_positions",
     "random_documents",
     "record_call",
     "register",

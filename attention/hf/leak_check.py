@@ -28,12 +28,12 @@ _MOST_SINGLE = 6
 """Documents that are examined one by one; more are examined in groups."""
 
 
-def probe_places(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Return the places in a row whose logits are examined, and how many each document has.
+def probe_positions(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Return the positions in a row whose logits are examined, and how many each document has.
 
     The logits of a long row would take more memory than training does.
 
-    >>> places, counts = probe_places([3, 40])
+    >>> places, counts = probe_positions([3, 40])
     >>> counts, places[:8].tolist(), places[-3:].tolist()
     ([3, 26], [0, 1, 2, 3, 4, 5, 6, 7], [40, 41, 42])
     """
@@ -79,13 +79,14 @@ def leaked_gradient(
     lengths: of the documents.
     mask_documents: pass the boundaries to the stock masks.
     """
-    places, counts = probe_places(lengths)
+    places, counts = probe_positions(lengths)
     row = batch["input_ids"].shape[-1]
     owners = torch.full((row,), len(lengths))
     owners[: sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths))
     probed = torch.repeat_interleave(torch.tensor(counts))
     leaks = []
-    for side in map(torch.tensor, _sides(len(lengths))):
+    for side in map(torch.tensor, _document_sets(len(lengths))):
+        # Once per set: compiled layers free what they saved after one backward.
         with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
             logits = logits_at(model, batch, places, mask_documents)
         by_token = token_gradients(logits, embedded, torch.isin(probed, side))
@@ -94,14 +95,14 @@ def leaked_gradient(
     return torch.stack(leaks).max().item()
 
 
-def _sides(count: int) -> list[list[int]]:
-    """Return sets of documents: for any two, one set has the first and not the second.
+def _document_sets(count: int) -> list[list[int]]:
+    """Return sets of documents that separate any two of them, in both directions.
 
-    Of many documents, those that are eight apart stay together.
+    With more than six documents, two whose indices differ by a multiple of eight are not separated.
 
-    >>> _sides(3)
+    >>> _document_sets(3)
     [[0], [1], [2]]
-    >>> _sides(7)[:4]
+    >>> _document_sets(7)[:4]
     [[1, 3, 5], [0, 2, 4, 6], [2, 3, 6], [0, 1, 4, 5]]
     """
     if count <= _MOST_SINGLE:

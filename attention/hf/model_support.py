@@ -156,7 +156,9 @@ def keeps_state(model: Any) -> bool:
     # Other tokens also change how experts group theirs, so rounding: a gradient is exact.
     try:
         with recording(silent=True), torch.inference_mode(False):
-            return _gradient_reaches_back(model, ids)
+            return _gradient_reaches_back(model, ids.clone())  # not one of inference mode
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # some quantized weights have no backward
         return bool(moved > 2e-2)
 
@@ -165,7 +167,7 @@ def _gradient_reaches_back(model: Any, ids: torch.Tensor) -> bool:
     with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
         logits = _forward_as_nopad(model, ids)
     by_token = token_gradients(logits, embedded, torch.arange(len(ids)) >= _PROBE_TOKENS)
-    return bool(by_token[:_PROBE_TOKENS].any())
+    return bool((by_token[:_PROBE_TOKENS] > 0).any())  # NaN is no path
 
 
 def _probe(model: Any) -> CallLog:

@@ -269,13 +269,15 @@ def attach_loss(
             averaged over these ranks too, as DDP and FSDP over all ranks do.
     """
     model = unwrap_peft(model)
-    if hasattr(model, "nopad_loss"):
-        model.nopad_loss.detach()
+    before = getattr(model, "nopad_loss", None)
+    if before is not None:
+        before.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
         raise ValueError(f"{type(model).__name__} has no LM head to compute a loss from")
     if (reason := not_causal_lm_reason(model)) is not None:
         raise ValueError(f"{reason}: packs train causal LMs; train this model on padded batches")
     loss = AttachedLoss(model, label_smoothing, z_loss)
+    loss.mask_documents = before is not None and before.mask_documents
     # As a plain attribute: neither a submodule nor part of the state dict.
     object.__setattr__(model, "nopad_loss", loss)
     loss.share_rows(sequence_group)
@@ -312,7 +314,8 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
         if is_unprepared and loss._prepared_forward is not None:
             loss._forward, loss._prepared_forward = MethodType(stock, model), None
         if labels is None and shift_labels is None:
-            row = args[0] if args else kwargs.get("input_ids", kwargs.get("position_ids"))
+            inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
+            row = next((tensor for tensor in inputs if tensor is not None), None)
             with loss._document_mask(kwargs, row):  # a loss of one's own may be made of the logits
                 return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)

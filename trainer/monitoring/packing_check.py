@@ -24,18 +24,19 @@ from ...attention.hf import (
     leaked_gradient,
     logits_at,
     module_mode,
-    probe_places,
+    nan_max,
+    probe_positions,
 )
 from ...collators import PackedCollator
 from ...packing import Pack, Sample
-from ...runtime import preserve_rng, rng_states
+from ...runtime import gather_objects, preserve_rng, rng_states
 
-_NOISES = 4
+_NOISE_FACTOR = 4
 """How much more than the model's own rounding packed samples may differ from samples alone."""
 _DRAWS = 8
 """Rows of random samples that must all show a difference."""
-_START, _FEW = 4, 8
-"""Tokens that start a sample; a sample with fewer tokens than `_FEW` has no median of its own."""
+_FIRST_TOKENS, _MIN_FOR_MEDIAN = 4, 8
+"""Tokens that start a sample; a sample with fewer tokens than `_MIN_FOR_MEDIAN` has no median of its own."""
 
 
 def measure_leak(
@@ -80,12 +81,13 @@ def measure_difference(
     """
     collator, excess = collator or PackedCollator(), 0.0
     batch = _batch(model, collator, _samples(model, lengths), budget)
-    is_random = _draws_numbers(model, batch, mask_documents)
+    is_random = _is_random(model, batch, mask_documents)
     with preserve_rng(), module_mode(model, training=not is_random):
         for seed in range(_DRAWS):
             samples = _samples(model, lengths, seed)
             pairs = _differences(model, collator, samples, mask_documents, budget)
-            excess = _excess(*map(list, zip(*pairs, strict=True)))
+            own = _beyond_noise(*map(list, zip(*pairs, strict=True)))
+            excess = nan_max(gather_objects(own))  # ranks that share weights leave together
             if not excess:
                 return 0.0
     return excess
@@ -101,12 +103,12 @@ def _differences(
     for sample, together in list(zip(samples, packed, strict=True))[-3:]:
         batch = _batch(model, collator, [sample], budget)
         (alone,) = _logits(model, batch, [len(sample)], mask)
-        with embeddings_replaced(model, _round_otherwise):
+        with embeddings_replaced(model, _perturb_by_one_rounding):
             (rounded,) = _logits(model, batch, [len(sample)], mask)
         yield _by_token(together, alone), _by_token(rounded, alone)
 
 
-def _excess(differences: list[Tensor], noises: list[Tensor]) -> float:
+def _beyond_noise(differences: list[Tensor], noises: list[Tensor]) -> float:
     """Return the largest difference, or median of differences, beyond that of noise; 0.0 if none.
 
     Some tokens that differ show by the largest difference, and many also beside noise that is large
@@ -115,7 +117,7 @@ def _excess(differences: list[Tensor], noises: list[Tensor]) -> float:
     pairs = [
         (_largest(by_sample), _largest_median(by_sample)) for by_sample in (differences, noises)
     ]
-    beyond = [d for d, noise in zip(*pairs, strict=True) if not d <= _NOISES * noise]
+    beyond = [d for d, noise in zip(*pairs, strict=True) if not d <= _NOISE_FACTOR * noise]
     return beyond[0] if beyond else 0.0
 
 
@@ -129,12 +131,12 @@ def _by_token(logits: Tensor, alone: Tensor) -> Tensor:
 
 def _largest_median(by_sample: list[Tensor]) -> float:
     """Return the largest median of a sample's tokens and of all first tokens; NaN if one is."""
-    starts = torch.cat([tokens[:_START] for tokens in by_sample])
-    groups = [starts, *(tokens for tokens in by_sample if len(tokens) >= _FEW)]
+    starts = torch.cat([tokens[:_FIRST_TOKENS] for tokens in by_sample])
+    groups = [starts, *(tokens for tokens in by_sample if len(tokens) >= _MIN_FOR_MEDIAN)]
     return float(torch.stack([group.median() for group in groups]).max())
 
 
-def _round_otherwise(embedded: Tensor) -> tuple[Tensor, Tensor]:
+def _perturb_by_one_rounding(embedded: Tensor) -> tuple[Tensor, Tensor]:
     """Return embeddings that are one rounding apart, up or down."""
     device = embedded.device
     generator = torch.Generator(device).manual_seed(0)
@@ -152,7 +154,7 @@ def _rounding(embedded: Tensor) -> float:
     return 2.0**-10 if dtype == torch.float32 and is_tf32 else torch.finfo(dtype).eps
 
 
-def _draws_numbers(model: Any, batch: dict[str, Any], mask: bool) -> bool:
+def _is_random(model: Any, batch: dict[str, Any], mask: bool) -> bool:
     """Return whether training mode is random: dropout, noise of a router."""
     device = next(model.parameters()).device
     with preserve_rng(), module_mode(model, training=True):
@@ -215,7 +217,7 @@ def _can_pad(collator: Any, samples: int, padding: int) -> bool:
 
 def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -> list[Tensor]:
     """Return the logits at some places of each sample."""
-    places, counts = probe_places(lengths)
+    places, counts = probe_positions(lengths)
     with torch.enable_grad():  # kernels are chosen by whether there will be a backward
         logits = logits_at(model, batch, places, mask)
     return list(logits.detach().float().split(counts))

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -31,6 +32,8 @@ from ..fsdp_unshard import reshard
 from .cpu_precision import describe_slow_bf16
 from .packing_check import measure_difference, measure_leak, measure_shard_difference
 
+_MASK = "the attention mask"
+"""Source of the boundaries where the masks of stock attention were repaired."""
 MAX_PLANNED = 1 << 20
 """Samples that are planned for the banner; the figures of larger data are extrapolated."""
 
@@ -47,10 +50,13 @@ def check_run(
     attention = getattr(config, "_attn_implementation", "eager")
     _check_lengths(data, config)
     _check_weights(model, collator)
-    rows, boundaries = _check_rows(data, config, collator), _boundaries(attention)
+    rows, boundaries = _check_rows(data, config, collator), _boundaries(model, attention)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        rows[0] = rows[0][-1:]  # a teacher keeps no activations: a long row may not fit
     check = partial(_find_fault, model, collator, rows, data.settings["budget"])
     try:
-        with zero_weights_filled(model):
+        # A model may get its first pack in a validation, which Lightning runs in inference mode.
+        with torch.inference_mode(False), zero_weights_filled(model):
             fault = check()
             if fault:
                 boundaries = _try_mask_repair(model, check, fault)
@@ -92,7 +98,9 @@ def describe_speedups(loss: Any, fused: Any) -> str:
     )
 
 
-def _boundaries(attention: str) -> str:
+def _boundaries(model: Any, attention: str) -> str:
+    if getattr(getattr(model, "nopad_loss", None), "mask_documents", False):
+        return _MASK  # an earlier check has repaired the masks
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 
 
@@ -155,7 +163,7 @@ def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
     if can_mask and not check(mask=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.mask_documents = True
-            return "the attention mask"
+            return _MASK
         way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks, or "
     raise ValueError(
         f"{config.model_type} with attn_implementation={attention!r} {fault}: {way_out}train "
@@ -252,9 +260,9 @@ def _times(laps: float) -> str:
     return "once" if number == "1" else f"{number} times"
 
 
-def check_first_batches(loader: PackedLoader, model: Any) -> None:
-    """Have a loader refuse batches that do not fit the model before they are trained on."""
-    loader.limits = ModelLimits.of(model)
+def check_first_batches(loader: PackedLoader, *models: Any) -> None:
+    """Have a loader refuse batches that do not fit the models before they are trained on."""
+    loader.limits = ModelLimits.of(*models)
     loader.first_step_check = partial(check_batches, vocab_size=loader.limits.vocab_size)
 
 

@@ -33,7 +33,6 @@ from ...packing import Pack, PackedDataset
 from ...runtime import Layout, find_layout, join_sequence_group, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
-from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
 from ..fused.fuse_layers import FusedLayers, fuse_layers
 from ..loss.attached_loss import AttachedLoss, attach_loss
@@ -116,8 +115,9 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.finite_check = FiniteCheck(continue_on_nan)
         self._guard_saves()
         _refuse_context_parallel(accelerator)
-        index = accelerator.__dict__["nopad_num_loaders"] = _num_loaders(accelerator) + 1
-        self._state_file = STATE_FILE.replace(".", f"_{index - 1}.") if index > 1 else STATE_FILE
+        index = _num_loaders(accelerator)
+        accelerator.__dict__["nopad_num_loaders"] = index + 1
+        self._state_file = STATE_FILE.replace(".", f"_{index}.") if index else STATE_FILE
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
@@ -129,11 +129,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return pack_plain(data, config, budget=budget, tokenizer=tokenizer, seed=seed or 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        speedups = self._prepare_models()
+        self._prepare_models()
         self._start_training()
-        if self._needs_check:
-            self._needs_check = False
-            self._check(speedups)
         losses = [model.nopad_loss for model in self._causal_lms()]
         before, count, trains = self.accelerator.step, None, False
         self.begin()
@@ -173,11 +170,14 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         """
         return _ValidationLoader(self, pack_like(self.dataset, dataset), limit)
 
-    def _prepare_models(self) -> list[str]:
-        """Attach the loss to the prepared models; return their lines of the banner."""
+    def _prepare_models(self) -> None:
+        """Attach the loss to the prepared models; check them once, before training or validation."""
         self._place()
         self._join_group()
-        return [self._speed_up(model) for model in self._causal_lms()]
+        speedups = [self._speed_up(model) for model in self._causal_lms()]
+        if self._needs_check:
+            self._needs_check = False
+            self._check(speedups)
 
     def _align(self, done: int) -> int:
         """Have Accelerate sync the gradients with the last batch of a step, and only then.
@@ -202,10 +202,11 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return size + done
 
     def _leave(self, before: int, count: int | None) -> None:
-        """Give the count of batches back to the loop around this one; notice a step that is left.
+        """Restore the batch count of the surrounding loop; note a step that was left unfinished.
 
         before: the count when the iteration began.
-        count: that of the last batch when it was issued; None if the data or no training ends.
+        count: that of the last batch when it was issued; None if the data has ended, or nothing was
+            trained.
         """
         if self.gradient_state.active_dataloader is self:  # otherwise another one counts by now
             size, now = self.accumulation_steps, self.accelerator.step
@@ -239,7 +240,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 ensure_train_mode(model)
 
     def _discard_left_step(self) -> None:
-        """Discard the gradients of a step that a loop has left: its packs are trained again."""
+        """Discard the gradients of an unfinished step: its packs are trained again."""
         if not self.accelerator.__dict__.pop("nopad_left_step", False):
             return
         kind = self.accelerator.distributed_type
@@ -283,7 +284,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
 
     def _speed_up(self, model: Any) -> str:
         """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
-        if id(model) not in self._sped_up:
+        if id(model) not in self._sped_up or not hasattr(model, "nopad_loss"):
             loss = getattr(model, "nopad_loss", None) or attach_loss(model)
             if loss.row_shards is None:
                 loss.share_rows(self._sequence_group)
@@ -299,13 +300,12 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             with self.accelerator.autocast():
                 banner = check_run(model, self.dataset, self.collator, self.layout)
             print_banner([*banner, line])
-            check_first_batches(self, model)
         if speedups:
-            self.limits = ModelLimits.of(*self._causal_lms())
+            check_first_batches(self, *self._causal_lms())
 
     @property
     def worker_init_fn(self) -> Any:
-        """Not there; `skip_first_batches` reads it to build a DataLoader of a loader's settings."""
+        """Raise: only `skip_first_batches` reads it, to rebuild a DataLoader from its settings."""
         raise ValueError(
             "skip_first_batches does not apply to packs: after load_state the loader continues by "
             "itself with the packs that were not trained"
@@ -343,6 +343,7 @@ class _ValidationLoader(EvaluationLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         self._training._prepare_models()
+        self.limits = self._training.limits
         return super().__iter__()
 
     def to_device(self, batch: Batch) -> Batch:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from ...attention.hf import ATTN_IMPLEMENTATION
 from ...packing import PackedDataset
 from ...runtime import (
     barrier,
@@ -105,8 +106,8 @@ class PackedTrainerMixin(_Base):
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    """For a `compute_loss` with a loss of its own: True if it divides by `num_items_in_batch`,
-    False if it is the mean of a batch, which is then divided by the accumulation steps."""
+    """For a `compute_loss` with a loss of its own: True if it divides by
+    `inputs["num_items_in_batch"]`, False if it is the mean of a batch, which is then divided by the accumulation steps."""
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
     _trained_state: dict | None = None
@@ -151,6 +152,8 @@ class PackedTrainerMixin(_Base):
         self._aux_loss, self._aux_steps = torch.zeros(()), 0
         """The sum of this rank's auxiliary losses since the last log, and the steps it is of."""
         self._logged_aux_loss: dict[str, float] = {}
+        self._checked_loss: Any = None
+        """The attached loss of the model that the start check has passed."""
         self._trained_pack: PackInfo | None = None
         """The pack of the last micro-step."""
         self.token_sums: dict[str, list[float]] = {}
@@ -224,12 +227,19 @@ class PackedTrainerMixin(_Base):
         if self.attached_loss.model is not model:  # `model_init` has made another one
             self._prepare_model()
         if self.packed_check:
-            with self.accelerator.autocast():
-                banner = check_run(model, self.train_dataset, self._loader.collator, self.layout)
+            banner = self._check_model(self.train_dataset)
             print_banner([*banner, describe_speedups(self.attached_loss, self.fused_layers)])
             check_first_batches(self._loader, model)
         self.meter = ThroughputMeter.of(self._loader, model)
         return self._loader
+
+    def _check_model(self, data: PackedDataset) -> list[str]:
+        """Return the lines of the banner; raise if packs of this data would be wrong."""
+        model = unwrap_peft(self.accelerator.unwrap_model(self.model))
+        with self.accelerator.autocast():
+            banner = check_run(model, data, self.packed_collator, self.layout)
+        self._checked_loss = self.attached_loss
+        return banner
 
     def _set_position(self) -> None:
         """Continue from the checkpoint, if there is one; count the steps that are left."""
@@ -262,9 +272,15 @@ class PackedTrainerMixin(_Base):
             loader = TrainerEvaluationLoader(packed, self.packed_collator, layout=self.layout)
             loader.gradient_state = self.accelerator.gradient_state
             if self.packed_check:
+                if self._checked_loss is not self.attached_loss and self._has_stock_attention():
+                    self._check_model(packed)  # an evaluation without training: masks are repaired
                 loader.limits = ModelLimits.of(self.accelerator.unwrap_model(self.model))
             self._eval_loaders[id(data)] = data, loader
         return self._eval_loaders[id(data)][1]
+
+    def _has_stock_attention(self) -> bool:
+        config = self.attached_loss.model.config.get_text_config()
+        return config._attn_implementation != ATTN_IMPLEMENTATION
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self.get_eval_dataloader(test_dataset)
@@ -309,7 +325,7 @@ class PackedTrainerMixin(_Base):
         if self.state.global_step >= self.state.max_steps:
             return [], None
         batches, items = super().get_batch_samples(*args, **kwargs)
-        if items is not None and self._overrides_loss():
+        if items is not None and self._overrides_loss() and self.loss_is_scaled_for_ga is not False:
             # The share of a rank, so that `model(**inputs).loss` is exact if it is not passed on.
             share = float(items) / self._num_replicas()
             batches = [{**batch, "num_items_in_batch": share} for batch in batches]
@@ -323,7 +339,7 @@ class PackedTrainerMixin(_Base):
         return self.accelerator.num_processes // self.get_tp_size()
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
-        self.attached_loss.token_losses = None
+        self.attached_loss.token_losses = self.attached_loss.aux_loss = None
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_own_loss()
         if self._loader is not None and self.meter is not None:
@@ -348,14 +364,14 @@ class PackedTrainerMixin(_Base):
         return {"aux_loss": total / self.get_tp_size() / steps}
 
     def _check_own_loss(self) -> None:
-        """Refuse a loss that did not come from the model, unless its scale is said."""
+        """Refuse a loss that did not come from the model, unless the class declares its scale."""
         is_own = self._overrides_loss() and self.attached_loss.token_losses is None
         batches = self.current_gradient_accumulation_steps * self._num_replicas()
         if is_own and batches > 1 and self.loss_is_scaled_for_ga is None:
             raise ValueError(
                 f"{type(self).__name__}.compute_loss computes a loss of its own, and a step has "
                 f"{batches} batches: set loss_is_scaled_for_ga=True in the class if it divides by "
-                "num_items_in_batch, False if it is the mean of a batch"
+                "inputs['num_items_in_batch'], False if it is the mean of a batch"
             )
 
     def _track_num_input_tokens(self, inputs: Batch) -> None:
@@ -370,13 +386,16 @@ class PackedTrainerMixin(_Base):
         self.state.num_input_tokens_seen += int(sum_over_ranks(tokens)) // max(1, readers)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._log_save_evaluate(*args, **kwargs)
+        if self._epochs.ends_within_pass():  # the stock loop sees the ends of passes only
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._log_save_evaluate(*args, **kwargs)
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+
+    def _log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Here, where every rank is: `log` may be called by one of them.
         self._logged_aux_loss = self._mean_aux_loss() if self.control.should_log else {}
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self._epochs.ends_within_pass():  # the stock loop sees the ends of passes only
-            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         if eval_dataset is None and self.eval_dataset is None and evaluates_by_generation(self):

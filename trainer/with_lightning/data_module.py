@@ -153,8 +153,7 @@ class PackedDataModule(pl.LightningDataModule):
             None,
         )
         if self.checked_models:
-            check_first_batches(self.loader, self.checked_models[0])
-            self.loader.limits = ModelLimits.of(*self.checked_models)
+            check_first_batches(self.loader, *self.checked_models)
         return self.loader
 
     def accumulation(self, trainer: Any) -> int:

@@ -20,6 +20,8 @@ class ManualSteps:
 
     def __init__(self, trainer: Any):
         self._trainer, self._stepped = trainer, False
+        self.has_gradients = False
+        """Whether a backward ran since the last optimizer step of the data."""
         self._global_step = trainer.global_step
         optimizers = [each for each in trainer.optimizers if isinstance(each, Optimizer)]
         self._handles = [each.register_step_post_hook(self._note) for each in optimizers]
@@ -41,8 +43,9 @@ class ManualSteps:
                 f"training_step steps inside an optimizer step of {packs} packs: step after every "
                 f"{packs}, or pass another PackedDataModule(accumulation_steps=)"
             )
-        parameters = self._trainer.lightning_module.parameters()
-        if ends_step and not stepped and any(p.grad is not None for p in parameters):
+        has_gradients = self.has_gradients
+        self.has_gradients = has_gradients and not ends_step
+        if ends_step and has_gradients and not stepped:
             raise ValueError(
                 f"training_step accumulates more than accumulation_steps={packs}, so that its loss "
                 "would be a mean of means over packs: pass PackedDataModule(accumulation_steps=N), "

@@ -34,7 +34,7 @@ from ..data.data_state import PACKS_PER_STEP, gather_data_state, restore_draws
 from ..data.loader import PackInfo
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import AttachedLoss, attach_loss
-from ..monitoring.finite_check import OWN_LOSS, FiniteCheck, check_weights
+from ..monitoring.finite_check import DIVERGED, OWN_LOSS, FiniteCheck, check_weights
 from ..monitoring.preflight import (
     check_run,
     describe_speedups,
@@ -93,6 +93,7 @@ class PackedCallback(pl.Callback):
         self._frozen_checks: list[Any] = []
         """Hooks that check the other models when they get packs."""
         self._manual_steps: ManualSteps | None = None
+        self._said_own_loss = False
         self._labels: Tensor | None = None
         """Labels of the current batch: a `training_step` may remove them."""
         self._rng_states: list[list[Tensor]] | None = None
@@ -209,7 +210,7 @@ class PackedCallback(pl.Callback):
         self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
         self._labels = batch.get("labels") if isinstance(batch, dict) else None
         for loss, _ in self._prepared.values():
-            loss.token_losses = None
+            loss.token_losses = loss.aux_loss = None
         now, at_start = self.data.accumulation(trainer), self.data.loader.accumulation_steps
         if now != at_start:
             raise ValueError(
@@ -218,7 +219,19 @@ class PackedCallback(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check_before_evaluation(trainer)
         self._validation.enter_context(self.meter.paused())
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check_before_evaluation(trainer)
+
+    def _check_before_evaluation(self, trainer: Any) -> None:
+        """Check models that `fit` has not checked, so that the masks of stock attention are right."""
+        for model in self._prepared if self.check else ():
+            if model not in self.data.checked_models:
+                with trainer.precision_plugin.forward_context():
+                    self._check_model(trainer, model)
+                self.data.checked_models.append(model)
 
     def on_validation_batch_end(
         self,
@@ -239,6 +252,10 @@ class PackedCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._validation.close()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._manual_steps is not None:
+            self._manual_steps.has_gradients = True
 
     def on_train_batch_end(
         self,
@@ -278,8 +295,9 @@ class PackedCallback(pl.Callback):
         found = [loss.token_losses for loss, _ in self._prepared.values()]
         losses = next((losses for losses in found if losses is not None), None)
         self.meter.add(info, self._labels, losses)
-        if losses is None and is_trained and self.finite_check.advice != OWN_LOSS:
-            self.finite_check.advice = OWN_LOSS
+        if losses is None and is_trained and not self._said_own_loss:
+            self._said_own_loss = True
+            self.finite_check.advice = f"{DIVERGED}; if it is your own loss, {OWN_LOSS}"
             print_banner([f"the loss is not that of model(**batch): {OWN_LOSS}"])
 
     def _end_with_stream(self, trainer: Any, state: dict) -> None:
