@@ -36,7 +36,7 @@ _NOISE_FACTOR = 4
 _DRAWS = 8
 """Rows of random samples that must all show a difference."""
 _FIRST_TOKENS, _MIN_FOR_MEDIAN = 4, 8
-"""Tokens that start a sample; a sample with fewer tokens than `_MIN_FOR_MEDIAN` has no median of its own."""
+"""Tokens at the start of a sample; tokens that a sample needs for a median of its own."""
 
 
 def measure_leak(

@@ -171,7 +171,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         return _ValidationLoader(self, pack_like(self.dataset, dataset), limit)
 
     def _prepare_models(self) -> None:
-        """Attach the loss to the prepared models; check them once, before training or validation."""
+        """Attach the loss to the prepared models, and check them once."""
         self._place()
         self._join_group()
         speedups = [self._speed_up(model) for model in self._causal_lms()]

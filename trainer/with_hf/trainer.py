@@ -107,7 +107,8 @@ class PackedTrainerMixin(_Base):
 
     loss_is_scaled_for_ga: bool | None = None
     """For a `compute_loss` with a loss of its own: True if it divides by
-    `inputs["num_items_in_batch"]`, False if it is the mean of a batch, which is then divided by the accumulation steps."""
+    `inputs["num_items_in_batch"]`, False if it is the mean of a batch, which is then divided by the
+    accumulation steps."""
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
     _trained_state: dict | None = None

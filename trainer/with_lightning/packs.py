@@ -226,7 +226,7 @@ class PackedCallback(pl.Callback):
         self._check_before_evaluation(trainer)
 
     def _check_before_evaluation(self, trainer: Any) -> None:
-        """Check models that `fit` has not checked, so that the masks of stock attention are right."""
+        """Check models that `fit` has not checked: masks of stock attention may need a repair."""
         for model in self._prepared if self.check else ():
             if model not in self.data.checked_models:
                 with trainer.precision_plugin.forward_context():
