@@ -40,6 +40,14 @@ def test_the_trainers_log_it(gold, tmp_path):
     assert first["aux_loss"] == pytest.approx(gold[1], rel=1e-5) != second["aux_loss"]
 
 
+def test_it_is_logged_at_the_end_of_every_epoch(tmp_path):
+    settings = {"logging_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1}
+    run = trl_trainer(tmp_path, tiny_run.mixture(), tiny_run.dataset(), **settings)
+    run.train()
+    *epochs, _ = run.state.log_history
+    assert len(epochs) == 3 and all("aux_loss" in log for log in epochs)
+
+
 def test_lightning_logs_it(gold, tmp_path):
     logged: dict = {}
     note = LambdaCallback(on_train_end=lambda run, _: logged.update(run.callback_metrics))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import tiny_run
 import torch
-from front_ends import FIRST_STEP
+from accelerate import Accelerator
+from front_ends import FIRST_STEP, Module
 from nopad.attention.hf import mask_patch
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
 from nopad.trainer.monitoring.packing_check import measure_leak
-from transformers import AutoModelForCausalLM
+from nopad.trainer.with_accelerate import PackedAccelerateLoader
+from nopad.trainer.with_hf import PackedTrainer
+from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FORGETFUL = {
@@ -90,3 +95,39 @@ def test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model():
     logits = model(**batch).logits[0, :-1].detach()
     own = torch.nn.functional.cross_entropy(logits, labels[0, 1:])
     assert float(own) == pytest.approx(wanted, rel=1e-5)
+
+
+def evaluate_hf(model, held_out, folder):
+    args = TrainingArguments(str(folder), max_steps=1, use_cpu=True, report_to=[])
+    run = PackedTrainer(model, args, train_dataset=tiny_run.dataset())
+    return run.evaluate(held_out)["eval_loss"]
+
+
+def evaluate_accelerate(model, held_out, folder):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    loader = PackedAccelerateLoader(accelerator, tiny_run.dataset())
+    with torch.no_grad():
+        losses = [model(**batch).loss for batch in loader.validation(held_out)]
+    return float(torch.stack(losses).mean())
+
+
+class Validated(Module):
+    def validation_step(self, batch, _):
+        self.log("loss", self.model(**batch).loss, batch_size=1)
+
+
+def evaluate_lightning(model, held_out, folder):
+    packs = PackedDataModule(tiny_run.dataset(), held_out)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[PackedCallback(packs)], enable_checkpointing=False, max_steps=1,
+    )  # fmt: skip
+    return trainer.validate(Validated(model), packs, verbose=False)[0]["loss"]
+
+
+@pytest.mark.parametrize("evaluate", [evaluate_hf, evaluate_accelerate, evaluate_lightning])
+def test_masks_are_repaired_for_an_evaluation_before_any_training(evaluate, tmp_path):
+    model, held_out = build("opt", "sdpa").eval(), tiny_run.dataset(23)
+    gold = float(tiny_run.gold_loss(model, list(held_out)).detach())
+    assert evaluate(model, held_out, tmp_path) == pytest.approx(gold, rel=1e-5)

@@ -196,3 +196,13 @@ def test_gradient_checkpointing_is_part_of_the_check():
     layer = model.model.layers[0]
     layer.mlp = Fault(layer.mlp, shifted(1))
     assert measure_leak(model) > 0.0
+
+
+def test_a_check_in_inference_mode_sees_the_same():
+    right, wrong = build("mixtral"), build()
+    layer = wrong.model.layers[0]
+    layer.mlp = Fault(layer.mlp, shifted(1))
+    with torch.inference_mode():
+        check_run(right, data())
+        with pytest.raises(ValueError, match="see each other"):
+            check_run(wrong, data())

@@ -100,9 +100,8 @@ def collate(pack) -> dict:
     return PackedCollator()(pack)
 
 
-def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Tensor]:
+def gold_loss(model, packs: list, mean: str = "token") -> torch.Tensor:
     """Run every sequence of the packs alone; the mean goes over all counted tokens (or samples)."""
-    model.zero_grad()
     device = next(model.parameters()).device
     total, count = torch.zeros((), device=device), 0.0
     for pack in packs:
@@ -117,7 +116,12 @@ def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Te
             loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
             total = total + (loss if mean == "token" else loss / counted)
             count += counted if mean == "token" else 1
-    (total / count).backward()
+    return total / count
+
+
+def gold_gradient(model, packs: list, mean: str = "token") -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    gold_loss(model, packs, mean).backward()
     named = model.named_parameters()
     gradient = {name: p.grad.clone() for name, p in named if p.grad is not None}
     model.zero_grad()

@@ -34,6 +34,24 @@ def test_a_loss_of_one_s_own_says_whether_it_is_scaled(tmp_path):
     assert scaled.losses == [pytest.approx(sum(watch.losses) / 3, rel=1e-6)]
 
 
+class FromModel(PackedTrainer):
+    """The mean of a batch, from the model."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+def test_a_loss_that_is_declared_the_mean_of_a_batch_is_divided_once(tmp_path):
+    run, batches = trainer(tmp_path, tiny_run.dataset(), 1, kind=FromModel, max_steps=3)
+    run.args.learning_rate = 0.0
+    run.train()
+    run, step = trainer(tmp_path, tiny_run.dataset(), 3, kind=FromModel, max_steps=1)
+    run.train()
+    assert step.losses == [pytest.approx(sum(batches.losses) / 3, rel=1e-6)]
+
+
 def test_a_loss_function_gets_the_count_in_evaluations_too(tmp_path):
     functions = ({}, {"compute_loss_func": sum_over_items})
     runs = [trainer(tmp_path, tiny_run.dataset(), 1, more, max_steps=1)[0] for more in functions]

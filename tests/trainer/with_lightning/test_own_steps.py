@@ -75,8 +75,8 @@ def test_a_step_after_every_pack_is_not_taken_for_an_accumulation(raw):
 
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers(use_pl_optimizer=not raw)
-            optimizer.zero_grad()
             if batch_idx != 2:
+                optimizer.zero_grad()
                 self.manual_backward(self.model(**batch).loss)
                 optimizer.step()
 
@@ -109,7 +109,7 @@ def test_a_loss_from_logits_is_exact_by_what_the_batch_carries(capsys):
 def test_the_mean_of_an_empty_pack_is_told_apart_from_a_divergence():
     module = FromLogits(tiny_run.model())
     module.reduction = "mean"
-    with pytest.raises(NonFiniteError, match=r"nan at step 4: divide the sum of your own token"):
+    with pytest.raises(NonFiniteError, match=r"nan at step 4: .*divide the sum of your own token"):
         fit(module, accumulate_grad_batches=PACKS)
 
 
