@@ -855,7 +855,7 @@ FAULTS = {
     "the last step alone is measured": (
         "trainer/with_hf/test_eval_sets.py::"
         "test_trl_s_metrics_of_a_step_are_means_over_its_tokens_and_logged_after_every_epoch",
-        "nopad.trainer.with_hf.epochs", "EpochCallback.is_last_step = lambda self: False",
+        "nopad.trainer.with_hf.epochs", "EpochCallback.ends_epoch = lambda self: False",
     ),
     "an empty pack has a token": (
         "trainer/with_hf/test_options.py::test_tokens_seen_are_those_of_the_packs",

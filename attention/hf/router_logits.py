@@ -1,8 +1,8 @@
 """Router logits of compiled layers, which their graph returns.
 
-Hooks of Transformers append what a router returns to a list that a ContextVar holds, and
-torch.compile cannot read one. Inside the graph of a layer they find a list of their own; outside,
-what is in it goes to the list of the forward.
+Transformers' hooks append router outputs to a list in a ContextVar, which torch.compile cannot
+trace. Inside a layer's graph the hooks get a list of their own, and the graph returns it; outside,
+it is added to the list of the forward.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
 
-KEY, ASKED_BY = "router_logits", "output_router_logits"
+KEY, CONFIG_NAME = "router_logits", "output_router_logits"
 
 
 def has_router_logits(model: nn.Module) -> bool:
     """Return whether a model can return router logits, for its auxiliary loss."""
-    return any(hasattr(part.config.get_text_config(), ASKED_BY) for part in _pretrained(model))
+    return any(hasattr(part.config.get_text_config(), CONFIG_NAME) for part in _pretrained(model))
 
 
 def compile_with_router_logits(model: nn.Module, layers: nn.ModuleList, **options: Any) -> None:
@@ -31,14 +31,14 @@ def compile_with_router_logits(model: nn.Module, layers: nn.ModuleList, **option
     for part in _pretrained(model):
         maybe_install_capturing_hooks(part)  # a graph does not see hooks that come later
     for layer in layers:
-        layer._compiled_call_impl = _Collecting(layer, torch.compile(_call_layer, **options))
+        layer._compiled_call_impl = _CompiledLayer(layer, torch.compile(_call_layer, **options))
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
-class _Collecting:
+class _CompiledLayer:
     """Calls a compiled layer, and collects its router logits if the forward wants them."""
 
     def __init__(self, layer: nn.Module, compiled: Callable):

@@ -78,7 +78,7 @@ def test_another_number_of_packs_per_step_is_said_once_with_how_to_keep_it(run, 
     assert "an optimizer step has" not in capsys.readouterr().out
     run(tmp_path, 1, step=3)
     said = capsys.readouterr().out
-    assert said.count("an optimizer step has 1 packs from here on, in the saved run it had 2") == 1
+    assert said.count("an optimizer step now has 1 packs; in the saved run it had 2") == 1
     assert "to keep 2, accumulate 2 packs per rank" in said
 
 

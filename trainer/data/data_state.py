@@ -3,7 +3,7 @@
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
 The file holds its own checksum and is written atomically. It also holds how many calls of
 generation have drawn random numbers, so that a resumed run draws what it would have drawn, and the
-packs of an optimizer step over all ranks, so that a resumed run says if it has others.
+number of packs per optimizer step over all ranks, so that a resumed run can report a change.
 
 Checkpoints of `torch.distributed.checkpoint`, synchronous or not, take it as a `DataState`:
 

@@ -202,8 +202,8 @@ class PackedLoader:
         if saved % ranks:
             advice = f"start a number of ranks that divides {saved}"
         tqdm.write(
-            f"nopad: an optimizer step has {now} packs from here on, in the saved run it had "
-            f"{saved}; to keep {saved}, {advice}"
+            f"nopad: an optimizer step now has {now} packs; in the saved run it had {saved}. To "
+            f"keep {saved}, {advice}"
         )
 
     def _check_same_data(self) -> None:

@@ -166,7 +166,7 @@ class GenerationEval:
         scores = self._scores(plan)
         if scores.metric_errors is not None and self._on_error == "raise":
             raise ValueError(scores.metric_errors)
-        error = join_errors(scores.failed, scores.metric_errors)
+        error = join_errors(scores.request_errors, scores.metric_errors)
         return scores.values, scores.rows[: self.num_samples], error
 
     def _scores(self, plan: EvalPlan) -> Scores:

@@ -30,8 +30,8 @@ class Scores:
     """The mean of each metric that returned a number every time, and the counters."""
     rows: list[TableRow]
     """One for each completion that was scored."""
-    failed: str | None = None
-    """The first request that failed, and how many did."""
+    request_errors: str | None = None
+    """The first failed request, and how many more failed."""
     metric_errors: str | None = None
     """The first error of each metric, and how many there were: such a metric has no mean."""
 

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to its loss, as part of an optimizer step.
+"""The auxiliary loss of a mixture of experts, as part of the loss of an optimizer step.
 
     loss of a step  =  Σ over its batches of  (labels of the batch / labels of the step)
                          · (mean of its token losses + coefficient · its auxiliary loss)
@@ -33,7 +33,7 @@ class _Batch:
     """The batch of the current forward."""
 
     weight: Tensor
-    """Of its labels; with `divisor`, its share of the step."""
+    """Sum of the loss weights of its labels; `weight / divisor` is its share of the step."""
     divisor: Any
     mask: Tensor | None
     """The tokens that count for the auxiliary loss; None: the model decides."""
@@ -90,7 +90,7 @@ class AuxiliaryLoss:
         return {**kwargs, "attention_mask": self._batch.mask}
 
     def hold(self, cross_entropy: Tensor) -> Tensor:
-        """Return what the model adds its auxiliary loss to: 0, while the cross-entropy is held."""
+        """Keep the cross-entropy; return the 0 that the model adds its auxiliary loss to."""
         if self._batch is None:
             return cross_entropy
         self._batch.cross_entropy = cross_entropy

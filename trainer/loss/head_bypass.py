@@ -85,7 +85,7 @@ def bypass_of(head: Any) -> HeadBypass | None:
 
 
 class NoLogits:
-    """Stands for the logits that were not computed: whoever uses it is told how to get them."""
+    """Placeholder for logits that were not computed: using it raises how to get them."""
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(

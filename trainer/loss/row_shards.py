@@ -116,9 +116,10 @@ class _GroupMean(torch.autograd.Function):
 
 
 class _JoinedRows(torch.autograd.Function):
-    """Rows of all ranks, of which each computes the same: a rank's gradient is that of its own.
+    """All-gather of rows.
 
-    Times the ranks, since trainers average gradients over them.
+    Every rank computes the same loss from them, so a rank's gradient is the slice of its own rows,
+    times the number of ranks, since trainers average gradients over ranks.
     """
 
     @staticmethod

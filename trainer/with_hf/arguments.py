@@ -87,7 +87,7 @@ SFT: dict[str, tuple[Accepts, str]] = {
     ),
     "assistant_only_loss": (
         lambda value, data: _all_rows(data, _is_chat),
-        "PackedDataset counts the assistant's turns of messages, and these rows are not chats",
+        "it applies to chats, and these rows are not chats",
     ),
     "dataset_text_field": (
         lambda value, data: value == data.settings["text_column"],

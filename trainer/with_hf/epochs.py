@@ -31,7 +31,7 @@ class EpochCallback(TrainerCallback):
         """
         self._trainer, self._ends_with_stream = trainer, ends_with_stream
         self._ended = 0
-        self._is_last_step = False
+        self._ended_epoch = False
         """Whether the last step that was trained ended an epoch."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -41,7 +41,7 @@ class EpochCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_with_stream(state)
-        done, self._is_last_step = self._epochs_done(), self.is_last_step()
+        done, self._ended_epoch = self._epochs_done(), self.ends_epoch()
         # The stock loop would count from the start of a resumed run.
         state.epoch = state.global_step / state.max_steps if done is None else done
 
@@ -54,7 +54,7 @@ class EpochCallback(TrainerCallback):
                 "control.should_epoch_stop was set inside an optimizer step, whose packs would be "
                 "lost: set it in on_step_end"
             )
-        if self._is_last_step:
+        if self._ended_epoch:
             return
         if self._epochs_done() is None:
             raise ValueError(
@@ -92,7 +92,7 @@ class EpochCallback(TrainerCallback):
             return False
         return not self._trainer._loader.state()["finished"]
 
-    def is_last_step(self) -> bool:
+    def ends_epoch(self) -> bool:
         """Return whether the current step, whose packs were read, is the last of an epoch."""
         loader = self._trainer._loader
         if loader is None:

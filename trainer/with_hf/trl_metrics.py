@@ -70,6 +70,6 @@ def _is_logged(trainer: Any) -> bool:
     """Return whether the log shows the current step."""
     step, args = trainer.state.global_step + 1, trainer.args
     if args.logging_strategy != "steps":
-        return trainer._epochs.is_last_step() or step == trainer.state.max_steps
+        return trainer._epochs.ends_epoch() or step == trainer.state.max_steps
     is_first = step == 1 and args.logging_first_step
     return is_first or step % trainer.state.logging_steps == 0 or step == trainer.state.max_steps
