@@ -29,14 +29,17 @@ class Spoiled:
     """Spoils the loss of a step, or the weights after it, once GOOD_STEPS steps are done."""
 
     def __init__(self, what: str):
-        self.what, self.forwards = what, 0
+        self.what, self.forwards, self.has_labels = what, 0, False
 
     def attach(self, model) -> None:
-        embeddings = model.get_input_embeddings()
-        embeddings.register_forward_hook(self._spoil)
+        model.register_forward_pre_hook(self._note_labels, with_kwargs=True)
+        model.get_input_embeddings().register_forward_hook(self._spoil)
+
+    def _note_labels(self, module, args, kwargs):
+        self.has_labels = kwargs.get("labels") is not None
 
     def _spoil(self, module, args, output):
-        if not torch.is_grad_enabled():
+        if not self.has_labels or not torch.is_grad_enabled():  # a check, or an evaluation
             return None
         self.forwards += 1
         if self.what == "loss" and self.forwards == GOOD_STEPS + 1:

@@ -103,8 +103,7 @@ class PackedLoader:
         self.dataset = dataset
         self.collator = collator or PackedCollator()
         self.accumulation_steps = accumulation_steps
-        self.drop_last = drop_last
-        self.count_items = count_items
+        self.drop_last, self.count_items = drop_last, count_items
         self.last_pack: PackInfo | None = None
         """The pack of the last batch that was issued: tokens, label tokens, fill, samples."""
         self.issued: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation_steps + 64)

@@ -105,8 +105,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             pin_memory=accelerator.device.type == "cuda",
             **options,
         )
-        self.gradient_state = GradientState()
-        self._sequence_parallel = sequence_parallel
+        self.gradient_state, self._sequence_parallel = GradientState(), sequence_parallel
         self.fuses_layers, self._needs_check = fused, check
         self.fused_layers: list[FusedLayers] = []
         """What was fused in each prepared model."""
