@@ -937,6 +937,21 @@ FAULTS = {
         "nopad.packing.encoding.chat",
         "_is_trained = lambda turn, message: message['role'] == 'assistant'",
     ),
+    "reentrant checkpoints are differentiated": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_gradient_checkpointing_is_part_of_the_check",
+        "nopad.attention.hf.leak_check",
+        "from contextlib import nullcontext; _no_reentrance = nullcontext",
+    ),
+    "an auxiliary loss may have no gradient": (
+        "trainer/loss/test_auxiliary_loss.py::"
+        "test_checkpoints_that_would_lose_its_gradient_are_refused",
+        "nopad.trainer.loss.auxiliary_loss", "_refuse_reentrance = lambda model: None",
+    ),
+    "experts of a checkpoint are passed over": (
+        "trainer/with_hf/test_saved_weights.py",
+        "nopad.trainer.with_hf.trainer", "load_converted = lambda *arguments: None",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

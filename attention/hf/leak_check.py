@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -86,7 +87,11 @@ def leaked_gradient(
     probed = torch.repeat_interleave(torch.tensor(counts))
     leaks = []
     for side in map(torch.tensor, _sides(len(lengths))):
-        with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
+        with (
+            embeddings_replaced(model, as_leaf) as embedded,
+            _no_reentrance(model),
+            torch.enable_grad(),
+        ):
             logits = logits_at(model, batch, places, mask_documents)
         by_token = token_gradients(logits, embedded, torch.isin(probed, side))
         inside = torch.isin(owners, side)
@@ -120,6 +125,23 @@ def token_gradients(logits: Tensor, embedded: list[Tensor], probed: Tensor) -> T
     found = torch.autograd.grad(logits, embedded, gradient.to(logits.dtype), allow_unused=True)
     by_token = [g.float().abs().amax(-1).view(-1) for g in found if g is not None]
     return torch.stack(by_token).amax(0).cpu()
+
+
+@contextmanager
+def _no_reentrance(model: nn.Module) -> Iterator[None]:
+    """Have layers checkpoint without reentrance inside, with the same values.
+
+    `autograd.grad` refuses reentrant checkpoints, and a `backward` would reach the weights.
+    """
+    name = "_gradient_checkpointing_func"
+    functions = [(m, vars(m)[name]) for m in model.modules() if name in vars(m)]
+    try:
+        for module, function in functions:
+            setattr(module, name, partial(function, use_reentrant=False))
+        yield
+    finally:
+        for module, function in functions:
+            setattr(module, name, function)
 
 
 def as_leaf(embedded: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ from .generation_only import (
     evaluates_by_generation,
     lacks_eval_set,
 )
+from .saved_weights import load_converted
 from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
 from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
@@ -109,6 +110,8 @@ class PackedTrainerMixin(_Base):
     False if it is the mean of a batch, which is then divided by the accumulation steps."""
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
+    _loaded_folder: str | None = None
+    """The checkpoint whose weights were loaded last."""
     _trained_state: dict | None = None
     """The data state after the last trained step, or at the start of the training."""
 
@@ -288,6 +291,18 @@ class PackedTrainerMixin(_Base):
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, StopCallback):
                     callback.request.release()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._loaded_folder = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._loaded_folder = self.state.best_model_checkpoint
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        assert self._loaded_folder is not None
+        load_converted(self.model, self._loaded_folder, load_result.missing_keys)
 
     def _continue_data(self) -> None:
         """Begin another training with the data after that of the last one."""

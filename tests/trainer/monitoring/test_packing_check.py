@@ -189,9 +189,10 @@ def test_dropout_is_not_taken_for_a_difference():
     check_run(model, data())
 
 
-def test_gradient_checkpointing_is_part_of_the_check():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_part_of_the_check(reentrant):
     model = build()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert measure_leak(model) == 0.0
     layer = model.model.layers[0]
     layer.mlp = Fault(layer.mlp, shifted(1))
