@@ -953,6 +953,12 @@ FAULTS = {
         "test_checkpoints_that_would_lose_its_gradient_are_refused",
         "nopad.trainer.loss.auxiliary_loss", "_refuse_reentrance = lambda model: None",
     ),
+    "a trainer replaces any loss": (
+        "trainer/loss/test_attached_loss.py::"
+        "test_a_trainer_does_not_replace_a_loss_with_other_options",
+        "nopad.trainer.loss.attached_loss",
+        "attach_trainer_loss = lambda m, o, g: attach_loss(m, **o, sequence_group=g)",
+    ),
     "experts of a checkpoint are passed over": (
         "trainer/with_hf/test_saved_weights.py",
         "nopad.trainer.with_hf.trainer", "load_converted = lambda *arguments: None",

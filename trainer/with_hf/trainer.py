@@ -39,7 +39,7 @@ from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_co
 from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like
 from ..fused.fuse_layers import fuse_layers
-from ..loss.attached_loss import attach_loss
+from ..loss.attached_loss import attach_trainer_loss
 from ..loss.label_count import loss_weight
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
@@ -201,9 +201,7 @@ class PackedTrainerMixin(_Base):
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
-        self.attached_loss = attach_loss(
-            model, **self._loss_options, sequence_group=self._sequence_group
-        )
+        self.attached_loss = attach_trainer_loss(model, self._loss_options, self._sequence_group)
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 
     def _reject_skip_prepare_without_labels(self, *_: Any, **__: Any) -> None:
