@@ -937,6 +937,32 @@ FAULTS = {
         "nopad.packing.encoding.chat",
         "_is_trained = lambda turn, message: message['role'] == 'assistant'",
     ),
+    "reentrant checkpoints are differentiated": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_gradient_checkpointing_is_part_of_the_check",
+        "nopad.attention.hf.leak_check",
+        "from contextlib import nullcontext; _no_reentrance = nullcontext",
+    ),
+    "every token of a row is probed": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_long_row_of_short_samples_has_few_logits_and_shows_a_leak",
+        "nopad.attention.hf.leak_check", "_PROBED = 1 << 30",
+    ),
+    "an auxiliary loss may have no gradient": (
+        "trainer/loss/test_auxiliary_loss.py::"
+        "test_checkpoints_that_would_lose_its_gradient_are_refused",
+        "nopad.trainer.loss.auxiliary_loss", "_refuse_reentrance = lambda model: None",
+    ),
+    "a trainer replaces any loss": (
+        "trainer/loss/test_attached_loss.py::"
+        "test_a_trainer_does_not_replace_a_loss_with_other_options",
+        "nopad.trainer.loss.attached_loss",
+        "attach_trainer_loss = lambda m, o, g: attach_loss(m, **o, sequence_group=g)",
+    ),
+    "experts of a checkpoint are passed over": (
+        "trainer/with_hf/test_saved_weights.py",
+        "nopad.trainer.with_hf.trainer", "load_converted = lambda *arguments: None",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

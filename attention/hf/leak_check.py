@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -24,6 +25,8 @@ from .mask_patch import document_mask
 
 _FIRST, _LAST, _BETWEEN = 4, 8, 16
 """Tokens of a document whose logits are examined: at its start, at its end, and in between."""
+_PROBED = 64
+"""Documents, at most twice as many, whose logits are examined; the last three always are."""
 _MOST_SINGLE = 6
 """Documents that are examined one by one; more are examined in groups."""
 
@@ -38,9 +41,12 @@ def probe_positions(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
     ([3, 26], [0, 1, 2, 3, 4, 5, 6, 7], [40, 41, 42])
     """
     places, counts, start = [], [], 0
-    for length in lengths:
+    stride = len(lengths) // _PROBED | 1  # odd: every set of `_sides` has documents of them
+    for number, length in enumerate(lengths):
         spread = range(_FIRST, length, max(1, length // _BETWEEN))
         own = {*range(min(_FIRST, length)), *spread, *range(max(0, length - _LAST), length)}
+        if number % stride and number < len(lengths) - 3:
+            own = set()
         places += sorted(start + place for place in own)
         counts.append(len(own))
         start += length
@@ -87,7 +93,11 @@ def leaked_gradient(
     leaks = []
     for side in map(torch.tensor, _document_sets(len(lengths))):
         # Once per set: compiled layers free what they saved after one backward.
-        with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
+        with (
+            embeddings_replaced(model, as_leaf) as embedded,
+            _no_reentrance(model),
+            torch.enable_grad(),
+        ):
             logits = logits_at(model, batch, places, mask_documents)
         by_token = token_gradients(logits, embedded, torch.isin(probed, side))
         inside = torch.isin(owners, side)
@@ -121,6 +131,23 @@ def token_gradients(logits: Tensor, embedded: list[Tensor], probed: Tensor) -> T
     found = torch.autograd.grad(logits, embedded, gradient.to(logits.dtype), allow_unused=True)
     by_token = [g.float().abs().amax(-1).view(-1) for g in found if g is not None]
     return torch.stack(by_token).amax(0).cpu()
+
+
+@contextmanager
+def _no_reentrance(model: nn.Module) -> Iterator[None]:
+    """Have layers checkpoint without reentrance inside, with the same values.
+
+    `autograd.grad` refuses reentrant checkpoints, and a `backward` would reach the weights.
+    """
+    name = "_gradient_checkpointing_func"
+    functions = [(m, vars(m)[name]) for m in model.modules() if name in vars(m)]
+    try:
+        for module, function in functions:
+            setattr(module, name, partial(function, use_reentrant=False))
+        yield
+    finally:
+        for module, function in functions:
+            setattr(module, name, function)
 
 
 def as_leaf(embedded: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,8 @@ class AttachedLoss:
         self.row_shards: RowShards | None = None
         """How rows are spread over sequence-parallel ranks; None if each rank has whole rows."""
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        self.is_trainers = False
+        """Whether a trainer has attached it, and may replace it."""
         self.token_losses: Tensor | None = None
         """The loss of each label of the last batch [B, T], at the label's position, detached."""
         self.aux_loss: Tensor | None = None
@@ -282,6 +284,25 @@ def attach_loss(
     object.__setattr__(model, "nopad_loss", loss)
     loss.share_rows(sequence_group)
     return loss
+
+
+def attach_trainer_loss(model: Any, options: dict[str, float], sequence_group: Any) -> AttachedLoss:
+    """Attach the loss of a trainer; refuse to replace one of the user's that has other options."""
+    before: AttachedLoss | None = getattr(unwrap_peft(model), "nopad_loss", None)
+    agreed = options, dict.fromkeys(options, 0.0)
+    if before is not None and not before.is_trainers and before.options not in agreed:
+        raise ValueError(
+            f"the model's loss was attached with {_named(before.options)}, and the trainer has "
+            f"{_named(options)}: pass the same to the trainer, or call model.nopad_loss.detach() "
+            "first"
+        )
+    loss = attach_loss(model, **options, sequence_group=sequence_group)
+    loss.is_trainers = True
+    return loss
+
+
+def _named(options: dict[str, float]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _wrap_forward(model: Any) -> Callable:

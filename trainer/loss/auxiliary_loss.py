@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...attention.hf import has_router_logits
@@ -74,6 +74,8 @@ class AuxiliaryLoss:
         """Note the whole batch, before its row is spread over ranks."""
         if not self._has_router or not self._is_wanted(kwargs):
             return
+        if torch.is_grad_enabled():
+            _refuse_reentrance(self._model)
         mask, bounds = None, kwargs.get("cu_seq_lens_q")
         if bounds is not None and kwargs.get("attention_mask") is None:
             mask = _counted_tokens(targets, bounds)
@@ -134,6 +136,21 @@ class AuxiliaryLoss:
         if batch is not None and batch.shards is not None:
             join, count = batch.shards.join_rows, batch.num_tokens
             outputs["router_logits"] = tuple(join(x, count) for x in outputs["router_logits"])
+
+
+def _refuse_reentrance(model: nn.Module) -> None:
+    """Refuse reentrant checkpoints, whose forward runs without gradients: router logits have none.
+
+    The cross-entropy has its gradient by the layer's output, the auxiliary loss would have none.
+    """
+    for layer in model.modules():
+        if layer.training and getattr(layer, "gradient_checkpointing", False):
+            function = getattr(layer, "_gradient_checkpointing_func", None)
+            if getattr(function, "keywords", {}).get("use_reentrant"):
+                raise ValueError(
+                    "the auxiliary loss has no gradient with reentrant checkpoints: pass "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}'
+                )
 
 
 def _counted_tokens(targets: Tensor, bounds: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_co
 from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like
 from ..fused.fuse_layers import fuse_layers
-from ..loss.attached_loss import attach_loss
+from ..loss.attached_loss import attach_trainer_loss
 from ..loss.label_count import loss_weight
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
@@ -61,6 +61,7 @@ from .generation_only import (
     evaluates_by_generation,
     lacks_eval_set,
 )
+from .saved_weights import load_converted
 from .step_count import count_again, last_step, set_epochs
 from .stopping import StopCallback
 from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
@@ -111,6 +112,8 @@ class PackedTrainerMixin(_Base):
     accumulation steps."""
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
+    _loaded_folder: str | None = None
+    """The checkpoint whose weights were loaded last."""
     _trained_state: dict | None = None
     """The data state after the last trained step, or at the start of the training."""
 
@@ -202,9 +205,7 @@ class PackedTrainerMixin(_Base):
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
-        self.attached_loss = attach_loss(
-            model, **self._loss_options, sequence_group=self._sequence_group
-        )
+        self.attached_loss = attach_trainer_loss(model, self._loss_options, self._sequence_group)
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 
     def _reject_skip_prepare_without_labels(self, *_: Any, **__: Any) -> None:
@@ -305,6 +306,18 @@ class PackedTrainerMixin(_Base):
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, StopCallback):
                     callback.request.release()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._loaded_folder = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._loaded_folder = self.state.best_model_checkpoint
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        assert self._loaded_folder is not None
+        load_converted(self.model, self._loaded_folder, load_result.missing_keys)
 
     def _continue_data(self) -> None:
         """Begin another training with the data after that of the last one."""

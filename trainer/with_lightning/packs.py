@@ -33,7 +33,7 @@ from ...runtime import (
 from ..data.data_state import PACKS_PER_STEP, gather_data_state, restore_draws
 from ..data.loader import PackInfo
 from ..fused.fuse_layers import fuse_layers
-from ..loss.attached_loss import AttachedLoss, attach_loss
+from ..loss.attached_loss import AttachedLoss, attach_trainer_loss
 from ..monitoring.finite_check import DIVERGED, OWN_LOSS, FiniteCheck, check_weights
 from ..monitoring.preflight import (
     check_run,
@@ -132,7 +132,7 @@ class PackedCallback(pl.Callback):
             self._sequence_group = join_sequence_group(self.data.layout(trainer))
         for model in trained_lms(pl_module):
             if model not in self._prepared:
-                loss = attach_loss(model, **self.options, sequence_group=self._sequence_group)
+                loss = attach_trainer_loss(model, self.options, self._sequence_group)
                 fuses = stage == "fit" and self.fused
                 fused = fuse_layers(model, trainer.strategy.root_device) if fuses else None
                 self._prepared[model] = loss, fused

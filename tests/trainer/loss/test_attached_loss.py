@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import tiny_run
 import torch
 import transformers
+from front_ends import Module
 from nopad.attention import check_supported
 from nopad.trainer.loss import attach_loss
+from nopad.trainer.with_hf import PackedTrainer
+from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
 
 @pytest.mark.parametrize("mean", ["token", "sample"])
@@ -172,3 +176,17 @@ def test_a_model_is_pickled_without_its_loss_or_not_at_all(tmp_path):
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     attach_loss(loaded)
     assert torch.equal(loaded(**batch).loss, ours)
+
+
+def test_a_trainer_does_not_replace_a_loss_with_other_options(tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+    data, model = tiny_run.dataset(), tiny_run.model()
+    attach_loss(model, z_loss=0.1)
+    with pytest.raises(ValueError, match=r"^the model's loss was attached with .*z_loss=0\.1"):
+        PackedTrainer(model, args, train_dataset=data)
+    packs = PackedDataModule(data)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[PackedCallback(packs)])
+    with pytest.raises(ValueError, match=r"^the model's loss was attached with .*z_loss=0\.1"):
+        trainer.fit(Module(model), packs)
+    PackedTrainer(model, args, train_dataset=data, z_loss=0.1)
+    PackedTrainer(model, args, train_dataset=data)  # another training of the same model

@@ -119,6 +119,16 @@ def test_a_forward_that_would_leave_it_out_is_refused():
         model(**tiny_run.batch_of(tiny_run.dataset()))
 
 
+def test_checkpoints_that_would_lose_its_gradient_are_refused():
+    model = tiny_run.mixture().train()
+    attach_loss(model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    batch = tiny_run.batch_of(tiny_run.dataset())
+    with pytest.raises(ValueError, match=r"^the auxiliary loss has no gradient with reentrant"):
+        model(**batch)
+    model(**batch, output_router_logits=False).loss.backward()
+
+
 def test_the_model_is_as_before_when_the_loss_is_detached():
     model, batch = tiny_run.mixture(), tiny_run.batch_of(tiny_run.dataset())
     before = model(**batch)

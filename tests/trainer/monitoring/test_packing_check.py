@@ -7,7 +7,13 @@ import os
 import pytest
 import tiny_run
 import torch
-from nopad.attention.hf import leaked_gradient, sequence_limit, zero_weights_filled
+from nopad.attention.hf import (
+    check_rows,
+    leaked_gradient,
+    probe_places,
+    sequence_limit,
+    zero_weights_filled,
+)
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
@@ -189,9 +195,22 @@ def test_dropout_is_not_taken_for_a_difference():
     check_run(model, data())
 
 
-def test_gradient_checkpointing_is_part_of_the_check():
+@pytest.mark.parametrize("longest", [1, 20])
+def test_a_long_row_of_short_samples_has_few_logits_and_shows_a_leak(longest):
+    (row, _), model = check_rows(None, 16384, longest)[0], build()
+    places, counts = probe_places(row)
+    assert len(places) < 4096 and all(counts[-3:]) and len(counts) == len(row)
+    row = check_rows(None, 600, longest)[0][0]
+    assert measure_leak(model, lengths=row) == 0.0
+    layer = model.model.layers[0]
+    layer.mlp = Fault(layer.mlp, shifted(1))
+    assert measure_leak(model, lengths=row) > 0.0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_part_of_the_check(reentrant):
     model = build()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert measure_leak(model) == 0.0
     layer = model.model.layers[0]
     layer.mlp = Fault(layer.mlp, shifted(1))
