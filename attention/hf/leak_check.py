@@ -41,7 +41,7 @@ def probe_positions(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
     ([3, 26], [0, 1, 2, 3, 4, 5, 6, 7], [40, 41, 42])
     """
     places, counts, start = [], [], 0
-    stride = len(lengths) // _PROBED | 1  # odd: every set of `_sides` has documents of them
+    stride = len(lengths) // _PROBED | 1  # odd: every set of documents has some of them
     for number, length in enumerate(lengths):
         spread = range(_FIRST, length, max(1, length // _BETWEEN))
         own = {*range(min(_FIRST, length)), *spread, *range(max(0, length - _LAST), length)}
