@@ -190,7 +190,7 @@ class ModelSession:
             others = " (others)" if str(key) == str(self.executor.key) else ""
             raise ValueError(
                 f"requests run in {self.executor.key}, the model is now in {key}{others}: finish "
-                "them with the autocast, dtype, device and modules they began with, or abort them first"
+                "them with the autocast, dtype, device and modules they began with, or abort them"
             )
         self.release()
 

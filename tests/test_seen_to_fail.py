@@ -943,6 +943,23 @@ FAULTS = {
         "nopad.inference.session",
         "ModelSession.is_current = lambda self: self._weights.unchanged()",
     ),
+    "a call that has begun waits for the others": (
+        "inference/test_threads.py::"
+        "test_modules_that_come_while_calls_run_hold_up_none_of_them",
+        "nopad.inference.request_runner",
+        "right = RequestRunner.lock_model\n"
+        "RequestRunner.lock_model = lambda self, call=None: right(self)",
+    ),
+    "a call that is aborted keeps its events": (
+        "inference/test_late_prompts.py::test_a_fault_found_as_other_requests_end_is_told",
+        "nopad.inference.request_runner",
+        "right = RequestRunner._abort_call\n"
+        "def _abort_call(self, call):\n"
+        "    events = list(call.events)\n"
+        "    right(self, call)\n"
+        "    call.events.extend(events)\n"
+        "RequestRunner._abort_call = _abort_call",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
