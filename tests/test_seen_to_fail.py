@@ -960,6 +960,21 @@ FAULTS = {
         "    call.events.extend(events)\n"
         "RequestRunner._abort_call = _abort_call",
     ),
+    "fractions change linearly": (
+        "packing/ordering/test_mixture.py::"
+        "test_weights_change_linearly_also_where_their_sum_changes",
+        "nopad.packing.ordering.mixture", "CURVE_KNOTS = 2",
+    ),
+    "padding has a share": (
+        "packing/ordering/test_mixture.py::"
+        "test_padding_between_samples_has_no_share_in_a_stream",
+        "nopad.packing.planning.packer",
+        "right = Packer._count_pack\n"
+        "def _count_pack(self, lengths, begun):\n"
+        "    right(self, lengths, begun)\n"
+        "    self.last_lengths = -(-lengths // 8) * 8\n"
+        "Packer._count_pack = _count_pack",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
