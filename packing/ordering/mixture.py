@@ -192,12 +192,12 @@ def weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
     knots = np.array(sorted({count for line in lines for count, _ in line} | {0}), np.int64)
     table = _interpolate(lines, knots)
     sums = table.sum(1)
-    if (sums != sums[0]).any():  # weights that change linearly are fractions that do not
+    if (sums <= 0).any() or not np.isfinite(table).all():
+        raise ValueError(f"the weights {weights} must be finite, and not all zero at any time")
+    if not np.allclose(sums, sums[0]):  # weights that change linearly are fractions that do not
         parts = [np.linspace(a, b, CURVE_KNOTS).astype(np.int64) for a, b in pairwise(knots)]
         knots = np.unique(np.concatenate(parts))
         table = _interpolate(lines, knots)
-    if (table.sum(1) <= 0).any() or not np.isfinite(table).all():
-        raise ValueError(f"the weights {weights} must be finite, and not all zero at any time")
     fractions = np.rint(table / table.sum(1, keepdims=True) * SCALE).astype(np.int64)
     lost = (table > 0).any(0) & (fractions == 0).all(0)
     if lost.any():
