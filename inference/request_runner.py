@@ -136,11 +136,15 @@ class RequestRunner:
             raise
 
     @contextmanager
-    def lock_model(self) -> Iterator[None]:
-        """Hold the model's lock, once no call runs whose steps this thread could not share."""
+    def lock_model(self, call: Call | None = None) -> Iterator[None]:
+        """Hold the model's lock, once no call runs whose steps this thread could not share.
+
+        A `call` that has begun does not wait: the others may wait for its steps.
+        """
         while True:
             with self._lock:
-                if not self._calls or self._lock.depth > 1 or self._shares_steps():
+                is_inside = self._lock.depth > 1 or call in self._calls
+                if not self._calls or is_inside or self._shares_steps():
                     yield
                     return
             self._idle.wait()
@@ -173,7 +177,7 @@ class RequestRunner:
         call = Call(on_finished, paced)
         try:
             while not call.is_over:
-                with self.lock_model():
+                with self.lock_model(call):
                     if not call.is_started:
                         self._start(call, prepare)
                     if call.driver_before or self._driver in (None, get_ident()):
@@ -265,6 +269,7 @@ class RequestRunner:
             self.abort(group)
             self._outputs.remove(group)
         call.active.clear()
+        call.events.clear()
         call.has_more = False
 
     def _remove(self, call: Call) -> None:

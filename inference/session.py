@@ -132,8 +132,8 @@ class ModelSession:
         return self._weights.unchanged()
 
     def is_current(self) -> bool:
-        """Whether tensors, version counters and adapters are those that the executor last saw."""
-        self._release_if_incompatible(build_key(self._modules, self._cast_dtype()))
+        """Whether modules, tensors, counters and adapters are those that the executor last saw."""
+        self._release_if_incompatible(build_key(list(self._model.modules()), self._cast_dtype()))
         return self.executor is not None and self._weights.unchanged()
 
     def release_if_idle(self) -> None:
@@ -187,9 +187,10 @@ class ModelSession:
         if self.executor is None or self.executor.key == key:
             return
         if self._has_requests():
+            others = " (others)" if str(key) == str(self.executor.key) else ""
             raise ValueError(
-                f"requests run in {self.executor.key}, the model is now in {key}: finish them "
-                "with the autocast, dtype, device and modules they began with, or abort them first"
+                f"requests run in {self.executor.key}, the model is now in {key}{others}: finish "
+                "them with the autocast, dtype, device and modules they began with, or abort them"
             )
         self.release()
 

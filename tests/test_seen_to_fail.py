@@ -963,6 +963,44 @@ FAULTS = {
         "trainer/with_hf/test_saved_weights.py",
         "nopad.trainer.with_hf.trainer", "load_converted = lambda *arguments: None",
     ),
+    "modules are those of the first request": (
+        "inference/live_model/test_changed_models.py::"
+        "test_a_change_of_modules_is_refused_while_requests_run_and_taking_it_back_helps",
+        "nopad.inference.session",
+        "ModelSession.is_current = lambda self: self._weights.unchanged()",
+    ),
+    "a call that has begun waits for the others": (
+        "inference/test_threads.py::"
+        "test_modules_that_come_while_calls_run_hold_up_none_of_them",
+        "nopad.inference.request_runner",
+        "right = RequestRunner.lock_model\n"
+        "RequestRunner.lock_model = lambda self, call=None: right(self)",
+    ),
+    "a call that is aborted keeps its events": (
+        "inference/test_late_prompts.py::test_a_fault_found_as_other_requests_end_is_told",
+        "nopad.inference.request_runner",
+        "right = RequestRunner._abort_call\n"
+        "def _abort_call(self, call):\n"
+        "    events = list(call.events)\n"
+        "    right(self, call)\n"
+        "    call.events.extend(events)\n"
+        "RequestRunner._abort_call = _abort_call",
+    ),
+    "fractions change linearly": (
+        "packing/ordering/test_mixture.py::"
+        "test_weights_change_linearly_also_where_their_sum_changes",
+        "nopad.packing.ordering.mixture", "CURVE_KNOTS = 2",
+    ),
+    "padding has a share": (
+        "packing/ordering/test_mixture.py::"
+        "test_padding_between_samples_has_no_share_in_a_stream",
+        "nopad.packing.planning.packer",
+        "right = Packer._count_pack\n"
+        "def _count_pack(self, lengths, begun):\n"
+        "    right(self, lengths, begun)\n"
+        "    self.last_lengths = -(-lengths // 8) * 8\n"
+        "Packer._count_pack = _count_pack",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -25,6 +25,7 @@ When a source is exhausted, as in `datasets.interleave_datasets`:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,6 +37,8 @@ StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_wi
 Weight = float | Sequence[tuple[int, float]]
 SCALE = 1 << 20
 """Fractions are integers in units of 1 / SCALE."""
+CURVE_KNOTS = 257
+"""Knots, from one of the user's to the next, of fractions that are not linear in between."""
 INTERVAL_END = -2
 """What `draw` returns instead of a source at the end of an interval of the schedule."""
 _STATE_FIELDS = ("tokens_drawn", "active", "exhausted", "credits")
@@ -187,9 +190,14 @@ def weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
                 f"the weight {line}: pass (tokens, weight >= 0) pairs, tokens increasing"
             )
     knots = np.array(sorted({count for line in lines for count, _ in line} | {0}), np.int64)
-    table = np.array([np.interp(knots, *np.array(line, float).T) for line in lines]).T
-    if (table.sum(1) <= 0).any() or not np.isfinite(table).all():
+    table = _interpolate(lines, knots)
+    sums = table.sum(1)
+    if (sums <= 0).any() or not np.isfinite(table).all():
         raise ValueError(f"the weights {weights} must be finite, and not all zero at any time")
+    if not np.allclose(sums, sums[0]):  # weights that change linearly are fractions that do not
+        parts = [np.linspace(a, b, CURVE_KNOTS).astype(np.int64) for a, b in pairwise(knots)]
+        knots = np.unique(np.concatenate(parts))
+        table = _interpolate(lines, knots)
     fractions = np.rint(table / table.sum(1, keepdims=True) * SCALE).astype(np.int64)
     lost = (table > 0).any(0) & (fractions == 0).all(0)
     if lost.any():
@@ -198,6 +206,10 @@ def weight_schedule(weights: Sequence[Weight]) -> tuple[np.ndarray, np.ndarray]:
             "so its source would never be read: raise it, or remove the source"
         )
     return knots, fractions
+
+
+def _interpolate(lines: Sequence[Sequence[tuple[int, float]]], knots: np.ndarray) -> np.ndarray:
+    return np.array([np.interp(knots, *np.array(line, float).T) for line in lines]).T
 
 
 def schedule_intervals(knots: np.ndarray, fractions: np.ndarray, budget: int) -> list[int]:

@@ -80,6 +80,8 @@ class Packer:
         self.packed_counts = Counts()
         """Counts of the packs that were taken from `add` and `finish`, and of the samples that
         begin in them; dropped samples count when they arrive."""
+        self.last_lengths = np.zeros(0, np.int64)
+        """Tokens of each sequence of the last of these packs, without padding."""
 
     @property
     def counts(self) -> Counts:
@@ -168,6 +170,7 @@ class Packer:
             counts.truncated_tokens += sum(cut)
         elif not self.planner.cuts_stream:
             counts.split += len(cut)
+        self.last_lengths = lengths
         counts.items += len(begun)
         counts.packs += 1
         counts.sequences += len(lengths)

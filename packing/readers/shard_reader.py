@@ -148,7 +148,7 @@ class ShardReader:
             self._error = error
         if self._next is not None:
             self._packs_since += 1
-            np.add.at(self._packed_tokens, self._next.sources, self._next.lengths)
+            np.add.at(self._packed_tokens, self._next.sources, self.packer.last_lengths)
             self._next.cursor = self._make_cursor()
 
     def _make_cursor(self) -> dict:

@@ -83,6 +83,15 @@ def test_a_fault_found_late_ends_its_call_alone(tiny, keep_memory, bad, told):
     assert engine.generate(PROMPTS, GREEDY) == others
 
 
+def test_a_fault_found_as_other_requests_end_is_told(engine):
+    params = SamplingParams(temperature=0, max_tokens=1)
+    engine.generate(PROMPTS[:1], params)
+    executor = engine._executor
+    with pytest.raises(ValueError, match=f"^prompt {len(PROMPTS)}: "):
+        engine.generate([*PROMPTS, [5, 0.5]], params)
+    assert engine._executor is executor and not engine._outputs.has_requests()
+
+
 def test_a_fault_of_a_call_inside_another_ends_both(engine, tiny):
     inner = Engine(tiny("llama"), **OPTIONS)
     want = engine.generate(PROMPTS, GREEDY)

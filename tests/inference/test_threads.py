@@ -241,3 +241,24 @@ def test_a_released_engine_runs_the_calls_of_other_threads_again(model):
     with company(engine, 3):
         *got, _ = in_threads([*calls, engine.release])
     assert got == want
+
+
+def test_modules_that_come_while_calls_run_hold_up_none_of_them(model):
+    engine, running = Engine(model, page_size=16), Event()
+    want = [c.token_ids for c in engine.generate(PROMPTS[:2], LONG)]
+
+    def change_and_join():
+        running.wait(30)
+        with engine._lock:  # between two steps
+            model.more = torch.nn.Linear(2, 2)
+        return engine.generate([PROMPTS[1]], LONG)[0].token_ids
+
+    hook = model.register_forward_pre_hook(lambda *_: running.set())
+    try:
+        assert (
+            in_threads([lambda: engine.generate([PROMPTS[0]], LONG)[0].token_ids, change_and_join])
+            == want
+        )
+    finally:
+        hook.remove()
+        del model.more

@@ -178,10 +178,12 @@ def test_a_change_of_modules_is_refused_while_requests_run_and_taking_it_back_he
     engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].token_ids
     engine.add_request(PROMPT, GREEDY)
     engine.step()
-    model.more = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="the model is now in"):
-        engine.generate([PROMPT], GREEDY)
-    del model.more
+    mlp = model.model.layers[0].mlp
+    before, mlp.down_proj = mlp.down_proj, copy.deepcopy(mlp.down_proj)
+    for call in (lambda: engine.generate([PROMPT]), lambda: engine.add_request(PROMPT)):
+        with pytest.raises(ValueError, match="the model is now in"):
+            call()
+    mlp.down_proj = before
     assert finish(engine) == want
 
 

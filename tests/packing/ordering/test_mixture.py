@@ -402,3 +402,23 @@ def test_a_source_that_is_dropped_completely_cannot_be_repeated():
     data = PackedDataset(mixture, budget=8, overflow="drop", stopping_strategy="all_exhausted")
     with pytest.raises(ValueError, match="source 0 of the mixture is empty"):
         list(data)
+
+
+def test_weights_change_linearly_also_where_their_sum_changes():
+    mixture = Mixture([[(0, 0.1), (10_000, 1.0)], 1])
+    choices, _ = mixture.draw([np.full(1000, 10)] * 2)
+    share = 1 - np.log(2.0 / 1.1) / 0.9  # the integral of w / (w + 1) for w from 0.1 to 1
+    assert (choices[:1000] == 0).mean() == pytest.approx(share, abs=2e-3)
+
+
+def test_padding_between_samples_has_no_share_in_a_stream(tmp_path):
+    weights = [[(0, 0.9), (4000, 0.1)], [(0, 0.1), (4000, 0.9)]]
+    for source in range(2):
+        rows = [{"input_ids": [1] * (3 + (7 * n + source) % 11)} for n in range(200)]
+        (tmp_path / f"{source}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = [(str(tmp_path / f"{source}.jsonl"), weights[source]) for source in range(2)]
+    data = PackedDataset(pairs, budget=64, pad_to_multiple_of=8, pretokenize=False, shards=1)
+    tokens = np.zeros(2)
+    for pack in data:
+        np.add.at(tokens, np.repeat(pack.sources, pack.lengths), pack.tokens)  # padding is 0
+    assert data.report()["shares"] == pytest.approx(tokens / tokens.sum())
