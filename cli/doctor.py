@@ -7,9 +7,9 @@
     torchrun --nproc-per-node 8 -m nopad doctor --distributed     compare the ranks of a run
 
 Every attention implementation that runs on this machine gets the same pack, and its results are
-compared with those of the documents one by one: logits, loss, gradients, and whether a document
-changes when the one before it is replaced. The last lines say where each may be used: in a loop of
-your own, in nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
+compared with those of the documents one by one: logits, loss, gradients, and whether a gradient
+reaches another document. The last lines say where each may be used: in a loop of your own, in
+nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
 A tiny model has every kind of layer of its config, or all that its type can have; a last line names
 those it lacks.
 Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in a loop of
@@ -172,28 +172,15 @@ def _load(name: str, tiny: bool) -> tuple[Any, Any, list[str]]:
     else:
         config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
         if tiny or is_type or not has_weights(path):
-            model, lacks = _build_tiny(config, is_type, options)
+            from .tiny_model import tiny_model
+
+            model, lacks = tiny_model(config, every_kind=is_type, **options)
         else:
             model = load_weights(path, **options)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.eval().to(device)
     _check_finite(model)
     return model, config, lacks
-
-
-def _build_tiny(config: Any, is_type: bool, options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Build a tiny model, by type with every kind of layer that its type can have."""
-    from .tiny_model import tiny_model
-
-    try:
-        return tiny_model(config, every_kind=is_type, **options)
-    except (ValueError, OSError, ImportError):
-        raise
-    except Exception as error:  # sizes of a type may depend on each other in any way
-        raise ValueError(
-            f"it cannot be made small ({short_error(error)}): pass the folder of a small "
-            "checkpoint of that type"
-        ) from None
 
 
 def _check_finite(model: Any) -> None:

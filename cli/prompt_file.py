@@ -5,8 +5,8 @@
     all.json       ["Once upon a time", {"prompt": [1, 403, 407], "temperature": 0.5}]
 
 Empty lines are skipped. Sampling parameters in a JSON object apply to its prompt; its other fields
-are ignored, but for misspelled names of parameters, which are refused. Suffixes may be in capitals,
-and a byte order mark is no text.
+are ignored; a misspelled parameter name is refused. Suffixes may be in capitals; a byte order mark
+is skipped.
 """
 
 from __future__ import annotations

@@ -5,20 +5,21 @@ What cannot be built small is reported: a check of a model without it says nothi
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Iterator
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+from .load_pretrained import short_error
 
 TINY: dict[str, Any] = {
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 64, "d_model": 64,
@@ -30,15 +31,17 @@ TINY: dict[str, Any] = {
     "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32, "moe_ffn_hidden_size": 32, "prefix_dense_intermediate_size": 96,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "decoder_attention_heads": 4,
-    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 16, "attention_head_dim": 16,
-    "kv_channels": 16, "swa_head_dim": 16, "swa_v_head_dim": 16, "global_head_dim": 16,
+    "num_key_value_heads": 2, "num_kv_heads": 2, "kv_n_heads": 2, "head_dim": 16,
+    "attention_head_dim": 16, "kv_channels": 16, "swa_head_dim": 16, "swa_v_head_dim": 16,
+    "global_head_dim": 16,
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "num_global_key_value_heads": 2,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "rotary_dim": 8, "qk_head_dim": 24,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "top_k": 2,
-    "moe_top_k": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1,
-    "first_k_dense_replace": 1, "moe_layer_start_index": 1, "zero_expert_num": 1,
+    "moe_top_k": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 1,
+    "zero_expert_num": 1,
     "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256,
     "max_seq_length": 256, "sliding_window": 4, "sliding_window_size": 4, "window_size": 4,
     "laurel_rank": 8, "pad_token_id": 0, "bos_token_id": 1,
@@ -53,19 +56,19 @@ TINY_EVEN_IF_NONE = {
 }  # fmt: skip
 """Set even if the type's default is None."""
 TINY_BY_TYPE: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
+        "indexer_compress_ratio": 4, "ngram_vocab_size_base": 50, "split_ngram_parts": 1,
+        "eos_token_id": 2,
     },
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
-"""Sizes that depend on each other in a type of their own."""
+"""Sizes of types whose sizes depend on each other."""
 EVERY_KIND: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4}
@@ -84,8 +87,7 @@ EVERY_KIND: dict[str, dict[str, Any]] = {
     "mellum": {"mlp_layer_types": ["sparse", "dense"]},
     "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": [1],
-        "ngram_vocab_size_base": 50, "split_ngram_parts": 1, "eos_token_id": 2,
+        "layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": [1]
     },
     "zamba": {"layer_types": ["linear_attention", "hybrid"]},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "use_mem_rope": True},
@@ -95,14 +97,14 @@ EVERY_KIND: dict[str, dict[str, Any]] = {
 not tell."""
 NOT_LAYERS = ("Norm", "Pooler", "Embedder", "FlashAttention2", "CrossAttention")
 """In names of modules: what cannot make tokens of a text reach others, or is another name of an
-attention implementation. Cross-attention reads an encoder's output, which packs have not."""
-LAYER_COUNTS = (None, 4, 8, 16)
+attention implementation. Cross-attention reads an encoder's output, which packs do not have."""
+LAYER_COUNTS = (None, 8)
 """Numbers of layers to try until a tiny model has every kind; None: one layer for each kind."""
 MAX_PARAMETERS = 50_000_000
 """A tiny model with more parameters is not tiny, and building it might fill the memory."""
-MLP_LAYER_TYPES = {"dense", "sparse"}
 SHARED_KV = "layers that share keys and values"
-PATTERNS = ("layer_types", "mlp_layer_types", "block_types", "no_rope_layers")
+LAYER_TYPES = ("layer_types", "mlp_layer_types")
+PATTERNS = (*LAYER_TYPES, "block_types", "no_rope_layers", "attention_layers")
 """Lists with an entry for each layer."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 ATTENTION_DROPOUTS = (
@@ -119,77 +121,94 @@ DROPOUTS = (
 def tiny_model(config: Any, every_kind: bool = False, **options: Any) -> tuple[Any, list[str]]:
     """Build a tiny causal LM of a config; return it and the kinds of layers that it lacks.
 
-    every_kind: of all that the type of the config can have; otherwise of those the config has.
+    every_kind: include every kind the model type supports, not only those of this config.
     """
-    wanted = None if every_kind else layer_kinds(_on_meta(config, options))
-    best: tuple[Any, list[str]] | None = None
-    first_error: Exception | None = None
+    wanted = None if every_kind else layer_kinds(_construct(config, options, "meta"))
+    config = _with_every_kind(config) if every_kind else config
+    found: list[tuple[Any, list[str]]] = []
+    errors: list[Exception] = []
     for count in LAYER_COUNTS:
         try:
-            model = _build(tiny_config(config, count, every_kind), options)
+            model = _build(tiny_config(config, count), options)
         except Exception as error:  # sizes of a type may depend on each other in any way
-            first_error = first_error or error
+            errors.append(error)
             continue
-        lacks = sorted((wanted or possible_kinds(model)) - layer_kinds(model))
-        if best is None or len(lacks) < len(best[1]):
-            best = model, lacks
+        kinds = possible_kinds(model) if wanted is None else wanted
+        lacks = sorted(kinds - layer_kinds(model))
+        found.append((model, lacks))
         if not lacks:
             break
-    if best is None:
-        assert first_error is not None
-        raise first_error
-    return best
+    if not found:
+        raise _cannot_shrink(errors[0])
+    return min(found, key=lambda pair: len(pair[1]))
+
+
+def _cannot_shrink(error: Exception) -> Exception:
+    if isinstance(error, ValueError | OSError | ImportError):
+        return error
+    return ValueError(
+        f"it cannot be made small ({short_error(error)}): pass the folder of a small checkpoint "
+        "of that type"
+    )
 
 
 def _build(config: Any, options: dict[str, Any]) -> Any:
     """Build a model that runs; its size is checked first, without memory."""
-    size = sum(p.numel() for p in _on_meta(config, options).parameters())
+    size = sum(p.numel() for p in _construct(config, options, "meta").parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(
             f"its tiny model has {size:,} parameters, more than {MAX_PARAMETERS:,}: pass the "
             "folder of a small checkpoint of that type"
         )
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), trust_remote_code=False, **options
-    ).eval()
+    model = _construct(config, options, "cpu").eval()
     randomize_weights(model)
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]), use_cache=False)
     return model
 
 
-def _on_meta(config: Any, options: dict[str, Any]) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), trust_remote_code=False, **options
-        )
+def _construct(config: Any, options: dict[str, Any], device: str) -> Any:
+    config = copy.deepcopy(config)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
 
 
-def layer_kinds(model: nn.Module) -> set[str]:
+def layer_kinds(model: Any) -> set[str]:
     """Return the classes of a model's modules, and the layer types of its config."""
-    config: Any = model.config
-    text_config = config.get_text_config()
-    kinds = {base.__name__ for base in _model_classes(model)}
-    for name in ("layer_types", "mlp_layer_types"):
-        kinds |= set(getattr(text_config, name, None) or ())
-    return kinds | ({SHARED_KV} if getattr(text_config, "num_kv_shared_layers", 0) else set())
+    names = {kind.__name__ for kind in _model_classes(model)}
+    return names | _config_kinds(model.config.get_text_config())
 
 
-def possible_kinds(model: nn.Module) -> set[str]:
+def possible_kinds(model: Any) -> set[str]:
     """Return the kinds of layers that models of this type can have with other configs.
 
-    They are the modules that the constructors of its modules name, and the layer types that its
-    source names if the config takes a list of them.
+    They include the modules that the constructors of its modules name.
     """
-    config: Any = model.config
-    text_config = config.get_text_config()
-    kinds = layer_kinds(model)
-    for model_class in _model_classes(model):
-        kinds |= {named.__name__ for named in _named_modules(model_class)}
-    for name in ("layer_types", "mlp_layer_types"):
-        if getattr(text_config, name, None) and _settable(text_config, name):
-            kinds |= set(_named_layer_types(text_config, name))
-    return kinds | ({SHARED_KV} if hasattr(text_config, "num_kv_shared_layers") else set())
+    named = {each.__name__ for kind in _model_classes(model) for each in _named_modules(kind)}
+    config = _with_every_kind(model.config.get_text_config())
+    return layer_kinds(model) | named | _config_kinds(config)
+
+
+def _config_kinds(config: Any) -> set[str]:
+    kinds = {kind for name in LAYER_TYPES for kind in getattr(config, name, None) or ()}
+    return kinds | ({SHARED_KV} if getattr(config, "num_kv_shared_layers", 0) else set())
+
+
+def _with_every_kind(config: Any) -> Any:
+    """Return a config with every kind of layer that its type supports, for `tiny_config`."""
+    config = copy.deepcopy(config)
+    for name, inner in _sub_configs(config):
+        setattr(config, name, _with_every_kind(inner))
+    for name, value in EVERY_KIND.get(config.model_type, {}).items():
+        inner = getattr(config, name, None)
+        inner.update(value) if isinstance(inner, PreTrainedConfig) else setattr(config, name, value)
+    for name in LAYER_TYPES:
+        if hasattr(config, name) and _settable(config, name):
+            named = _named_layer_types(config, name)
+            setattr(config, name, [*(getattr(config, name) or ()), *named])
+    if getattr(config, "num_kv_shared_layers", None) is not None:
+        config.num_kv_shared_layers = config.num_kv_shared_layers or 1
+    return config
 
 
 def _model_classes(model: nn.Module) -> set[type]:
@@ -200,11 +219,10 @@ def _model_classes(model: nn.Module) -> set[type]:
 
 def _named_modules(model_class: type) -> Iterator[type]:
     """Yield the classes of modules that a constructor names, also those it did not build."""
-    constructor = inspect.unwrap(model_class.__dict__.get("__init__", object.__init__))
+    constructor = vars(model_class).get("__init__")
     names = vars(sys.modules[model_class.__module__])
-    code = getattr(constructor, "__code__", None)
-    for name in _global_names(code) if code else ():
-        value = names.get(name)
+    for word in re.findall(r"\w+", inspect.getsource(constructor)) if constructor else ():
+        value = names.get(word)
         for each in value.values() if isinstance(value, dict) else (value,):
             if isinstance(each, type) and issubclass(each, nn.Module) and _is_layer(each):
                 yield each
@@ -215,75 +233,55 @@ def _is_layer(kind: type) -> bool:
     return is_model and not any(word in kind.__name__ for word in NOT_LAYERS)
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:  # comprehensions and lambdas
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
-
-
 def _named_layer_types(config: Any, name: str) -> list[str]:
     """Return the layer types that the source of a config and of its model names."""
+    if name in EVERY_KIND.get(config.model_type, {}):
+        return []
     module = type(config).__module__
-    if (known := EVERY_KIND.get(config.model_type, {}).get(name)) is not None:
-        return known
-    named = set()
-    for each in (module, module.replace(".configuration_", ".modeling_")):
-        source = inspect.getsource(importlib.import_module(each))
-        named |= {node.value for node in ast.walk(ast.parse(source))
-                  if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
-    is_mlp = name == "mlp_layer_types"
-    return [kind for kind in ALLOWED_LAYER_TYPES
-            if kind in named and (kind in MLP_LAYER_TYPES) == is_mlp]  # fmt: skip
+    modules = (module, module.replace(".configuration_", ".modeling_"))
+    source = "".join(inspect.getsource(importlib.import_module(each)) for each in modules)
+    mlp = name == "mlp_layer_types"
+    kinds = [kind for kind in ALLOWED_LAYER_TYPES if (kind in ("dense", "sparse")) == mlp]
+    return [kind for kind in kinds if f'"{kind}"' in source]
 
 
-def tiny_config(config: Any, layers: int | None = None, every_kind: bool = False) -> Any:
-    """Return a tiny config of the same class with every layer type of the given one.
-
-    every_kind: with those, too, that the type can have and the given config has not.
-    """
+def tiny_config(config: Any, layers: int | None = None) -> Any:
+    """Return a tiny config of the same class with every layer type of the given one."""
     changes = {name: value for name, value in TINY.items() if _has_value(config, name)}
     if "qk_rope_head_dim" in changes:  # such configs call the rotary part the head dim
         changes["head_dim"] = changes["qk_rope_head_dim"]
     changes |= {name: _zero(getattr(config, name)) for name in DROPOUTS if hasattr(config, name)}
-    if changes.get("num_key_value_heads") and config.num_key_value_heads == _num_heads(config):
+    heads = getattr(config, "num_attention_heads", getattr(config, "n_head", None))
+    if changes.get("num_key_value_heads") and config.num_key_value_heads == heads:
         changes["num_key_value_heads"] = 4
-    changes |= _tiny_layers(config, layers, every_kind)
+    changes |= _tiny_layers(config, layers)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict) and "rope_type" in rope:
         changes["rope_parameters"] = _tiny_rope(rope, changes.get("head_dim") or 16)
-    changes |= {name: tiny_config(c, layers, every_kind) for name, c in _sub_configs(config)}
+    changes |= {name: tiny_config(inner, layers) for name, inner in _sub_configs(config)}
     if hasattr(config, "is_decoder"):
         changes["is_decoder"] = True
-    changes |= TINY_BY_TYPE.get(config.model_type, {})
-    settings = EVERY_KIND.get(config.model_type, {}) if every_kind else {}
-    changes |= {name: value for name, value in settings.items() if name not in PATTERNS}
-    return _rebuild(config, changes)
+    return _rebuild(config, changes | TINY_BY_TYPE.get(config.model_type, {}))
 
 
-def _tiny_layers(config: Any, layers: int | None, every_kind: bool) -> dict[str, Any]:
+def _tiny_layers(config: Any, layers: int | None) -> dict[str, Any]:
     """Return the number of layers, and the lists that have an entry for each layer."""
-    patterns = {name: kinds for name in PATTERNS if (kinds := _pattern(config, name, every_kind))}
-    count = layers or max(2, *map(len, patterns.values()), 0)
+    patterns: dict[str, list[Any]] = {}
+    for name in PATTERNS:
+        if isinstance(kinds := getattr(config, name, None), list | tuple) and kinds:
+            patterns[name] = list(dict.fromkeys(kinds))
+    count = layers or max([2, *map(len, patterns.values())])
     changes: dict[str, Any] = {}
-    if getattr(config, "num_kv_shared_layers", None) is not None:
-        shares = every_kind or config.num_kv_shared_layers
-        count = layers or (2 * count if shares else count)
-        changes["num_kv_shared_layers"] = count // 2 if shares else 0
+    if (shared := getattr(config, "num_kv_shared_layers", None)) is not None:
+        count = layers or (2 * count if shared else count)
+        changes["num_kv_shared_layers"] = count // 2 if shared else 0
     changes |= {name: (kinds * count)[:count] for name, kinds in patterns.items()}
+    if hasattr(config, "attention_types"):  # of gpt_neo, which derives its list from them
+        changes["attention_types"] = [[[kind], 1] for kind in changes.pop("attention_layers")]
     changes |= {name: count for name in LAYERS if isinstance(getattr(config, name, None), int)}
     if any("sliding" in str(kind) for kind in patterns.get("layer_types", ())):
         changes |= {"sliding_window": 4} if hasattr(config, "sliding_window") else {}
         changes |= {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
     return changes
-
-
-def _pattern(config: Any, name: str, every_kind: bool) -> list[Any]:
-    """Return the different entries of a list that has one for each layer."""
-    values = getattr(config, name, None)
-    kinds = list(values) if isinstance(values, list | tuple) else []
-    if every_kind and hasattr(config, name) and name in ("layer_types", "mlp_layer_types"):
-        kinds += _named_layer_types(config, name)
-    return list(dict.fromkeys(kinds))
 
 
 def _tiny_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
@@ -315,12 +313,6 @@ def _has_value(config: Any, name: str) -> bool:
         return False
 
 
-def _num_heads(config: Any) -> int | None:
-    return next(
-        (getattr(config, n) for n in ("num_attention_heads", "n_head") if hasattr(config, n)), None
-    )
-
-
 def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
     """Build a new config, so that values derived from sizes are derived again."""
     kept = {
@@ -347,8 +339,7 @@ _KEPT = {
     "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
     "attention_bias", "tie_word_embeddings", "hidden_act", "hidden_activation", "use_qk_norm",
     "parallel_residual", "use_parallel_residual", "new_decoder_architecture", "multi_query",
-    "alibi",
-    "rope_parameters", "attention_chunk_size",
+    "alibi", "clip_qkv", "rope_theta", "rope_parameters", "attention_chunk_size", "ple_layer_ids",
     "attn_layer_indices", "attn_layer_period", "attn_layer_offset", "expert_layer_period",
     "expert_layer_offset", "decoder_sparse_step", "mlp_only_layers", "enable_moe_block", "is_moe",
     "position_embedding_type", "use_mem_rope",

@@ -267,11 +267,10 @@ class PackedDataset(ResumablePasses, IterableDataset):
     def first_rows(self) -> list[Any]:
         """Return the first row of each source as the encoder reads it; None for ready tokens.
 
-        A copy of the dataset does not have its sources, and no rows.
+        Empty for a copy of the dataset, which does not keep its sources.
         """
         firsts = [
-            next(source.read(0, 1), None) if isinstance(source, RowSource) else None
-            for source in self._opened
+            source.first() if isinstance(source, RowSource) else None for source in self._opened
         ]
         rows = [None if row is None else row.value for row in firsts]
         convert = self.encoder.format

@@ -13,10 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba.core import event
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from .sources.source import RowSource
 
 SHOWN_AFTER = 2
 """Seconds after which a terminal shows the bar."""
@@ -27,27 +30,24 @@ LINE_INTERVAL = 30
 class RowProgress:
     """Shows how many rows of a source were encoded.
 
-    Args:
-        name: of the source.
-        num_rows: rows of the source, if known.
-        num_bytes: its size otherwise; the number of rows is estimated from those read.
+    If the source knows its size in bytes alone, its rows are estimated from those encoded.
     """
 
-    def __init__(self, name: str, num_rows: int | None, num_bytes: int | None):
-        self.name, self.num_rows, self.num_bytes = name, num_rows, num_bytes
+    def __init__(self, source: RowSource):
+        self.source, self.num_rows = source, source.num_rows()
         self.rows = self.bytes = 0
         self._start = self._last_line = time.monotonic()
         is_shown = _is_first_rank() and sys.stderr.isatty()
         self._bar = tqdm(
-            total=num_rows, desc=f"encoding {name}", unit=" rows", unit_scale=True, leave=False,
-            delay=SHOWN_AFTER, dynamic_ncols=True, disable=not is_shown,
+            total=self.num_rows, desc=f"encoding {source.name}", unit=" rows", unit_scale=True,
+            leave=False, delay=SHOWN_AFTER, dynamic_ncols=True, disable=not is_shown,
         )  # fmt: skip
 
     def add(self, rows: list[Any]) -> None:
         """Count encoded rows."""
         self.rows += len(rows)
-        if self.num_rows is None and self.num_bytes is not None:
-            self.bytes += sum(len(str(row)) + 1 for row in rows)
+        if self.num_rows is None and self.source.num_bytes is not None:
+            self.bytes += sum(map(self.source.row_bytes, rows))
             self._bar.total = self.total()
         self._bar.update(len(rows))
         now = time.monotonic()
@@ -57,24 +57,27 @@ class RowProgress:
 
     def total(self) -> int | None:
         """Return the rows of the source, estimated if its size is known only in bytes."""
-        if self.num_rows is not None or not self.bytes:
-            return self.num_rows
-        return max(self.rows, round(self.rows * (self.num_bytes or 0) / self.bytes))
+        total = self.num_rows
+        if total is None and self.source.num_bytes is not None and self.bytes:
+            total = round(self.rows * self.source.num_bytes / self.bytes)
+        return None if total is None else max(self.rows, total)
 
     def line(self, seconds: float) -> str:
         """Say what was done in these seconds.
 
-        >>> progress = RowProgress("a.jsonl", num_rows=400, num_bytes=None)
-        >>> progress.add([{"text": "x"}] * 100)
+        >>> from nopad.packing.sources.in_memory import ListSource
+        >>> progress = RowProgress(ListSource(["a"] * 400))
+        >>> progress.add(["a"] * 100)
         >>> progress.line(seconds=2.0)
-        'encoding a.jsonl: 100 of about 400 rows, 50 rows/s, 6 s left'
+        'encoding list: 100 of 400 rows, 50 rows/s, 6 s left'
         """
         rate, total = self.rows / max(seconds, 1e-9), self.total()
-        text = f"encoding {self.name}: {self.rows:,}"
+        text = f"encoding {self.source.name}: {self.rows:,}"
         if total is None:
             return f"{text} rows, {rate:,.0f} rows/s"
         left = (total - self.rows) / rate
-        return f"{text} of about {total:,} rows, {rate:,.0f} rows/s, {left:,.0f} s left"
+        about = "" if self.source.num_rows_is_exact else "about "
+        return f"{text} of {about}{total:,} rows, {rate:,.0f} rows/s, {left:,.0f} s left"
 
     def close(self) -> None:
         """Remove the bar."""
@@ -83,7 +86,7 @@ class RowProgress:
 
 @contextmanager
 def announce_compilation(dispatcher: Any, what: str) -> Iterator[None]:
-    """Say in one line if numba compiles this function inside the block: it takes half a minute."""
+    """Say in one line if numba compiles this function inside the block: it takes about 20 s."""
     with event.install_listener("numba:compile", _Announcement(dispatcher, what)):
         yield
 
@@ -96,8 +99,10 @@ class _Announcement(event.Listener):
         if event.data["dispatcher"] is not self.dispatcher:
             return
         folder = self.dispatcher.stats.cache_path
-        kept = f"kept in {folder}" if folder else "set NUMBA_CACHE_DIR to keep it"
-        _say(f"compiling {self.what} (about half a minute, at the first start only; {kept})")
+        when = f"at the first start only; kept in {folder}"
+        if not folder:
+            when = "at every start: set NUMBA_CACHE_DIR to a folder that stays"
+        _say(f"compiling {self.what} (about 20 s, {when})")
 
     def on_end(self, event: Any) -> None:
         pass

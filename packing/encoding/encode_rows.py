@@ -68,7 +68,7 @@ def encode_source(
 ) -> TokenArray:
     """Read and encode every row of a source; `number` is its index in a mixture."""
     rows, samples = source.read(0, 1), []
-    with closing(RowProgress(source.name, source.num_rows(), source.num_bytes)) as progress:
+    with closing(RowProgress(source)) as progress:
         while batch := list(islice(rows, ENCODE_BATCH)):
             samples += raise_or_skip(encode_rows(batch, encoder, max_length), skipped)
             progress.add([row.value for row in batch])

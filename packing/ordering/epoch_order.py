@@ -46,12 +46,14 @@ class MixedOrder:
         """
         mixture.restart()
         waiting: list[np.ndarray] = []
+        count = 0
         for documents, needed in self._draws(epoch, mixture):
             waiting.append(documents)
-            if needed == INTERVAL_END or sum(map(len, waiting)) >= ORDER_BLOCK:
+            count += len(documents)
+            if needed == INTERVAL_END or count >= ORDER_BLOCK:
                 yield np.concatenate(waiting)
-                waiting = []
-        if sum(map(len, waiting)):
+                waiting, count = [], 0
+        if count:
             yield np.concatenate(waiting)
 
     def _draws(self, epoch: int, mixture: Mixture) -> Iterator[tuple[np.ndarray, int]]:

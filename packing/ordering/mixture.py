@@ -225,14 +225,14 @@ def schedule_intervals(knots: np.ndarray, fractions: np.ndarray, budget: int) ->
     ends, start, begin, change = [], 0.0, 0.0, 0.0
     slopes = np.abs(np.diff(fractions, axis=0)).max(1) / np.diff(knots)
     for knot, slope in zip([*knots[1:].tolist(), np.inf], [*slopes, 0.0], strict=True):
-        while (end := begin + _reach(begin - start, change, slope, 2 * budget)) < knot:
+        while (end := begin + _longest_step(begin - start, change, slope, 2 * budget)) < knot:
             begin, start, change = end, end, 0.0
             ends.append(int(end))
         begin, change = knot, change + slope * (knot - begin) if slope else change
     return ends
 
 
-def _reach(elapsed: float, change: float, slope: float, limit: float) -> float:
+def _longest_step(elapsed: float, change: float, slope: float, limit: float) -> float:
     """Return the largest x with (elapsed + x) · (change + slope · x) <= limit, 0 if none is."""
     half = (change + slope * elapsed) / 2
     rest = limit - elapsed * change

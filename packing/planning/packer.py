@@ -20,7 +20,7 @@ from ..sample import IGNORE_INDEX, Sample
 from .overflow import Counts, Overflow
 from .plan import Plan
 from .planner import Planner, Strategy, check_ints
-from .share_order import follow_shares
+from .share_order import order_by_shares
 
 
 class Packer:
@@ -100,11 +100,14 @@ class Packer:
         return self._packs(plan)
 
     def flush(self) -> Iterator[Pack]:
-        """Return the packs of the pending samples, except the emptiest, ordered by source."""
+        """Return the packs of the pending samples, except the emptiest.
+
+        They come in an order that keeps the sources' shares even.
+        """
         plan = self.planner.flush()
         sources = np.array([self.pending[n].source for n in plan.items.tolist()], np.int64)
         budget = self.planner.settings["budget"]
-        return self._packs(follow_shares(plan, sources, int(sources.max(initial=0)) + 1, budget))
+        return self._packs(order_by_shares(plan, sources, int(sources.max(initial=0)) + 1, budget))
 
     def finish(self) -> Iterator[Pack]:
         """Return the packs of all pending samples."""

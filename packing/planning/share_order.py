@@ -19,11 +19,11 @@ LOOKAHEAD = 256
 """Packs of which the next is chosen."""
 
 
-def follow_shares(plan: Plan, sources: np.ndarray, num_sources: int, budget: int) -> Plan:
+def order_by_shares(plan: Plan, sources: np.ndarray, num_sources: int, budget: int) -> Plan:
     """Reorder the packs of a plan whose segments come from these sources.
 
     >>> plan = Plan(*np.array([[0, 1, 2, 3], [0] * 4, [8] * 4]), np.arange(5))
-    >>> follow_shares(plan, np.array([0, 0, 1, 1]), num_sources=2, budget=8).items.tolist()
+    >>> order_by_shares(plan, np.array([0, 0, 1, 1]), num_sources=2, budget=8).items.tolist()
     [0, 2, 1, 3]
     """
     tokens = np.zeros((len(plan), num_sources))

@@ -74,6 +74,4 @@ def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndar
         return None
     if num_rows is not None:
         return lengths, num_rows / len(rows)
-    # As they stand in a file of JSON lines or of text.
-    num_bytes = sum(len(str(row).encode(errors="replace")) + 1 for row in rows)
-    return lengths, max(1.0, (source.num_bytes or 0) / num_bytes)
+    return lengths, max(1.0, (source.num_bytes or 0) / sum(map(source.row_bytes, rows)))

@@ -30,7 +30,7 @@ from ..planning.balancing import Leveler, NoLeveling
 from ..planning.overflow import Counts, kept_lengths, max_sample_length, too_long_error
 from ..planning.plan import Plan
 from ..planning.planner import Planner
-from ..planning.share_order import follow_shares
+from ..planning.share_order import order_by_shares
 from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
 from ..state.run_state import check_packs_left, end_epoch_of
@@ -90,27 +90,27 @@ class PlannedPacks:
             leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
         pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(self.weights)
         for documents in _first(self._order(epoch), max_documents):
-            if changes:  # the block before ended an interval of the schedule
-                yield leveler.feed(self._to_documents(planner.flush(), pending, first))
+            if changes:  # a block ends at the end of an interval at the latest
+                plan = _to_documents(planner.flush(), pending, first)
+                yield leveler.feed(self._ordered(plan))
                 yield leveler.finish()
             pending = np.concatenate([pending, documents])
             lengths = self._lengths(documents)
             self._check_lengths(documents, lengths)
-            plan = planner.feed(lengths)
-            yield leveler.feed(self._to_documents(plan, pending, first))
+            plan = _to_documents(planner.feed(lengths), pending, first)
+            yield leveler.feed(self._ordered(plan))
             first_pending = max(first, planner.first_pending)
             pending, first = pending[first_pending - first :], first_pending
-        yield leveler.feed(self._to_documents(planner.finish(), pending, first))
+        yield leveler.feed(self._ordered(_to_documents(planner.finish(), pending, first)))
         yield leveler.finish()
         self.counts = planner.counts
 
-    def _to_documents(self, plan: Plan, documents: np.ndarray, first: int) -> Plan:
-        """Replace the items of a plan, positions in the order from `first`, by documents."""
-        plan = Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
-        if not has_schedule(self.weights):
+    def _ordered(self, plan: Plan) -> Plan:
+        """Order the packs of changing weights by shares; balancing orders them by cost."""
+        if self.balance or not has_schedule(self.weights):
             return plan
         sources, budget = self.store.sources(plan.items), self.planner["budget"]
-        return follow_shares(plan, sources, len(self.weights), budget)
+        return order_by_shares(plan, sources, len(self.weights), budget)
 
     def _lengths(self, documents: np.ndarray) -> np.ndarray:
         return self.store.lengths[documents].astype(np.int64, copy=False)
@@ -181,7 +181,7 @@ class PlannedPacks:
         for _ in self.plans(0, max_documents=max_documents):
             pass
         report = build_report(self.counts, drawn.tolist(), SkippedRows(), self.planner["budget"])
-        packs = round(self.counts.packs * drawn.sum() / max(1, self.counts.tokens))
+        packs = round(self.counts.packs * drawn.sum() / max(1, self.counts.packed_tokens))
         return {**report, "epoch_packs": packs, "laps": laps.tolist()}
 
     def count(self, epoch: int = 0) -> int:
@@ -297,6 +297,11 @@ class PlannedPacks:
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
                 )
+
+
+def _to_documents(plan: Plan, documents: np.ndarray, first: int) -> Plan:
+    """Replace the items of a plan, positions in the order from `first`, by documents."""
+    return Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
 
 
 def _first(blocks: Iterator[np.ndarray], count: int | None) -> Iterator[np.ndarray]:

@@ -175,7 +175,7 @@ class ShardReader:
         """Pack as many samples as the mixture allows; at the end of an epoch, pack the rest."""
         if self._epoch_ended:
             self._next_epoch()
-        drawn, interval_ends = self._draw()
+        drawn, needed = self._draw()
         if drawn is None:
             self._epoch_ended, self.finished = True, self.epoch + 1 == self.end_epoch
             packs = self.packer.finish()
@@ -184,7 +184,7 @@ class ShardReader:
             for number, (source, row, _) in enumerate(drawn, first):
                 self._row_of_sample[number] = (source, row)
             packs = self.packer.add(sample for _, _, sample in drawn)
-            if interval_ends:
+            if needed == INTERVAL_END:
                 packs = chain(packs, self.packer.flush())
         self._row_of_sample = {n: self._row_of_sample[n] for n in self.packer.pending}
         for source, rows in enumerate(self.rows):
@@ -192,20 +192,19 @@ class ShardReader:
             rows.drop_before(min([*pending, self._next_row(source)]))
         return packs
 
-    def _draw(self) -> tuple[list[tuple[int, int, Sample]] | None, bool]:
-        """Return the next (source, row, sample) of the mixture; None at the end of an epoch.
+    def _draw(self) -> tuple[list[tuple[int, int, Sample]] | None, int]:
+        """Return the next (source, row, sample), and what the mixture needs to continue.
 
-        Also return whether they end an interval of the schedule.
+        At the end of an epoch, None instead of a list.
         """
         while True:
             choices, needed = self.mixture.draw([self._lengths(s) for s in range(len(self.rows))])
             if len(choices):
-                drawn = [self._pop(source) for source in choices.tolist()]
-                return drawn, needed == INTERVAL_END
+                return [self._pop(source) for source in choices.tolist()], needed
             if needed >= 0 and self._refill(needed):
                 continue
             if needed < 0 or self.mixture.mark_exhausted(needed):
-                return None, False
+                return None, needed
             if self.mixture.stopping_strategy == "all_exhausted":
                 self._check_lap(needed)
                 self._next_lap(needed)
@@ -228,8 +227,8 @@ class ShardReader:
         if self.mixture.tokens_drawn[source] == self._drawn_at_lap_start[source]:
             raise ValueError(
                 f"source {source} of the mixture has no samples in shard {self.shard} of "
-                f"{self.settings.shards}: its rows were skipped, or there are none; "
-                "use fewer shards"
+                f'{self.settings.shards}: its rows were skipped or dropped (overflow="drop"), or '
+                "there are none; use fewer shards, or remove the source"
             )
 
     def _check_epoch(self) -> None:

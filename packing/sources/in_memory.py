@@ -10,7 +10,7 @@ shard, and to resume the caller passes a new iterator, whose first rows are skip
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from ..state.fingerprint import Fingerprint
@@ -79,6 +79,14 @@ class IterableSource(RowSource):
         self.rows, self.name = rows, name
         self.single_use = isinstance(rows, Iterator)
         self._next_row = 0
+        self._first: Row | None = None
+        self._put_back: Iterator[Any] = iter(())
+        """The first row, if `first` took it from an iterator and it was not read since."""
+
+    def first(self):
+        if self._first is None and (row := next(self.read(0, 1), None)):
+            self._put_back, self._next_row = iter([row.value]), 0
+        return self._first
 
     def read(self, shard, shards, cursor=None, shuffle_key=None):
         number = cursor[0] if cursor else shard
@@ -92,7 +100,10 @@ class IterableSource(RowSource):
                 raise RuntimeError(f"{self.name}, row {number}: {error!r}") from error
             number += shards
             self._next_row = number
-            yield Row(row, f"{self.name}, row {number - shards}", [number])
+            read = Row(row, f"{self.name}, row {number - shards}", [number])
+            if number == 1:
+                self._first = read
+            yield read
 
     def _rows_from(self, number: int, shards: int) -> Iterator[Any]:
         if not self.single_use:
@@ -108,7 +119,7 @@ class IterableSource(RowSource):
                 f"{self.name}: an iterator can be read only once, by one shard and for one epoch: "
                 "pass a function that makes a new one"
             )
-        return islice(self.rows, number - self._next_row, None)
+        return islice(chain(self._put_back, self.rows), number - self._next_row, None)
 
     def fingerprint(self):
         if self.single_use:

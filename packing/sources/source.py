@@ -79,6 +79,8 @@ class RowSource(ABC):
     """Number of shards unless the user chooses one."""
     num_bytes: int | None = None
     """Size of what comes out of it, decompressed, if known; an estimate beyond SMALL_BYTES."""
+    num_rows_is_exact = False
+    """Whether `num_rows` is no estimate."""
 
     @abstractmethod
     def read(
@@ -89,9 +91,17 @@ class RowSource(ABC):
         shuffle_key: the key of the lap, for sources that can read their rows in any order.
         """
 
+    def first(self) -> Row | None:
+        """Return the first row, without a change to what `read` yields; None if there is none."""
+        return next(self.read(0, 1), None)
+
     def num_rows(self) -> int | None:
         """Count the rows, about, without reading them; None if that cannot be known."""
         return None
+
+    def row_bytes(self, row: Any) -> int:
+        """Return the share of a row in `num_bytes`, about: a line of text or of unescaped JSON."""
+        return len(str(row).encode(errors="replace")) + 1
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -121,7 +131,7 @@ def cursor_error(name: str, cursor: Any) -> ValueError:
 class IndexedSource(RowSource):
     """Rows with random access: any order, any shard, any position at no cost."""
 
-    shuffles_rows = True
+    shuffles_rows = num_rows_is_exact = True
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -120,6 +120,12 @@ def test_kinds_of_layers_that_the_tiny_model_of_a_config_lacks_are_told(
     assert ("Not examined: BambaAttention" in capsys.readouterr().out) == said
 
 
+def test_the_tiny_config_of_gpt_neo_keeps_its_kinds_of_attention():
+    assert tiny_config(CONFIG_MAPPING["gpt_neo"](), layers=3).num_layers == 3
+    local = CONFIG_MAPPING["gpt_neo"](attention_types=[[["local"], 4]], num_layers=4)
+    assert tiny_config(local).attention_layers == ["local", "local"]
+
+
 def test_a_type_that_cannot_be_made_small_is_one_line(capsys):
     assert main(["prophetnet"]) == 2
     captured = capsys.readouterr()

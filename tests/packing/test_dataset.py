@@ -34,6 +34,14 @@ def test_the_packs_of_an_epoch_are_counted_without_reading_tokens(make):
     assert make("sharded", pretokenize=True).count() > 0
 
 
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+def test_the_packs_of_an_epoch_are_estimated_from_its_first_documents(overflow):
+    rows = [[1] * n for n in [50, 500] * 400]
+    data = PackedDataset(rows, budget=100, overflow=overflow)
+    estimated = data.reader.estimate_report(max_documents=100)["epoch_packs"]
+    assert abs(estimated - data.count()) <= 0.05 * data.count()
+
+
 def test_the_packs_of_a_stream_are_estimated_from_its_first_rows(make):
     exact = len([pack for pack in make("sharded") if len(pack.tokens)])
     assert abs(make("sharded").estimate() - exact) <= 0.1 * exact

@@ -14,21 +14,21 @@ def byte_ids(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("rank, told", [("0", True), ("1", False)])
-@pytest.mark.parametrize("kind", ["file", "list"])
+@pytest.mark.parametrize("kind, about", [("file", "about "), ("list", "")])
 def test_encoding_says_how_many_rows_are_done_and_what_is_left(
-    monkeypatch, capsys, tmp_path, kind, rank, told
+    monkeypatch, capsys, tmp_path, kind, about, rank, told
 ):
     monkeypatch.setattr(preparation_progress, "LINE_INTERVAL", 0)
     monkeypatch.setenv("RANK", rank)
-    rows = [{"text": "some text"}] * 1000
+    rows = [{"text": "漢字か仮名の長い文章"}] * 1000
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     PackedDataset(str(path) if kind == "file" else rows, tokenizer=byte_ids, budget=64)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (4 if told else 0)
     if told:
-        assert "256 of about 1,0" in lines[0] and "rows/s" in lines[0] and "s left" in lines[0]
-        assert "1,000 of about 1,000 rows" in lines[-1] and lines[-1].endswith(" 0 s left")
+        assert f"256 of {about}1,0" in lines[0] and "rows/s" in lines[0] and "s left" in lines[0]
+        assert f"1,000 of {about}1,000 rows" in lines[-1] and lines[-1].endswith(" 0 s left")
 
 
 def test_quick_preparation_is_silent(capsys):
@@ -43,4 +43,6 @@ def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(planner, "fit_windows", njit(one_pack))
     for _ in range(2):
         assert len(planner.pack_lengths([3, 2], budget=8)) == 1
-    assert capsys.readouterr().err.count("compiling the packer") == 1
+    said = capsys.readouterr().err
+    assert said.count("compiling the packer") == 1
+    assert "at every start: set NUMBA_CACHE_DIR to a folder that stays)" in said

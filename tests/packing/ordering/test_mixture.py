@@ -402,6 +402,21 @@ def test_a_source_that_is_dropped_completely_cannot_be_repeated():
     data = PackedDataset(mixture, budget=8, overflow="drop", stopping_strategy="all_exhausted")
     with pytest.raises(ValueError, match="source 0 of the mixture is empty"):
         list(data)
+    stream = PackedDataset(
+        mixture, budget=8, overflow="drop", stopping_strategy="all_exhausted", pretokenize=False,
+        shards=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"skipped or dropped .* or remove the source$"):
+        list(stream)
+
+
+def test_the_time_of_an_epoch_does_not_grow_with_the_square_of_its_draws(monkeypatch):
+    counted = []
+    count = lambda items: counted.append(1) or len(items)  # noqa: E731
+    monkeypatch.setattr("nopad.packing.ordering.epoch_order.len", count, raising=False)
+    order = MixedOrder([0, 2, 1002], np.full(1002, 10).__getitem__, seed=0, shuffle=True)
+    assert sum(map(len, order.epoch(0, Mixture([1, 1], "all_exhausted")))) == 2001
+    assert len(counted) < 20_000  # about 500 draws
 
 
 def test_weights_change_linearly_also_where_their_sum_changes():

@@ -31,11 +31,13 @@ def test_an_iterator_is_read_once_and_continued_with_a_fresh_one(tools):
     assert head + [tools.digest(p) for p in again] == [tools.digest(p) for p in make()]
 
 
-def test_an_estimate_takes_nothing_from_an_iterator():
+def test_an_estimate_and_the_first_rows_take_nothing_from_an_iterator():
     rows = [[n + 1] * 4 for n in range(300)]
     data = PackedDataset(iter(rows), budget=4, shuffle=False, strategy="sequential")
-    assert data.estimate() is None
+    assert data.estimate() is None and data.first_rows() == data.first_rows() == rows[:1]
     assert [pack.tokens.tolist() for pack in data] == rows
+    encoded = PackedDataset(iter(rows), budget=4, pretokenize=True)
+    assert data.first_rows() == encoded.first_rows() == rows[:1], "it was read already"
 
 
 def test_an_iterator_cannot_give_a_second_epoch_or_shard(tools):
