@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from os import PathLike
 from typing import Any
 
@@ -166,23 +167,26 @@ class Engine:
             params: one for all prompts, or one for each.
             priority: lower runs first; one for all, or one for each.
             deadline: seconds after which requests return what they have; one for all or for each.
-            progress: True shows a bar; a function is called with the number of prompts done.
+            progress: True shows a bar; a function is called with the number of prompts done. It may
+                call the engine; what it raises ends this call.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
-        update = progress if callable(progress) else bar.update
-        draws = _draws
+        update = bar.update if progress is True else progress or None
 
-        def prepare() -> BuildGroups:
-            nonlocal draws
+        @cache  # a call that begins again draws the same numbers
+        def number_draws() -> Draws:
+            return _draws or own_draws(self._model)
+
+        def check_call() -> BuildGroups:
             encoded = self._encode(specs)
             if self._executor is None:  # building it takes seconds: faults are told before
                 encoded = [*encoded]
-            draws = numbered = draws or own_draws(self._model)
-            return lambda since: self._build_requests(encoded, numbered, since)
+            draws = number_draws()
+            return lambda queued_at: self._build_requests(encoded, draws, queued_at)
 
         with bar, defer_full_gc():
-            completions = self._runner.run_to_completion(prepare, update, paced=True)
+            completions = self._runner.run_to_completion(check_call, update, paced=True)
             return [completions[group_id] for group_id in sorted(completions)]
 
     @exclusive
@@ -338,7 +342,8 @@ class Engine:
     def release(self) -> None:
         """Free pages, CUDA graphs and copies of weights; the next call builds them again.
 
-        Active requests end with an error.
+        Requests of `add_request` and `stream` end with an error; blocking calls of other threads
+        start again.
         """
         self._runner.fail_all("the engine was released while the request was active")
         self._session.release()

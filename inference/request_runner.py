@@ -3,21 +3,23 @@
 groups ─▶ queue ─▶ step, step, … ─▶ detokenize, stop ─▶ events of the call that submitted them
 
 Blocking calls of several threads share steps. One of them drives: it queues the requests of all and
-runs steps until its own are done. The others wait for their completions; one of them drives next.
+runs steps until it has completions to return or to report. The others wait for theirs; one of them
+drives next.
 
     thread 1   generate ─▶ step ─ step ─ step ─▶ done
     thread 2        generate ·······················─▶ step ─ step ─▶ done
     thread 3          generate ··········─▶ done
 
 After a step the driver returns the model if a thread waits for it, so that others may begin.
+Progress is reported without the model, so a callback may raise, call the engine or wait for others.
 Prompts of `generate` are read and queued a few at a time, while the device runs a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from threading import Event, get_ident
+from contextlib import ExitStack, contextmanager
+from threading import Condition, get_ident
 from time import perf_counter
 from typing import Any
 
@@ -42,28 +44,34 @@ BuildGroups = Callable[[float], Iterable[RequestGroup]]
 class Call:
     """A blocking call: its requests, and the completions it has so far."""
 
-    def __init__(self, on_finished: Callable[[int], Any], paced: bool):
-        """Describe a call; on_finished, paced: as in `run_to_completion`."""
+    def __init__(self, on_finished: Callable[[int], Any] | None, paced: bool):
+        """Describe a call of this thread; on_finished, paced: as in `run_to_completion`."""
+        self.thread = get_ident()
         self.paced = paced
-        self.since: float | None = None
+        self.queued_at: float | None = None
         """When its first request could be queued."""
         self.is_started = self.is_over = False
         self.error: Exception | None = None
         """A fault of this call alone."""
         self.completions: dict[int, Completion] = {}
-        self.news = Event()
-        """Set for a thread that waits: there are completions, or nobody drives."""
-        self.gives_way = False
-        self.driver_before: int | None = None
         self._on_finished = on_finished
         self._num_reported = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether its thread can return, has to start it again, or has progress to report."""
+        return self.is_over or not self.is_started or self._num_unreported > 0
+
+    @property
+    def _num_unreported(self) -> int:
+        return len(self.completions) - self._num_reported if self._on_finished else 0
 
     def start(self, build: BuildGroups, outputs: OutputProcessor) -> None:
         """Begin, or begin again after the requests were lost."""
         self.events, self.active = EventQueue(), dict[int, RequestGroup]()
         self.backlog, self.has_more = self._requests(build, outputs), True
         self.completions = {}
-        self.is_started = True
+        self.is_started = self.is_new = True
 
     def collect(self) -> bool:
         """Take the completions that are there; return whether there are any."""
@@ -76,14 +84,14 @@ class Call:
 
     def report(self) -> None:
         """Tell the caller how many completions are new."""
-        if (new := len(self.completions) - self._num_reported) > 0:
+        if self._on_finished and (new := self._num_unreported) > 0:
             self._num_reported += new
             self._on_finished(new)
 
     def _requests(self, build: BuildGroups, outputs: OutputProcessor) -> Iterator[Request]:
         """Yield the requests of all groups; a group is active as soon as it is taken."""
-        assert self.since is not None
-        for group in build(self.since):
+        assert self.queued_at is not None
+        for group in build(self.queued_at):
             self.active[group.id] = group
             outputs.add([group], self.events)
             yield from group.requests
@@ -112,12 +120,12 @@ class RequestRunner:
         """Blocking calls that are not over."""
         self._sharing_key: Hashable = None
         """What these calls have in common."""
-        self._driver: int | None = None
-        """The thread that runs their steps."""
-        self._has_new_calls = False
-        """Whether a call began after the weights were last compared."""
-        self._idle = Event()
-        """Set while there are no such calls."""
+        self._driver: Call | None = None
+        """The one whose thread runs their steps."""
+        self._changed = Condition()
+        """Notified when calls end, have completions or need a driver."""
+        self._entrance = ModelLock()
+        """Held by the thread that waits for these calls to end; later ones begin after it."""
 
     @property
     def loop(self) -> StepLoop:
@@ -136,18 +144,27 @@ class RequestRunner:
             raise
 
     @contextmanager
-    def lock_model(self, call: Call | None = None) -> Iterator[None]:
+    def lock_model(self) -> Iterator[None]:
         """Hold the model's lock, once no call runs whose steps this thread could not share.
 
-        A `call` that has begun does not wait: the others may wait for its steps.
+        A thread that has the lock or a call already does not wait: the others may wait for it.
         """
-        while True:
-            with self._lock:
-                is_inside = self._lock.depth > 1 or call in self._calls
-                if not self._calls or is_inside or self._shares_steps():
-                    yield
-                    return
-            self._idle.wait()
+        with ExitStack() as stack:
+            if self._lock.is_mine or get_ident() in [call.thread for call in [*self._calls]]:
+                stack.enter_context(self._lock)
+            elif self._entrance.depth or not self._lock_to_share(stack):
+                with self._entrance:
+                    while not self._lock_to_share(stack):
+                        with self._changed:
+                            self._changed.wait_for(lambda: not self._calls)
+            yield
+
+    def _lock_to_share(self, stack: ExitStack) -> bool:
+        """Hold the model's lock in a stack, if this thread may run steps for all calls."""
+        with self._lock:
+            if may_share := not self._calls or self._shares_steps():
+                stack.enter_context(self._lock)
+        return may_share
 
     def _shares_steps(self) -> bool:
         key = self._session.sharing_key()
@@ -160,8 +177,8 @@ class RequestRunner:
 
     def run_to_completion(
         self,
-        prepare: Callable[[], BuildGroups],
-        on_finished: Callable[[int], Any] = lambda num_finished: None,
+        check_call: Callable[[], BuildGroups],
+        on_finished: Callable[[int], Any] | None = None,
         paced: bool = False,
     ) -> dict[int, Completion]:
         """Return the completions of a call by id, from steps of this thread or of another.
@@ -169,100 +186,86 @@ class RequestRunner:
         A call whose requests were lost, because another one failed, begins again.
 
         Args:
-            prepare: checks the call, and returns what builds its groups.
-            on_finished: is called in this thread with the number of new completions.
+            check_call: checks the call, and returns what builds its groups.
+            on_finished: is called in this thread with the number of new completions, while the
+                model is in the trainer's state. What it raises ends this call alone.
             paced: taking a group takes time, so take a few before every step. If one of them has
                 an invalid prompt, those before it are aborted.
         """
         call = Call(on_finished, paced)
         try:
             while not call.is_over:
-                with self.lock_model(call):
+                with self.lock_model():
                     if not call.is_started:
-                        self._start(call, prepare)
-                    if call.driver_before or self._driver in (None, get_ident()):
+                        self._start(call, check_call)
+                    if self._driver in (None, call) or self._lock.depth > 1:
                         self._drive(call)
                 self._wait(call)
         finally:
             if call.is_started and not call.is_over:
-                with self._lock:
-                    self._leave(call)
+                self._leave(call)
         if call.error is not None:
             raise call.error
         return call.completions
 
-    def _start(self, call: Call, prepare: Callable[[], BuildGroups]) -> None:
-        """Add a call; inside another use of the model by its thread, it runs all steps itself."""
-        is_inner = self._lock.depth > 1
-        key = None if is_inner else self._session.sharing_key()
+    def _start(self, call: Call, check_call: Callable[[], BuildGroups]) -> None:
         self.start_trace()
-        call.start(prepare(), self._outputs)
-        call.gives_way, call.driver_before = key is not None, self._driver if is_inner else None
+        call.start(check_call(), self._outputs)
         if not self._calls:
-            self._sharing_key = key
+            self._sharing_key = self._session.sharing_key()
         self._calls.append(call)
-        self._idle.clear()
-        self._has_new_calls = True
+        self._session.num_calls += 1
 
     def _drive(self, call: Call) -> None:
-        """Run steps for all calls until this one is over, or another thread waits for the model."""
-        self._driver = get_ident()
-        weights_check: WeightsCheck = "full" if self._has_new_calls else "counters"
-        self._has_new_calls = False
-        try:
-            with self.borrow_model(weights_check):
-                self.run_steps(call)
-        finally:
-            if call.is_over:
-                self._stop_driving(call)
-
-    def run_steps(self, call: Call) -> None:
-        """Run steps on the borrowed model, as `_drive` says."""
-        while True:
+        """Run steps for all calls until this one has news, or a thread waits for the model."""
+        may_share = self._lock.depth == 1 and self._sharing_key is not None
+        has_new_calls = any(each.is_new for each in self._calls)
+        self._driver = call
+        with self.borrow_model("full" if has_new_calls else "counters"):
             self._serve_calls()
-            call.report()
-            if call.is_over or not call.is_started:
-                return
-            self.run_step()
-            if call.gives_way and self._lock.has_waiters:
-                return
+            while not call.has_news:
+                self.run_step()
+                if may_share and self._lock.has_waiters:
+                    return
+                self._serve_calls()
+        self._driver = None
+        self._notify()
 
     def _serve_calls(self) -> None:
         """Queue the requests of all calls, hand out completions, end the calls that are done."""
         for call in list(self._calls):
-            call.since = self.loop.clock() if call.since is None else call.since
+            call.is_new = False
+            call.queued_at = self.loop.clock() if call.queued_at is None else call.queued_at
             try:
-                call.has_more = self.queue_backlog(call.backlog, call.since, call.paced)
+                call.has_more = self.queue_backlog(call.backlog, call.queued_at, call.paced)
             except Exception as error:
                 self._abort_call(call)
                 call.error = error
-            has_new = call.collect()
+            if call.collect():
+                self._notify()
             if not call.has_more and not call.active:
-                self._remove(call)
                 call.is_over = True
-            if has_new or call.is_over:
-                call.news.set()
+                self._remove(call)
 
     def _wait(self, call: Call) -> None:
-        """Wait while another thread runs the steps of a call."""
-        while not call.is_over and call.is_started and self._driver not in (None, get_ident()):
-            call.news.wait()
-            call.news.clear()
+        """Report progress, and wait while another thread runs the steps of a call."""
+        call.report()
+        while call.is_started and not call.is_over and self._driver not in (None, call):
+            with self._changed:
+                self._changed.wait_for(lambda: call.has_news or self._driver in (None, call))
             call.report()
 
-    def _stop_driving(self, call: Call) -> None:
-        """Leave the steps of other calls to one of them."""
-        if self._driver == get_ident():
-            self._driver = call.driver_before
-        if self._driver is None and self._calls:
-            self._calls[0].news.set()
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _leave(self, call: Call) -> None:
         """End a call that its caller does not wait for any longer."""
-        if call in self._calls:
-            self._abort_call(call)
-            self._remove(call)
-        self._stop_driving(call)
+        with self._lock:
+            if call in self._calls:
+                self._abort_call(call)
+                self._remove(call)
+                self._session.release_if_idle()
 
     def _abort_call(self, call: Call) -> None:
         for group in call.active.values():
@@ -274,8 +277,10 @@ class RequestRunner:
 
     def _remove(self, call: Call) -> None:
         self._calls.remove(call)
-        if not self._calls:
-            self._idle.set()
+        self._session.num_calls -= 1
+        if self._driver is call:
+            self._driver = None
+        self._notify()
 
     def run_step(self) -> None:
         """Run one step of all active requests, and hand out its results."""
@@ -321,8 +326,6 @@ class RequestRunner:
         for call in list(self._calls):
             call.is_started = False
             self._remove(call)
-            call.news.set()
-        self._driver = None
         for request in self._outputs.fail_all(error):
             self._stats.record_finish(request, perf_counter())
             num_tokens = len(request.output_token_ids)

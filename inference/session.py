@@ -30,8 +30,12 @@ from .scheduling.loop import StepLoop
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "full"]
-"""How to look for changes: at version counters and adapters, and after new requests at hooks,
-forwards and attributes; or at all of these, the modules and a sample of the values."""
+"""What is compared with the last check.
+
+- "counters": the version counters of all tensors, and the adapters; if requests were added since
+  then, also hooks, forwards and attributes.
+- "full": all of these, the list of modules, and a sample of the values of each tensor.
+"""
 
 
 class ModelSession:
@@ -62,8 +66,8 @@ class ModelSession:
         """Limits that were set after construction, for this executor and later ones."""
         self.has_new_requests = False
         """Whether requests came since hooks, forwards and attributes were last compared."""
-        self._num_borrows = 0
-        """Calls that are running, one inside the other."""
+        self.num_calls = 0
+        """Blocking calls that are not over, and borrows, one inside the other."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
         """Result of `detect_autocast_dtype`, once it was called."""
 
@@ -91,7 +95,7 @@ class ModelSession:
         key = build_key(modules, self._cast_dtype())
         self._release_if_incompatible(key)  # if it raises, nothing has changed
         self._modules = modules
-        self._num_borrows += 1
+        self.num_calls += 1
         try:
             with ExitStack() as stack:
                 stack.enter_context(borrow_model(self._model, key.cast_dtype, self._modules))
@@ -110,20 +114,22 @@ class ModelSession:
             self.executor = None
             raise
         finally:
-            self._num_borrows -= 1
+            self.num_calls -= 1
             self.release_if_idle()
 
     def sharing_key(self) -> Hashable:
         """What calls of two threads must have in common to share steps; None: they cannot.
 
-        A step runs as the thread that runs it is set up, and where it needs other ranks, all of
-        them must run the same requests.
+        A step uses the autocast and contexts of the thread that runs it. Where it needs other
+        ranks, all of them must run the same requests.
         """
         if not fused_ops_enabled() or len(replica_ranks(self._model)) > 1:
             return None
         modules = tuple(self._model.modules())
         key = build_key(modules, self._cast_dtype())
-        return None if gathers_parameters(modules) else (key, forced_paged_backend())
+        # Each thread has a current stream of its own, and two streams do not wait for each other.
+        stream = torch.cuda.current_stream(key.device) if key.device.type == "cuda" else None
+        return None if gathers_parameters(modules) else (key, forced_paged_backend(), stream)
 
     def _is_same_model(self) -> bool:
         """Whether the model is that of the last check, as far as no value has to be read."""
@@ -138,7 +144,7 @@ class ModelSession:
 
     def release_if_idle(self) -> None:
         """Release everything if no call and no request is left, unless keep_memory=True."""
-        if self._keep_memory or self._num_borrows or self._has_requests():
+        if self._keep_memory or self.num_calls or self._has_requests():
             return
         if self.executor is not None:
             self.loop.drain()
@@ -186,7 +192,7 @@ class ModelSession:
         """Release an executor that was built for another key."""
         if self.executor is None or self.executor.key == key:
             return
-        if self._has_requests():
+        if self._has_requests() or self.num_calls > 1:  # a second call may have prompts to read
             others = " (others)" if str(key) == str(self.executor.key) else ""
             raise ValueError(
                 f"requests run in {self.executor.key}, the model is now in {key}{others}: finish "

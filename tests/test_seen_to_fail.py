@@ -752,7 +752,8 @@ FAULTS = {
         "nopad.inference.request_runner",
         "drive = RequestRunner._drive\n"
         "def unchecked(self, call):\n"
-        "    self._has_new_calls &= len(self._calls) == 1\n"
+        "    for each in self._calls:\n"
+        "        each.is_new &= len(self._calls) == 1\n"
         "    drive(self, call)\n"
         "RequestRunner._drive = unchecked",
     ),
@@ -973,8 +974,7 @@ FAULTS = {
         "inference/test_threads.py::"
         "test_modules_that_come_while_calls_run_hold_up_none_of_them",
         "nopad.inference.request_runner",
-        "right = RequestRunner.lock_model\n"
-        "RequestRunner.lock_model = lambda self, call=None: right(self)",
+        "Call.thread = property(lambda self: None, lambda self, thread: None)",
     ),
     "a call that is aborted keeps its events": (
         "inference/test_late_prompts.py::test_a_fault_found_as_other_requests_end_is_told",
@@ -1000,6 +1000,67 @@ FAULTS = {
         "    right(self, lengths, begun)\n"
         "    self.last_lengths = -(-lengths // 8) * 8\n"
         "Packer._count_pack = _count_pack",
+    ),
+    "progress is reported while the model is locked": (
+        "inference/test_threads.py::test_progress_may_wait_for_the_call_of_another_thread",
+        "nopad.inference.request_runner",
+        "right = RequestRunner._serve_calls\n"
+        "def _serve_calls(self):\n"
+        "    right(self)\n"
+        "    self._driver.report()\n"
+        "RequestRunner._serve_calls = _serve_calls",
+    ),
+    "a driver whose call is over remains the driver": (
+        "inference/test_threads.py::"
+        "test_a_call_that_another_thread_has_finished_holds_up_no_third_one",
+        "nopad.inference.request_runner",
+        "right = RequestRunner._drive\n"
+        "def _drive(self, call):\n"
+        "    before = self._driver\n"
+        "    right(self, call)\n"
+        "    self._driver = before or self._driver\n"
+        "RequestRunner._drive = _drive",
+    ),
+    "only one's own prompts count as a call": (
+        "inference/test_threads.py::test_progress_may_not_generate_under_another_autocast",
+        "nopad.inference.session",
+        "right = ModelSession._release_if_incompatible\n"
+        "def _release(self, key):\n"
+        "    num_calls, self.num_calls = self.num_calls, 0\n"
+        "    right(self, key)\n"
+        "    self.num_calls = num_calls\n"
+        "ModelSession._release_if_incompatible = _release",
+    ),
+    "later calls join while one waits": (
+        "inference/test_threads.py::test_a_call_that_computes_otherwise_runs_before_later_ones",
+        "nopad.inference.request_runner",
+        "class Open(ModelLock):\n"
+        "    depth = property(lambda self: 0, lambda self, value: None)\n"
+        "right = RequestRunner.__init__\n"
+        "def __init__(self, *parts):\n"
+        "    right(self, *parts)\n"
+        "    self._entrance = Open()\n"
+        "RequestRunner.__init__ = __init__",
+    ),
+    "the stream of a thread does not count": (
+        "inference/test_threads.py::test_calls_on_two_cuda_streams_do_not_share_steps",
+        "nopad.inference.session",
+        "right = ModelSession.sharing_key\n"
+        "ModelSession.sharing_key = lambda self: (right(self) or (None,))[:2]",
+    ),
+    "memory is freed between the steps of a call": (
+        "inference/test_threads.py::test_memory_is_kept_between_the_steps_of_shared_calls",
+        "nopad.inference.session",
+        "right = ModelSession.release_if_idle\n"
+        "def release_if_idle(self):\n"
+        "    num_calls, self.num_calls = self.num_calls, 0\n"
+        "    right(self)\n"
+        "    self.num_calls = num_calls\n"
+        "ModelSession.release_if_idle = release_if_idle",
+    ),
+    "a thread that is interrupted keeps its place": (
+        "inference/live_model/test_model_lock.py",
+        "nopad.inference.live_model.model_lock", "ModelLock._cancel = lambda *_: None",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

@@ -96,13 +96,14 @@ class EngineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        prefix = self.tokenizer.decode([self.prefix_token_id])
-        if add_special_tokens is None and has_bos_prefix(string, prefix):
-            add_special_tokens = False
-        special = {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(
-            string, **self._special if add_special_tokens is None else special
-        )
+        if add_special_tokens is not None:
+            return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return self._encode(string, self.tokenizer.decode([self.prefix_token_id]))
+
+    def _encode(self, text: str, bos: str | None) -> list[int]:
+        """Encode a text with the tokenizer's special tokens, unless it begins with `bos`."""
+        special = {"add_special_tokens": False} if has_bos_prefix(text, bos) else self._special
+        return self.tokenizer.encode(text, **special)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -245,9 +246,8 @@ class EngineLM(TemplateLM):
                 f"max_gen_toks is {max_gen_toks}, which leaves no tokens for the prompt within "
                 f"the model's length of {self.max_length}: lower it"
             )
-        bos = getattr(self.tokenizer, "bos_token", None)
-        special = {"add_special_tokens": False} if has_bos_prefix(context, bos) else self._special
-        ids = self.tokenizer(context, **special)["input_ids"][-max_prompt:]
+        # `hf` looks for the bos token here, and where it scores also for an eos in its place.
+        ids = self._encode(context, getattr(self.tokenizer, "bos_token", None))[-max_prompt:]
         # The model's max_new_tokens overrides the task's limit, as it does in `generate`.
         max_tokens = getattr(generation_config, "max_new_tokens", None) or max_gen_toks
         # An empty stop string is in every text, so the first token ends it.

@@ -36,6 +36,11 @@ class ModelLock:
         """Whether another thread waits for it."""
         return bool(self._queue)
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == get_ident()
+
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock; False if it is another thread's and `blocking` is off."""
         thread, turn = get_ident(), Lock()

@@ -91,7 +91,7 @@ def _load_adapter(path: str, base: Any, merge: bool) -> Any:
             model = PeftModel.from_pretrained(base, path, autocast_adapter_dtype=False)
         except UserWarning as missing:
             raise ValueError(f"weights of the adapter would be random: {missing}") from None
-    adapted = unwrap_peft(model)
+    adapted = unwrap_peft(model)  # before merging: it refuses prompt tuning, which cannot be merged
     return model.merge_and_unload() if merge else adapted
 
 

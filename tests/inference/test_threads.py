@@ -6,10 +6,12 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from threading import Barrier, Event, Thread
+from unittest.mock import patch
 
 import pytest
 import torch
 from nopad.inference import DataParallelEngine, Engine, batch_invariant
+from nopad.inference.engine_core import BuildKey
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[5 + k, 6, 7 + k, *range(20, 40)] for k in range(4)]
@@ -167,11 +169,13 @@ def fail(*_):
 def test_a_fault_of_one_call_harms_no_call_that_shares_its_steps(model, fault):
     engine = Engine(model, page_size=16)
     want = [c.token_ids for c in engine.generate(PROMPTS, LONG)]
+    executor = engine._executor
 
     def faulty():
-        prompts = [PROMPTS[0], object()] if fault == "a prompt" else PROMPTS[:1]
+        prompts = [PROMPTS[0], object()] if fault == "a prompt" else PROMPTS[:2]
         progress = fail if fault == "progress" else False
-        return engine.generate(prompts, GREEDY, progress=progress)[0].token_ids
+        params = [GREEDY, LONG]  # the first one is done, and reported, while others run
+        return engine.generate(prompts, params, progress=progress)[1].token_ids
 
     def fail_once(*_):
         if fault == "a step" and len(engine._runner._calls) == 4:
@@ -179,14 +183,15 @@ def test_a_fault_of_one_call_harms_no_call_that_shares_its_steps(model, fault):
             fail()
 
     hook = model.register_forward_pre_hook(fail_once)
-    others = [lambda k=k: engine.generate([PROMPTS[k]], LONG)[0].token_ids for k in (1, 2, 3)]
+    others = [lambda k=k: engine.generate([PROMPTS[k]], LONG)[0].token_ids for k in (2, 3, 0)]
     with company(engine, 2 if fault == "a prompt" else 3):
-        results = in_threads([*others, faulty])
+        results = in_threads([faulty, *others])
     hook.remove()
-    errors = [r for r in results if isinstance(r, Exception)]
-    assert len(errors) == 1 and str(errors[0]).startswith(("seeded fault", "prompt 1:"))
-    right = [r for r in results if not isinstance(r, Exception)]
-    assert all(tokens in (*want, want[0][:8]) for tokens in right) and len(right) == 3
+    (failed,) = [k for k, result in enumerate(results) if isinstance(result, Exception)]
+    assert str(results[failed]).startswith(("seeded fault", "prompt 1:"))
+    assert fault == "a step" or (failed == 0 and engine._executor is executor)
+    right = [want[1], want[2], want[3], want[0]]
+    assert [r for r in results if r is not results[failed]] == right[:failed] + right[failed + 1 :]
     assert not engine._outputs.has_requests() and all(m.training for m in model.modules())
 
 
@@ -262,3 +267,130 @@ def test_modules_that_come_while_calls_run_hold_up_none_of_them(model):
     finally:
         hook.remove()
         del model.more
+
+
+@contextmanager
+def first_step(model):
+    """Yield an event that is set in the first step."""
+    running = Event()
+    hook = model.register_forward_pre_hook(lambda *_: running.set())
+    try:
+        yield running
+    finally:
+        hook.remove()
+
+
+def test_progress_may_wait_for_the_call_of_another_thread(model):
+    engine, is_done = Engine(model, page_size=16), Event()
+    want = [c.token_ids for c in engine.generate(PROMPTS[:3], LONG)]
+
+    def wait(_):
+        assert is_done.wait(20)
+
+    def call():
+        done = engine.generate(PROMPTS[:2], [GREEDY, LONG], progress=wait)
+        return [c.token_ids for c in done]
+
+    def other():
+        running.wait(30)
+        (done,) = engine.generate(PROMPTS[2:3], LONG)
+        is_done.set()
+        return done.token_ids
+
+    with first_step(model) as running:
+        assert in_threads([call, other]) == [[want[0][:8], want[1]], want[2]]
+
+
+@pytest.mark.parametrize("within", [nullcontext, lambda: batch_invariant(64)])
+def test_progress_may_generate_while_other_threads_run(model, within):
+    engine = Engine(model, page_size=16)
+    want, seen = [c.token_ids for c in engine.generate(PROMPTS, LONG)], []
+
+    def inner(_):
+        seen.extend(engine.generate(PROMPTS[3:], GREEDY))
+
+    def call(k: int):
+        with within():
+            done = engine.generate([PROMPTS[k], PROMPTS[0]], [GREEDY, LONG], progress=inner)
+        return [c.token_ids for c in done]
+
+    got = in_threads([lambda k=k: call(k) for k in range(3)])
+    assert got == [[want[k][:8], want[0]] for k in range(3)]
+    assert len(seen) == 6 and all(c.token_ids == want[3][:8] for c in seen)
+
+
+def test_progress_may_not_generate_under_another_autocast(model):
+    """The prompts that the outer call has not read yet would be computed in another dtype."""
+    engine, prompts = Engine(model, page_size=16), [[3 + k % 90, 4, 5] for k in range(200)]
+    one = GREEDY | {"max_tokens": 1}
+    engine.generate(prompts[:1], one)
+
+    def inner(_):
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.generate(PROMPTS[:1], GREEDY)
+
+    (refused,) = in_threads([lambda: engine.generate(prompts, one, progress=inner)])
+    assert isinstance(refused, ValueError) and "the model is now in" in str(refused)
+
+
+def test_a_call_that_another_thread_has_finished_holds_up_no_third_one(model):
+    engine = Engine(model, page_size=16)
+    engine.generate(PROMPTS[:1], GREEDY)
+
+    def finish_all():
+        running.wait(30)
+        with engine._lock:  # all steps are this thread's
+            engine.generate(PROMPTS[1:2], LONG | {"max_tokens": 40})
+
+    with first_step(model) as running:
+        in_threads([lambda: engine.generate(PROMPTS[:1], LONG), finish_all])
+    (third,) = in_threads([lambda: engine.generate(PROMPTS[:1], GREEDY)])
+    assert third[0].error is None and engine._runner._driver is None
+
+
+def test_a_call_that_computes_otherwise_runs_before_later_ones(model):
+    engine, order = Engine(model, page_size=16), []
+    entrance, end = engine._runner._entrance, time.monotonic() + 20
+
+    def wait_for(condition):
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def wait_for_company(*_):
+        wait_for(lambda: engine._lock.has_waiters or entrance.has_waiters)
+        if entrance.has_waiters:
+            hook.remove()
+
+    def otherwise():
+        wait_for(lambda: engine._runner._calls)
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.generate(PROMPTS[1:2], GREEDY)
+        order.append("otherwise")
+
+    def later():
+        wait_for(lambda: entrance._owner)
+        engine.generate(PROMPTS[2:3], GREEDY)
+        order.append("later")
+
+    hook = model.register_forward_pre_hook(wait_for_company)
+    in_threads([lambda: engine.generate(PROMPTS[:1], LONG), otherwise, later])
+    hook.remove()
+    assert order == ["otherwise", "later"]
+
+
+def test_calls_on_two_cuda_streams_do_not_share_steps(model, monkeypatch):
+    key, streams = BuildKey(torch.device("cuda"), torch.float32, None, ()), iter([1, 1, 2])
+    monkeypatch.setattr("nopad.inference.session.build_key", lambda *_: key)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: next(streams))
+    session = Engine(model)._session
+    first, same, other = (session.sharing_key() for _ in range(3))
+    assert first == same != other
+
+
+def test_memory_is_kept_between_the_steps_of_shared_calls(model):
+    engine = Engine(model, page_size=16, max_num_seqs=64, keep_memory=False)
+    prompts, one = [[3 + k % 90, 4, 5] for k in range(200)], GREEDY | {"max_tokens": 1}
+    build = patch.object(engine._session, "_build", wraps=engine._session._build)
+    with build as build, company(engine, 1):
+        in_threads([lambda: engine.generate(prompts, one)] * 2)
+    assert build.call_count == 1 and engine._executor is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from threading import Thread
+from threading import Lock, Thread
 
 import pytest
 from nopad.inference.live_model.model_lock import ModelLock
@@ -44,17 +44,45 @@ def test_a_thread_may_take_it_again_and_others_wait_for_the_last_release():
     assert taken == [False] and lock.depth == 0
 
 
-def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue():
-    lock, other = ModelLock(), ModelLock()
+class InterruptedLock:
+    """A lock on which Ctrl-C ends the wait, before or after the lock was released."""
 
-    class Interrupted:
-        def acquire(self):
+    def __init__(self, is_released: bool):
+        self._lock, self._is_released, self._is_taken = Lock(), is_released, False
+        self.release = self._lock.release
+
+    def acquire(self) -> None:
+        if not self._is_taken or self._is_released:
+            self._lock.acquire()
+        if self._is_taken:
             raise KeyboardInterrupt
+        self._is_taken = True
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_thread_that_is_interrupted_while_it_waits_keeps_nobody_out(monkeypatch, is_released):
+    lock, told = ModelLock(), []
+    name = "nopad.inference.live_model.model_lock.Lock"
+    monkeypatch.setattr(name, lambda: InterruptedLock(is_released))
+
+    def wait() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire()
+        told.append("interrupted")
 
     with lock:
-        assert not lock.has_waiters
-        lock._queue.append((1, turn := Interrupted()))
-        lock._cancel(1, turn)
-        assert not lock.has_waiters
+        thread = Thread(target=wait, daemon=True)
+        thread.start()
+        if is_released:
+            waiting(lock, 1)
+        else:
+            thread.join(30)
+            assert told and not lock.has_waiters
+    thread.join(30)
+    assert told and not lock.has_waiters and lock.depth == 0
+    assert lock.acquire(blocking=False), "the thread that was interrupted has it"
+
+
+def test_only_the_thread_that_holds_it_can_release_it():
     with pytest.raises(AssertionError, match="not this thread's"):
-        other.release()
+        ModelLock().release()
