@@ -10,7 +10,7 @@ import torch
 from nopad.attention.hf import (
     check_rows,
     leaked_gradient,
-    probe_places,
+    probe_positions,
     sequence_limit,
     zero_weights_filled,
 )
@@ -198,7 +198,7 @@ def test_dropout_is_not_taken_for_a_difference():
 @pytest.mark.parametrize("longest", [1, 20])
 def test_a_long_row_of_short_samples_has_few_logits_and_shows_a_leak(longest):
     (row, _), model = check_rows(None, 16384, longest)[0], build()
-    places, counts = probe_places(row)
+    places, counts = probe_positions(row)
     assert len(places) < 4096 and all(counts[-3:]) and len(counts) == len(row)
     row = check_rows(None, 600, longest)[0][0]
     assert measure_leak(model, lengths=row) == 0.0
