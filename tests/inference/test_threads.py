@@ -228,12 +228,13 @@ def test_a_call_that_joins_notices_what_changed_before_it(model):
         running.wait(30)
         with engine._lock:  # between two steps
             weight.data.mul_(-1.0)
-        return engine.generate([prompt], GREEDY)[0].token_ids
+        return engine.score([prompt], [[8, 9]])[0].logprob
 
     hook = model.register_forward_pre_hook(lambda *_: running.set())
     try:
         _, got = in_threads([lambda: engine.generate([[5, 6]], LONG), change_and_join])
-        assert got == Engine(model).generate([prompt], GREEDY)[0].token_ids
+        want = Engine(model).score([prompt], [[8, 9]])[0].logprob
+        assert got == pytest.approx(want, abs=1e-5)
     finally:
         weight.data.copy_(before)
         hook.remove()
