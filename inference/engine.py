@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from os import PathLike
 from typing import Any
 
@@ -174,16 +173,15 @@ class Engine:
         bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
         update = bar.update if progress is True else progress or None
 
-        @cache  # a call that begins again draws the same numbers
-        def number_draws() -> Draws:
-            return _draws or own_draws(self._model)
+        numbered = [] if _draws is None else [_draws]
 
         def check_call() -> BuildGroups:
             encoded = self._encode(specs)
             if self._executor is None:  # building it takes seconds: faults are told before
                 encoded = [*encoded]
-            draws = number_draws()
-            return lambda queued_at: self._build_requests(encoded, draws, queued_at)
+            if not numbered:  # once: a call that begins again draws the same numbers
+                numbered.append(own_draws(self._model))
+            return lambda queued_at: self._build_requests(encoded, numbered[0], queued_at)
 
         with bar, defer_full_gc():
             completions = self._runner.run_to_completion(check_call, update, paced=True)

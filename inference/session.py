@@ -192,7 +192,7 @@ class ModelSession:
         """Release an executor that was built for another key."""
         if self.executor is None or self.executor.key == key:
             return
-        if self._has_requests() or self.num_calls > 1:  # a second call may have prompts to read
+        if self._has_requests():
             others = " (others)" if str(key) == str(self.executor.key) else ""
             raise ValueError(
                 f"requests run in {self.executor.key}, the model is now in {key}{others}: finish "

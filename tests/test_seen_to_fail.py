@@ -1021,16 +1021,6 @@ FAULTS = {
         "    self._driver = before or self._driver\n"
         "RequestRunner._drive = _drive",
     ),
-    "only one's own prompts count as a call": (
-        "inference/test_threads.py::test_progress_may_not_generate_under_another_autocast",
-        "nopad.inference.session",
-        "right = ModelSession._release_if_incompatible\n"
-        "def _release(self, key):\n"
-        "    num_calls, self.num_calls = self.num_calls, 0\n"
-        "    right(self, key)\n"
-        "    self.num_calls = num_calls\n"
-        "ModelSession._release_if_incompatible = _release",
-    ),
     "later calls join while one waits": (
         "inference/test_threads.py::test_a_call_that_computes_otherwise_runs_before_later_ones",
         "nopad.inference.request_runner",

@@ -228,12 +228,13 @@ def test_a_call_that_joins_notices_what_changed_before_it(model):
         running.wait(30)
         with engine._lock:  # between two steps
             weight.data.mul_(-1.0)
-        return engine.generate([prompt], GREEDY)[0].token_ids
+        return engine.score([prompt], [[8, 9]])[0].logprob
 
     hook = model.register_forward_pre_hook(lambda *_: running.set())
     try:
         _, got = in_threads([lambda: engine.generate([[5, 6]], LONG), change_and_join])
-        assert got == Engine(model).generate([prompt], GREEDY)[0].token_ids
+        want = Engine(model).score([prompt], [[8, 9]])[0].logprob
+        assert got == pytest.approx(want, abs=1e-5)
     finally:
         weight.data.copy_(before)
         hook.remove()
@@ -321,7 +322,8 @@ def test_progress_may_generate_while_other_threads_run(model, within):
 
 def test_progress_may_not_generate_under_another_autocast(model):
     """The prompts that the outer call has not read yet would be computed in another dtype."""
-    engine, prompts = Engine(model, page_size=16), [[3 + k % 90, 4, 5] for k in range(200)]
+    engine = Engine(model, page_size=16, max_num_batched_tokens=3 * 64)  # a step ends 64 prompts
+    prompts = [[3 + k % 90, 4, 5] for k in range(200)]
     one = GREEDY | {"max_tokens": 1}
     engine.generate(prompts[:1], one)
 
@@ -388,7 +390,7 @@ def test_calls_on_two_cuda_streams_do_not_share_steps(model, monkeypatch):
 
 
 def test_memory_is_kept_between_the_steps_of_shared_calls(model):
-    engine = Engine(model, page_size=16, max_num_seqs=64, keep_memory=False)
+    engine = Engine(model, page_size=16, max_num_batched_tokens=3 * 64, keep_memory=False)
     prompts, one = [[3 + k % 90, 4, 5] for k in range(200)], GREEDY | {"max_tokens": 1}
     build = patch.object(engine._session, "_build", wraps=engine._session._build)
     with build as build, company(engine, 1):
