@@ -747,16 +747,6 @@ FAULTS = {
         "inference/live_model/test_model_lock.py", "nopad.inference.live_model.model_lock",
         "deque = type('Stack', (deque,), {'popleft': deque.pop})",
     ),
-    "a call that joins compares no values": (
-        "inference/test_threads.py::test_a_call_that_joins_notices_what_changed_before_it",
-        "nopad.inference.request_runner",
-        "drive = RequestRunner._drive\n"
-        "def unchecked(self, call):\n"
-        "    for each in self._calls:\n"
-        "        each.is_new &= len(self._calls) == 1\n"
-        "    drive(self, call)\n"
-        "RequestRunner._drive = unchecked",
-    ),
     "a request to a busy engine looks at counters alone": (
         "inference/live_model/test_unseen_changes.py",
         "nopad.inference.live_model.weights_version",
