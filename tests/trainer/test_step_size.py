@@ -79,7 +79,7 @@ def test_another_number_of_packs_per_step_is_said_once_with_how_to_keep_it(run, 
     run(tmp_path, 1, step=3)
     said = capsys.readouterr().out
     assert said.count("an optimizer step now has 1 packs; in the saved run it had 2") == 1
-    assert "to keep 2, accumulate 2 packs per rank" in said
+    assert "To keep 2, accumulate 2 packs per rank" in said
 
 
 def test_the_packs_of_a_step_are_counted_over_all_ranks_and_saved_without_a_rank(tmp_path, capsys):

@@ -306,7 +306,7 @@ def test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped(add_bos_tok
     hf = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu", **options)
     want = hf.generate_until(copy.deepcopy(requests), disable_tqdm=True)
     assert EngineLM(model, tokenizer, **options).generate_until(requests) == want
-    assert any(" " in text for text in want) and len(set(want)) > 12
+    assert any(" " in text for text in want) and len(set(want)) > 4
 
 
 def test_a_setting_we_do_not_have_is_refused_by_name(small):
