@@ -252,6 +252,21 @@ def test_a_validation_of_plain_rows_is_packed_like_the_training_data_and_is_not_
     assert len(list(tmp_path.glob("nopad_data*"))) == 1
 
 
+def test_an_id_outside_the_vocabulary_is_refused_in_a_validation():
+    rows = [[5, 6, tiny_run.VOCABULARY + 9, 7]] * 4
+    loader = PackedAccelerateLoader(Loop().accelerator, tiny_run.dataset())
+    with pytest.raises(ValueError, match="outside the model's vocabulary"), torch.no_grad():
+        list(loader.validation(rows))
+
+
+def test_a_loss_that_was_detached_between_two_loops_is_attached_again():
+    loop = Loop()
+    next(iter(loop.loader))
+    loop.accelerator.unwrap_model(loop.model).nopad_loss.detach()
+    batch = next(iter(loop.loader))
+    assert loop.model(**batch).loss.isfinite() and loop.model.nopad_loss is not None
+
+
 def test_skip_first_batches_says_that_the_loader_continues_by_itself():
     loop = Loop()
     for skip in (skip_first_batches, loop.accelerator.skip_first_batches):
