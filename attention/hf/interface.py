@@ -8,6 +8,7 @@ Pages travel with the call, not with the model: nothing on the model has to be r
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -71,6 +72,8 @@ def attention(
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
     if layer == 0:  # compiled layers all read 0
         _check_lengths(module, varlen)
+    if layer == 0 and not compiling:
+        _check_head(varlen, query.shape[0])
     rows, columns = query.shape[0], query.shape[2]
     q, k, v = (_flatten(x) for x in _cast_to_one_dtype(query, key, value))
     out = attend(
@@ -171,6 +174,23 @@ def _check_call(
     for extra in ("position_bias", "block_indices"):
         if kwargs.get(extra) is not None:
             raise ValueError(f"{name}: {extra} is not supported by 'nopad'")
+
+
+def _check_head(varlen: Varlen, rows: int) -> None:
+    """Refuse packs in a sequence classifier: it would return one result for all documents of a row.
+
+    No argument of the call says what the model is, so the forwards that led here are looked at.
+    """
+    if varlen.pages is not None or varlen.cu_seqlens.shape[0] <= rows + 1:
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname.endswith("ForSequenceClassification.forward"):
+            raise ValueError(
+                "a sequence classifier gives one row of logits for all documents of a pack: pass "
+                "one document per row, in padded batches with another attn_implementation"
+            )
+        frame = frame.f_back
 
 
 def _check_lengths(module: nn.Module, varlen: Varlen) -> None:

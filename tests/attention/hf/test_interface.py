@@ -20,7 +20,7 @@ from nopad.attention.hf import check_packed, check_paged, interface, packed_batc
 from nopad.attention.hf.selfcheck import nan_max
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -322,3 +322,17 @@ def test_attend_needs_no_transformers_model():
     q, k, v = (torch.randn(5, 2, 16) for _ in range(3))
     out = attend(q, k, v, Varlen(torch.tensor([0, 2, 5], dtype=torch.int32), 3))
     assert torch.allclose(out[0], v[0], atol=1e-6) and torch.allclose(out[2], v[2], atol=1e-6)
+
+
+def test_packs_in_a_sequence_classifier_are_refused():
+    model = AutoModelForSequenceClassification.from_config(
+        tiny().config, attn_implementation="nopad"
+    )
+    pack = packed_batch([torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]])])
+    restarts = {"position_ids": pack["position_ids"]}
+    for arguments in (pack, {"input_ids": pack["input_ids"], **restarts}):
+        with pytest.raises(ValueError, match="one row of logits for all documents"):
+            model(**arguments)
+    model.config.pad_token_id = 0
+    rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
+    assert model(input_ids=rows, use_cache=False).logits.shape == (2, 2)
