@@ -12,9 +12,8 @@ from torch import Tensor
 from ...runtime import is_out_of_memory
 from ..paging.cache import PagedCache
 from ..reference import reference
-from ..score_params import ScoreParams
 from ..varlen import Pages, Varlen
-from .call_spec import Backend, CallSpec
+from .call_spec import Backend, CallSpec, ScoreParams
 
 _COMMON_DIM = 64
 """A head dim that every build of every library supports."""
