@@ -11,7 +11,7 @@ import pytest
 import torch
 from char_tokenizer import tokenize_chars
 from nopad.packing import PackedDataset
-from nopad.packing.readers.shard_state import compress_state, decompress_state
+from nopad.packing.readers.shard_reader import compress_state, decompress_state
 from nopad.packing.state import merge_states
 
 ROWS = [np.arange(3 + i % 7) + i for i in range(60)]
