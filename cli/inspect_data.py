@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from ..packing import Pack
     from ..packing.encoding import SkippedRows
     from .data_report import BudgetRow, DataReport, Span
-from collections.abc import Iterator
-
-from ..packing.encoding import Encoder
-from ..packing.sources import Row, RowSource, TokenStore, open_source
 
 EMPTY = "the data is empty"
 MAX_LENGTHS = 1 << 24
@@ -100,6 +96,7 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
 def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
     """Return the packs of the data; a small source is tokenized here."""
     from ..packing import PackedDataset
+    from .counted_rows import open_counted
 
     options = data_kwargs(args)
     source = open_counted(args.data, tokenizer, options, advance)
@@ -288,44 +285,3 @@ def _span_text(span: Span, color: bool) -> Text:
     if color:
         return Text(text, "green" if span.in_loss else "dim")
     return Text(f"[[{text}]]" if span.in_loss else text)
-
-
-class CountedRows(RowSource):
-    """A source that calls a function for every row that is read from it."""
-
-    def __init__(self, source: RowSource, advance: Callable[[int], None]):
-        self.source, self.advance, self.name = source, advance, source.name
-        self.default_shards, self.num_bytes = source.default_shards, source.num_bytes
-        self.shuffles_rows, self.sequential_only = source.shuffles_rows, source.sequential_only
-
-    def read(self, shard, shards, cursor=None, shuffle_key=None) -> Iterator[Row]:
-        for row in self.source.read(shard, shards, cursor, shuffle_key):
-            self.advance(1)
-            yield row
-
-    def fingerprint(self) -> str:
-        return self.source.fingerprint()
-
-    def check_cursor(self, cursor: Any) -> None:
-        self.source.check_cursor(cursor)
-
-
-def open_counted(
-    data: str,
-    tokenizer: Any,
-    options: dict[str, Any],
-    advance: Callable[[int], None],
-) -> Any:
-    """Open data for `PackedDataset`; rows that are read are counted, ready tokens are not.
-
-    options: those of `data_kwargs`.
-    """
-    encoder = Encoder(tokenizer, add_eos=options["add_eos"])
-    opened = open_source(
-        data,
-        text_column=options["text_column"],
-        eos_token_id=encoder.eos_token_id,
-        glob=options["glob"],
-        dtype=options["dtype"],
-    )
-    return TokenStore(opened) if isinstance(opened, list) else CountedRows(opened, advance)

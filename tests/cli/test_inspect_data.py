@@ -12,8 +12,8 @@ import pytest
 import warm_python
 from nopad.__main__ import main
 from nopad.cli import inspect_data, printable
+from nopad.cli.counted_rows import CountedRows, open_counted
 from nopad.cli.data_report import budget_rows, labelled_samples, pack_map
-from nopad.cli.inspect_data import CountedRows, open_counted
 from nopad.packing import Pack, PackedDataset, Sample
 from nopad.packing.planning import padded_fill
 from small_checkpoint import CHAT, small_tokenizer
