@@ -1047,6 +1047,15 @@ FAULTS = {
         "test_answers_equal_hf_where_a_stop_string_names_special_tokens",
         "nopad.inference.harness.engine_lm", "EngineLM._end_as_hf = lambda self, ids, until: ids",
     ),
+    "a call that joins looks at counters alone": (
+        "inference/test_threads.py::test_a_call_that_joins_notices_what_changed_before_it",
+        "nopad.inference.request_runner",
+        "right = Call.start\n"
+        "def start(self, *parts):\n"
+        "    right(self, *parts)\n"
+        "    self.is_new = False\n"
+        "Call.start = start",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
