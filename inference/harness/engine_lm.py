@@ -29,6 +29,7 @@ from ...runtime import unwrap_model
 from ..data_parallel import DataParallelEngine
 from ..engine import Engine
 from ..requests.sampling_params import SamplingParams
+from ..settings import check_positive
 from .gen_kwargs import to_sampling_kwargs
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,8 @@ class EngineLM(TemplateLM):
                 "the tokenizer has neither a bos nor an eos token, but scoring starts each text "
                 "with one: set tokenizer.eos_token = ..."
             )
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is {max_length}; it must be at least 1 token")
-        self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
+        default = resolve_max_length(self.model.config, tokenizer)
+        self.max_length = check_positive("max_length", max_length, default)
         # The last token of a text is scored but never run, so one more than the positions fits.
         self.engine = Engine(self.model, tokenizer, max_model_len=self.max_length + 1, **settings)
         self._data_parallel = DataParallelEngine(self.engine)
