@@ -1052,6 +1052,24 @@ FAULTS = {
         "nopad.attention.backends.backend_check",
         "from contextlib import nullcontext as _disable_current_modes",
     ),
+    "a fused forward is verified for ever": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
+        "is_as_verified = lambda module: True",
+    ),
+    "modules of one size are taken for one another": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fuse_layers",
+        "_attributes = lambda module: ()",
+    ),
+    "a class has one fused forward for ever": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.class_swap",
+        "right, first = _subclass, {}\n"
+        "_subclass = lambda stock, forward, *fused: "
+        "right(stock, first.setdefault(stock, forward), *fused)",
+    ),
+    "globals are read once": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
+        "has_globals_of = lambda fused, forward: True",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
