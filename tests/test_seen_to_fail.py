@@ -1070,6 +1070,22 @@ FAULTS = {
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
         "has_globals_of = lambda fused, forward: True",
     ),
+    "every rank has a verdict of its own": (
+        "trainer/monitoring/test_packing_check.py::test_what_one_rank_finds_stops_all_of_them",
+        "nopad.trainer.monitoring.preflight",
+        "from nopad.trainer.monitoring import packing_check\n"
+        "nan_max = packing_check.nan_max = lambda values: list(values)[0]",
+    ),
+    "a teacher keeps the activations of a long row": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_model_that_is_not_trained_needs_no_memory_for_a_long_row_with_gradients",
+        "nopad.trainer.monitoring.preflight", "any = lambda flags: True",
+    ),
+    "a loss of one's own never diverges": (
+        "trainer/with_lightning/test_own_steps.py::"
+        "test_the_mean_of_an_empty_pack_is_told_apart_from_a_divergence",
+        "nopad.trainer.with_lightning.packs", "DIVERGED = 'check its weights'",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
