@@ -1086,6 +1086,20 @@ FAULTS = {
         "test_the_mean_of_an_empty_pack_is_told_apart_from_a_divergence",
         "nopad.trainer.with_lightning.packs", "DIVERGED = 'check its weights'",
     ),
+    "weights of zeros alone are filled": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_convolution_that_starts_as_the_identity_is_seen",
+        "nopad.attention.hf.leak_check",
+        "_zero_entries = lambda values, is_trained: None if values.any() else ...",
+    ),
+    "masked logits are compared": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_vocabulary_that_is_masked_in_part_is_right_and_hides_nothing",
+        "nopad.trainer.monitoring.packing_check",
+        "right, torch = torch, type(torch)('torch')\n"
+        "torch.__dict__.update(vars(right))\n"
+        "torch.finfo = lambda dtype: type('Range', (), {'min': float('nan'), 'eps': 1e-7})",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
