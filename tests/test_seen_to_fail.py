@@ -1060,11 +1060,15 @@ FAULTS = {
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fuse_layers",
         "_attributes = lambda module: ()",
     ),
-    "a class has one fused forward for ever": (
+    "a patched class runs its fused forward": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.class_swap",
-        "right, first = _subclass, {}\n"
-        "_subclass = lambda stock, forward, *fused: "
-        "right(stock, first.setdefault(stock, forward), *fused)",
+        "right = _subclass\n"
+        "def _subclass(stock, verified, *forwards):\n"
+        "    cls = right(stock, verified, *forwards)\n"
+        "    cls.forward = verified\n"
+        "    for fused in forwards:\n"
+        "        cls.forward = _with_fallback(fused, cls.forward)\n"
+        "    return cls",
     ),
     "globals are read once": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
