@@ -14,7 +14,6 @@ COMMANDS = {
     "doctor": ("doctor", "does attention leak between documents? does generation match training?"),
     "generate": ("generate", "complete prompts with any HF checkpoint"),
     "eval": ("evaluate", "lm-evaluation-harness tasks on a checkpoint"),
-    "lm_eval": ("lm_eval_command", "lm_eval's own command line, with the engine as --model nopad"),
 }
 
 RECIPES = {
@@ -54,7 +53,7 @@ def _run_recipe(name: str, argv: list[str]) -> int:
     from .recipes.support.run_recipe import run_recipe
 
     module = importlib.import_module(f".recipes.{RECIPES[name][0]}", __package__)
-    return run_recipe(f"nopad {name}", module.main, argv)
+    return run_recipe(RECIPES[name][0], module.parse_args, module.train, argv)
 
 
 def _dispatch(name: str, argv: list[str]) -> int:

@@ -19,24 +19,16 @@ from nopad.cli import (
     checkpoint_path,
     count,
     load_tokenizer,
+    load_weights,
     positive,
     set_chat_template,
 )
 from nopad.cli import parser as command_parser
-from nopad.recipes.support import eval_sampling
-from nopad.recipes.support.arguments import parse_with_config
-from nopad.recipes.support.data_and_model import (
-    add_lora,
-    add_packing_options,
-    check_vocab_size,
-    load_checkpoint,
-    open_data,
-    packed_dataset,
-)
-from nopad.recipes.support.hf_runner import add_hf_options, train_with_hf, training_arguments
-from nopad.recipes.support.run_dir import RunDir, RunProgress
-from nopad.recipes.support.run_lock import is_main_process
+from nopad.recipes.support import arguments
+from nopad.recipes.support.data_and_model import model_errors, open_data, packed_dataset
+from nopad.recipes.support.run_dir import RunDir, is_main_process
 from nopad.recipes.support.run_recipe import run_recipe
+from nopad.recipes.train_hf import add_training_options, fit, training_arguments
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,17 +40,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_chat_template_option(add)
     add("--lora", type=count, default=0, metavar="RANK",
         help="train LoRA adapters of this rank; 0 trains all weights")  # fmt: skip
-    add_packing_options(add, budget=2048, overflow="error")  # a split answer loses its question
-    add("--eval-every", type=positive, help="steps between evaluations; default: 100")
+    # A split conversation has answers without their question: longer ones are an error.
+    arguments.add_packing_options(add, budget=2048, overflow="error")
+    add("--eval-every", type=positive, default=100, help="steps between evaluations")
     add("--eval-examples", type=count, default=32, help="conversations to hold out for evaluation, "
-        f"about one in 50, at least one: their last answer is {eval_sampling.DESCRIPTION}, and "
-        "compared (matched: the part of it that the text starts with); 0: none")  # fmt: skip
-    add_hf_options(parser, "sft", learning_rate=2e-5)
-    args = parse_with_config(parser, argv, "sft")
+        "about one in 50, at least one: their last answer is sampled and compared (matched: the "
+        "part of it that the text starts with); 0: none")  # fmt: skip
+    add_training_options(parser, "sft", learning_rate=2e-5)
+    args = arguments.parse_with_config(parser, argv, "sft")
     for name, value in (("MODEL", args.model), ("--data", args.data)):
         if value is None:
             raise ValueError(f"{name} is required")
     return args
+
+
+def train(args: argparse.Namespace, run: RunDir) -> None:
+    """Fine-tune all weights, or LoRA adapters."""
+    from transformers import set_seed  # imported late: --help is quick
+
+    settings = training_arguments(args)  # joins the ranks, on which data and model depend
+    set_seed(args.seed)
+    tokenizer, data, examples = load_data(args)
+    held_out = examples if args.eval_examples else None
+    fit(args, run, settings, load_model(args), data, tokenizer, held_out)
 
 
 def load_data(args: argparse.Namespace):
@@ -70,50 +74,31 @@ def load_data(args: argparse.Namespace):
         set_chat_template(tokenizer, args.chat_template)
     source = open_data(args, tokenizer)
     source, examples = hold_out(source, args.eval_examples, args.text_column, args.format)
-    data = packed_dataset(args, source, tokenizer)  # first: rows that cannot be used are an error
-    check_evaluation(args, examples)
-    return tokenizer, data, examples
+    return tokenizer, packed_dataset(args, source, tokenizer), examples
 
 
-def check_evaluation(args: argparse.Namespace, examples: list) -> None:
-    """Refuse evaluations that are asked for and would be of nothing; fill in the default."""
-    if args.eval_every is not None and not examples:
-        raise ValueError(
-            f"--eval-every {args.eval_every}: no row of {args.data} can be held out, since fewer "
-            "than two have an answer in text to compare with, or --eval-examples is 0; omit it"
-        )
-    if args.eval_examples and not examples and os.environ.get("RANK", "0") == "0":
-        print(f"no evaluation: fewer than two rows of {args.data} have an answer in text")
-    args.eval_every = args.eval_every or 100
-
-
-def load_model(args: argparse.Namespace, tokenizer):
-    """Load the pretrained model; add LoRA adapters with `--lora`."""
+def load_model(args: argparse.Namespace):
+    """Load the pretrained model; add LoRA adapters to all linear layers with `--lora`."""
     from nopad.attention import register
 
     register()
-    model = load_checkpoint(checkpoint_path(args.model), attn_implementation=args.attention)
-    check_vocab_size(model, tokenizer)
+    path = checkpoint_path(args.model)
+    with model_errors(path):
+        model = load_weights(path, attn_implementation=args.attention)
     if not args.lora:
         return model
-    model = add_lora(model, args.lora)
+    from peft import LoraConfig, get_peft_model
+
+    rank = {"r": args.lora, "lora_alpha": 2 * args.lora}
+    config = LoraConfig(**rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    if os.path.isdir(path):  # adapters find their base model from other folders, too
+        adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(path)
     if is_main_process():
-        trained, total = model.get_nb_trainable_parameters()
+        trained, total = adapted.get_nb_trainable_parameters()
         print(f"LoRA of rank {args.lora}: trains {trained:,} of {total:,} parameters")
-    return model
-
-
-def main(argv: list[str] | None = None, progress: RunProgress | None = None) -> None:
-    """Fine-tune; an error that the user can fix is a ValueError, OSError or ImportError."""
-    args = parse_args(argv)
-    from transformers import set_seed  # imported late: --help is quick
-
-    run_dir = RunDir.from_args("sft", args, progress)
-    settings = training_arguments(args)
-    set_seed(args.seed)
-    tokenizer, data, examples = load_data(args)
-    train_with_hf(args, settings, run_dir, load_model(args, tokenizer), data, tokenizer, examples)
+    return adapted
 
 
 if __name__ == "__main__":
-    sys.exit(run_recipe("sft", main))
+    sys.exit(run_recipe("sft", parse_args, train))

@@ -63,8 +63,6 @@ def test_every_option_in_the_pages_is_one_of_its_command(capsys):
     unknown = []
     for page in (README, *(ROOT / "docs").rglob("*.md")):
         for name, rest in COMMAND_LINES.findall(page.read_text(encoding="utf-8")):
-            if name == "lm_eval":
-                continue
             with pytest.raises(SystemExit):
                 main([name, "--help"])
             told = capsys.readouterr().out

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .data.loader import EvaluationLoader, PackedLoader, PackInfo
     from .evaluation.generation_eval import GenerationEval
     from .evaluation.report import Example
+    from .folder_lock import lock_folder
     from .fused import compile_layers
     from .fused.fuse_layers import fuse_layers
     from .graceful_stop import STOP_SIGNALS, StopRequest
@@ -54,6 +55,7 @@ __all__ = [
     "latest_intact_archive",
     "latest_intact_checkpoint",
     "linear_cross_entropy",
+    "lock_folder",
     "offload_checkpoints",
     "preference_log_probs",
     "write_manifest",
@@ -71,6 +73,7 @@ _MODULES = {
     "checkpoint_offload": ("offload_checkpoints",),
     "data": ("DataState", "EvaluationLoader", "PackInfo", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
+    "folder_lock": ("lock_folder",),
     "fused": ("compile_layers", "fuse_layers"),
     "graceful_stop": ("STOP_SIGNALS", "StopRequest"),
     "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy", "preference_log_probs"),

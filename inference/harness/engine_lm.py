@@ -15,7 +15,7 @@ from typing import Any
 try:
     from lm_eval.api.model import TemplateLM
 except ImportError:
-    raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
+    raise ImportError("lm-eval is not installed: pip install lm-eval") from None
 from lm_eval.models.utils import (
     handle_stop_sequences,
     has_bos_prefix,

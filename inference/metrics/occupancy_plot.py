@@ -46,7 +46,7 @@ def occupancy_figure(log: np.ndarray, idle: np.ndarray, title: str) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise ImportError("matplotlib is not installed: pip install 'nopad[bench]'") from None
+        raise ImportError("matplotlib is not installed: pip install matplotlib") from None
     log = _with_idle_rows(log, idle) if len(log) else _EMPTY_LOG
     times = log[:, 0] - log[0, 0]
     running, waiting, used_pages, max_running, num_pages = log[:, [1, 2, 4, 5, 6]].T

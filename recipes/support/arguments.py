@@ -1,10 +1,9 @@
-"""Parse a recipe's arguments: the command line, and a YAML file with the same names.
+"""Options that the recipes share, and where their values come from.
 
-nopad sft --config sft.yaml --learning-rate 1e-5
+    default  <  settings of a resumed run  <  --config FILE.yaml  <  command line
 
-An argument on the command line overrides the one in the YAML file. With `--resume`, both override
-the settings that the run was started with; without any of them, the default applies. Workers that
-torchrun has restarted resume the run in their `--output`.
+The YAML file has lines `name: value` with the names of the options. A value is the text that is
+written there, as on the command line: `no` is no, and 010 is not octal. null stands for nothing.
 """
 
 from __future__ import annotations
@@ -15,17 +14,57 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nopad.cli import (
+    add_data_options,
+    add_length_options,
+    add_model_argument,
+    attention_name,
+    count,
+    positive,
+)
 from nopad.recipes.support.run_dir import check_unchanged, find_run, read_settings
 
-TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """The words of YAML for an option that is on or off."""
+
+
+def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
+    """Add the options of a pretraining recipe that choose data and model."""
+    add = parser.add_argument_group("data and model").add_argument
+    add_model_argument(add, "checkpoint, config.json or hub name; default: a small Llama", False)
+    add("--data", help=".jsonl[.gz|.zst], .parquet or text file, folder of files, token file, "
+        "saved `datasets` folder or hub name; default: Python's standard library")  # fmt: skip
+    add("--tokenizer", help="folder or hub name; default: the model's, or a small built-in one")
+    add_packing_options(add, budget)
+
+
+def add_packing_options(add: Any, budget: int, overflow: str = "split") -> None:
+    """Add the options of reading and packing that every recipe has."""
+    add_data_options(add)
+    add_length_options(add, budget, overflow)
+    add("--workers", type=count, default=0, help="data loading processes per rank")
+    add("--attention", type=attention_name, default="nopad",
+        help="attention implementation: nopad, flash_attention_2, sdpa, ...")  # fmt: skip
+    add("--sequence-parallel", type=positive, default=1, metavar="RANKS",
+        help="ranks that share the tokens of each pack; or sp_size of accelerate")  # fmt: skip
+    add("--seed", type=count, default=0, help="seed of new weights and of the order of packs")
+
+
+def add_run_options(add: Any, recipe: str, save_every: int) -> None:
+    """Add the options that place a run, resume it and save it."""
+    add("--output", type=lambda text: Path(text).expanduser(), metavar="FOLDER",
+        help=f"folder of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
+    add("--resume", nargs="?", const="last", metavar="FOLDER",
+        help="continue the run in this folder, with the settings it was started with; without "
+        f"FOLDER: the run in --output, or the last of runs/{recipe}-N")  # fmt: skip
+    add("--save-every", type=positive, default=save_every, help="steps between checkpoints")
+    add("--config", type=Path, metavar="FILE.yaml", help="file with any of these options")
 
 
 def parse_with_config(
     parser: argparse.ArgumentParser, argv: list[str] | None, recipe: str
 ) -> argparse.Namespace:
     """Parse `argv`, the YAML file that `--config` names, and the settings of a resumed run."""
-    parser.add_argument("--config", type=Path, help="YAML file with any of these arguments")
     explicit = explicit_args(parser, sys.argv[1:] if argv is None else argv)
     if "config" in explicit:
         explicit = yaml_args(explicit["config"], parser) | explicit
@@ -37,6 +76,13 @@ def parse_with_config(
         check_unchanged(path, settings, explicit)
         explicit["output"] = path
     return argparse.Namespace(**settings | explicit)
+
+
+def explicit_args(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
+    """Return the arguments that `argv` sets, without the defaults."""
+    no_defaults = {action.dest: None for action in parser._actions if action.dest != "help"}
+    values = vars(parser.parse_args(argv, argparse.Namespace(**no_defaults)))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def resume_if_restarted(explicit: dict[str, Any]) -> None:
@@ -51,132 +97,59 @@ def resume_if_restarted(explicit: dict[str, Any]) -> None:
     if "resume" in explicit:
         return
     if "output" not in explicit:
-        raise ValueError(
-            "--max-restarts needs --output: workers that are restarted find their run by its folder"
-        )
+        raise ValueError("--max-restarts needs --output: restarted workers find their run by it")
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if restarted and (explicit["output"] / "run.json").is_file():
         explicit["resume"] = str(explicit["output"])
 
 
-def explicit_args(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
-    """Return the arguments that `argv` sets, without the defaults."""
-    no_defaults = {action.dest: None for action in parser._actions if action.dest != "help"}
-    values = vars(parser.parse_args(argv, argparse.Namespace(**no_defaults)))
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def yaml_args(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return the arguments that a YAML file sets.
-
-    null stands for the default; false does too, for an option that can be switched off.
-    """
-    hidden = argparse.SUPPRESS  # options of earlier versions
-    actions = {a.dest: a for a in parser._actions if a.dest != "help" and a.help is not hidden}
-    argv, defaults = [], {}
-    for name, value in read_yaml(path).items():
-        if name not in actions:
+    """Return the arguments that a YAML file sets, checked like those of the command line."""
+    actions = {action.dest: action for action in parser._actions}
+    argv = []
+    for name, values in read_yaml(path).items():
+        if name not in actions or name in ("config", "help"):
             raise ValueError(f"{path}: unknown setting {name}; see --help")
-        if name == "config":
-            raise ValueError(f"{path}: a settings file cannot name another with config")
-        action = actions[name]
-        if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
-            raise ValueError(f"{path}: {name} takes one value, not a list")
-        if isinstance(value, list) and (not value or None in value):
-            raise ValueError(f"{path}: {name} is a list without values, or with null in it")
-        if value is None or (_is_switch(action) and _is(value, FALSE)):
-            defaults[name] = action.default
-        else:
-            argv += _to_argv(path, action, value)
-    return _explicit_of_yaml(path, parser, argv) | defaults
-
-
-def _explicit_of_yaml(
-    path: Path, parser: argparse.ArgumentParser, argv: list[str]
-) -> dict[str, Any]:
-    """Parse the values of a file; a wrong one is told with the file's name."""
-    before, parser.exit_on_error = parser.exit_on_error, False
+        argv += _to_argv(path, actions[name], values)
+    parser.exit_on_error = False
     try:
         return explicit_args(parser, argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{path}: {error}") from None
-    finally:
-        parser.exit_on_error = before
 
 
-def _to_argv(path: Path, action: argparse.Action, value: str | list[str]) -> list[str]:
-    """Write a value, as it stands in the file, as command-line arguments."""
-    if not action.option_strings:
-        return [str(value)]
-    option = action.option_strings[-1]
-    if _is_switch(action) and _is(value, TRUE):
-        return [option]
+def _to_argv(path: Path, action: argparse.Action, values: list[str]) -> list[str]:
+    """Write the values of one name as command-line arguments."""
+    if len(values) > 1 and not isinstance(action, argparse._AppendAction):
+        raise ValueError(f"{path}: {action.dest} takes one value, not a list")
+    if not values or not action.option_strings:
+        return values
     if action.nargs == 0:
-        raise ValueError(f"{path}: {action.dest} is {value}; it must be true or false")
-    return [f"{option}={item}" for item in (value if isinstance(value, list) else [value])]
+        if values[0].lower() not in WORDS:
+            raise ValueError(f"{path}: {action.dest} is {values[0]}; it must be true or false")
+        return [action.option_strings[0 if WORDS[values[0].lower()] else -1]]
+    return [f"{action.option_strings[0]}={value}" for value in values]
 
 
-def _is_switch(action: argparse.Action) -> bool:
-    """Return whether an option may stand without a value."""
-    return bool(action.option_strings) and action.nargs in (0, "?")
+def read_yaml(path: Path) -> dict[str, list[str]]:
+    """Read the values of each name, as text; `learning-rate` and `learning_rate` are the same name.
 
-
-def _is(value: str | list[str], words: tuple[str, ...]) -> bool:
-    return isinstance(value, str) and value.lower() in words
-
-
-def read_yaml(path: Path) -> dict[str, str | list[str] | None]:
-    """Read a flat YAML file; `learning-rate` and `learning_rate` are the same name.
-
-    Values keep the text they have in the file, as on the command line: `no` is no, and 010 is not
-    octal. Only null is None.
+    The nodes of the file are read, no objects are made of them: aliases cannot grow.
     """
     import yaml
 
     try:
-        settings = _flat_loader()(path.read_text(encoding="utf-8")).get_single_data() or {}
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply: write `name: value` lines") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = "" if mark is None else f", line {mark.line + 1}"
-        raise ValueError(f"{path}{line} is not valid YAML: {problem or error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must consist of `name: value` lines")
-    named: dict[str, Any] = {}
-    for name, value in settings.items():
-        key = str(name).replace("-", "_")
-        if key in named:
-            raise ValueError(f"{path}: {key} appears twice: remove one")
-        values = value if isinstance(value, list) else [value]
-        if any(isinstance(item, list | dict) for item in values):
-            raise ValueError(f"{path}: {key} must be a value or a list of values")
-        named[key] = value
-    return named
-
-
-def _flat_loader() -> Any:
-    """Return a safe YAML loader of texts and nulls.
-
-    It has no aliases, which can grow a few bytes without bound.
-    """
-    import yaml
-
-    class FlatLoader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                mark = self.peek_event().start_mark
-                raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-            names = [key.value for key, _ in node.value]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                mark = node.start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"{twice} appears twice", mark)
-            return super().construct_mapping(node, deep)
-
-    for kind in ("bool", "int", "float", "timestamp"):
-        FlatLoader.add_constructor(f"tag:yaml.org,2002:{kind}", FlatLoader.construct_scalar)
-    return FlatLoader
+        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    settings: dict[str, list[str]] = {}
+    for key, node in root.value if isinstance(root, yaml.MappingNode) else [(root, root)]:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if key is node or not all(isinstance(each, yaml.ScalarNode) for each in (key, *nodes)):
+            raise ValueError(f"{path} must consist of lines `name: value` or `name: [value, ...]`")
+        name = key.value.replace("-", "_")
+        if name in settings:
+            raise ValueError(f"{path}: {name} appears twice: remove one")
+        is_null = node.tag == "tag:yaml.org,2002:null"
+        settings[name] = [] if is_null else [each.value for each in nodes]
+    return settings

@@ -5,98 +5,105 @@ The logs keep what was done before a resume, so the summary is that of the whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from html import escape
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from nopad.packing.planning import padded_fill
-from nopad.recipes.support.run_plot import Panel, draw
+from nopad.recipes.support.run_dir import EVAL_LOG, RunDir
 
-RECENT = 50
-"""The most steps at the end of a run whose mean loss is told; of a short run, the last tenth."""
-MEASURED_PACKS = 16
-"""Packs to read of a stream, whose lengths are not known, to compare with padding."""
+METRICS = ("parses", "matched")
+WIDTH, HEIGHT, LEFT, RIGHT, GAP, MAX_POINTS = 720, 110, 64, 696, 48, 200
+"""Of the plot, in pixels; and the points of a line, each the mean of a few steps."""
 
 
-def expected_padded_fill(
-    dataset: Any, budget: int, overflow: Any = "split", max_length: int | None = None
-) -> float:
-    """Return the fill that padded batches of the same size would have on this dataset."""
+class Panel(NamedTuple):
+    """One quantity over the steps, from 0 to `high`, perhaps with a level to compare with."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    high: float = 1.0
+    format: str = ".0%"
+    level: float | None = None
+
+
+def expected_padded_fill(dataset: Any, args: Any) -> float:
+    """Return the fill of padded batches of the budget's size; a stream is measured on 16 packs."""
     lengths = dataset.lengths
     if lengths is None:
-        lengths = np.concatenate([pack.lengths for pack in islice(dataset, MEASURED_PACKS)])
-    return padded_fill(lengths, budget, overflow, max_length)
+        lengths = np.concatenate([pack.lengths for pack in islice(dataset, 16)])
+    return padded_fill(lengths, args.budget, args.overflow, args.max_length)
 
 
-def padding_line(padded: float, budget: int) -> str:
-    """Say, before the first step, what padding would waste.
+def write_summary(run: RunDir, padded: float, budget: int) -> list[str]:
+    """Write `training.svg` into the run folder; return the lines that say what the run did.
 
-    >>> padding_line(0.4, 2048)
-    'without packing, 60.0% of a batch of 2,048 would be padding: 2.5 times the steps'
+    padded: the fill that padded batches would have.
     """
-    return (
-        f"without packing, {1 - padded:.1%} of a batch of {budget:,} would be padding: "
-        f"{1 / padded:.1f} times the steps"
-    )
+    log, evals = run.read_log(), run.read_log(EVAL_LOG)
+    if not log:
+        return []
+    metric = next((name for name in METRICS if evals and f"eval/{name}" in evals[0]), "")
+    scores = [(n["step"], n[f"eval/{metric}"]) for n in evals if f"eval/{metric}" in n]
+    losses = [(n["step"], n["loss"]) for n in log if math.isfinite(n["loss"])]
+    fills = [(n["step"], n["tokens"] / n["packs"] / budget) for n in log]
+    panels = [
+        Panel("loss", losses, math.ceil(max([1, *(loss for _, loss in losses)])), "g"),
+        Panel("fill; dashed: of padded batches", fills, level=padded),
+        Panel(f"evaluation: {metric}", scores),
+    ]
+    path = run.path / "training.svg"
+    path.write_text(draw(run.path.name, [p for p in panels if p.points]), encoding="utf-8")
 
-
-def summary_lines(
-    log: Sequence[dict], evaluations: Sequence[dict], metric: str | None, padded: float, budget: int
-) -> list[str]:
-    """Return five lines: tokens trained, fill, steps saved, loss, evaluations.
-
-    metric: the evaluations' metric to tell, if there is one.
-    padded: the fill of padded batches.
-    """
-    steps, tokens = len(log), sum(line.get("tokens", 0) for line in log)
-    samples, packs = (sum(line.get(name, 0) for line in log) for name in ("samples", "packs"))
-    fill = tokens / max(1, packs * budget)
+    tokens, samples, packs = (sum(n[name] for n in log) for name in ("tokens", "samples", "packs"))
+    steps, fill, last = len(log), tokens / packs / budget, losses[-max(1, len(log) // 10) :]
     saved = round(steps * fill / padded) - steps
-    recent = [line["loss"] for line in log[-min(RECENT, max(1, steps // 10)) :]]
-    window = "the last step" if len(recent) == 1 else f"mean of the last {len(recent)} steps"
-    seconds = sum(line.get("eval/seconds", 0.0) for line in evaluations)
+    score = f"; {metric} {scores[0][1]:.0%} -> {scores[-1][1]:.0%}" if scores else ""
+    mean = sum(loss for _, loss in last) / max(1, len(last))
     lines = {
         "tokens trained": f"{tokens:,} of {samples:,} samples in {steps:,} steps",
-        "fill": f"{fill:.1%}, {samples / max(1, packs):.1f} samples per pack",
-        "steps saved": f"{saved:,} of {saved + steps:,} that padding would take "
-        f"({saved / max(1, saved + steps):.0%})",
-        "loss": f"{log[0]['loss']:.2f} -> {sum(recent) / len(recent):.2f} ({window})",
-        "evaluations": f"{seconds:.1f} s in {len(evaluations)}{_metric(evaluations, metric)}",
+        "fill": f"{fill:.1%}, {samples / packs:.1f} samples per pack",
+        "steps saved": f"{saved:,} of {saved + steps:,} that padded batches would take",
+        "loss": f"{log[0]['loss']:.2f} -> {mean:.2f} (mean of the last tenth)",
+        "evaluations": f"{sum(n['eval/seconds'] for n in evals):.1f} s in {len(evals)}{score}",
+        "plot": str(path),
     }
     return [f"{name:15} {text}" for name, text in lines.items()]
 
 
-def _metric(evaluations: Sequence[dict], metric: str | None) -> str:
-    """Return the metric's first and last value, or its only one."""
-    values = [line[name] for line in evaluations if (name := f"eval/{metric}") in line]
-    if not values:
-        return ""
-    ends = values if len(values) == 1 else [values[0], values[-1]]
-    return f"; {metric} {' -> '.join(f'{value:.0%}' for value in ends)}"
+def draw(title: str, panels: Sequence[Panel]) -> str:
+    """Return the panels, one below the other, as a self-contained SVG document."""
+    steps = max(step for panel in panels for step, _ in panel.points)
+    height = 50 + len(panels) * (HEIGHT + GAP)
+    parts = [_text(LEFT, 26, title, "font-size='15' font-weight='600'")]
+    for number, panel in enumerate(panels):
+        parts += _panel(panel, 66 + number * (HEIGHT + GAP), steps)
+    parts.append(_text(RIGHT, height - 8, f"{steps:,} optimizer steps", "text-anchor='end'"))
+    style = "font-family='system-ui, sans-serif' font-size='12' fill='#1f2328'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' {style}>"
+    return "\n".join([head, "<rect width='100%' height='100%' fill='#fff'/>", *parts, "</svg>\n"])
 
 
-def plot(
-    title: str,
-    log: Sequence[dict],
-    evaluations: Sequence[dict],
-    metric: str | None,
-    padded: float,
-    budget: int,
-) -> str:
-    """Draw the loss, the fill, and the metric of the evaluations over the steps, as SVG."""
-    panels = [
-        Panel("loss", [(line["step"], line["loss"]) for line in log], height=150),
-        Panel(
-            "fill of the packs",
-            [(n["step"], n["tokens"] / (n["packs"] * budget)) for n in log if "packs" in n],
-            percent=True,
-            level=(padded, f"padded batches: {padded:.0%}"),
-        ),
-    ]
-    scores = [
-        (line["step"], line[f"eval/{metric}"]) for line in evaluations if f"eval/{metric}" in line
-    ]
-    if scores:
-        panels.append(Panel(f"evaluation: {metric}", scores, percent=True, dots=True))
-    return draw(title, panels)
+def _panel(panel: Panel, top: int, steps: float) -> list[str]:
+    def y(value: float) -> float:
+        return round(top + HEIGHT * (1 - value / panel.high), 1)
+
+    parts = [_text(LEFT, top - 10, panel.name, "font-weight='600'")]
+    for tick in (0, panel.high / 2, panel.high):
+        parts.append(f"<path d='M{LEFT} {y(tick)}H{RIGHT}' stroke='#d8dee4'/>")
+        parts.append(_text(LEFT - 8, y(tick) + 4, f"{tick:{panel.format}}", "text-anchor='end'"))
+    if panel.level is not None:
+        dashes = "stroke='#bc4c00' stroke-width='2' stroke-dasharray='5 4'"
+        parts.append(f"<path d='M{LEFT} {y(panel.level)}H{RIGHT}' {dashes}/>")
+    size = math.ceil(len(panel.points) / MAX_POINTS)
+    groups = [panel.points[i : i + size] for i in range(0, len(panel.points), size)]
+    means = [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+    line = " ".join(f"{LEFT + (RIGHT - LEFT) * x / steps:.1f},{y(value)}" for x, value in means)
+    return [*parts, f"<polyline points='{line}' fill='none' stroke='#0969da' stroke-width='2'/>"]
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f"<text x='{x}' y='{y}' {style}>{escape(text)}</text>"

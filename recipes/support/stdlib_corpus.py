@@ -4,40 +4,32 @@
     class Lock: ...                one document: a small class
     class Parser: def feed ...     a document for each method of a large class
 
-Lengths are natural, from 10 to about 2,000 tokens, so packs have much to fill; the few functions of
-more than 40 lines are left out. Code is written in one style, with the first line of its docstrings
-and without comments: a small model can learn it in minutes. The tokenizer is a byte-level BPE
-trained on this corpus. It and the encoded documents are cached in the user's cache folder under a
-hash of the corpus, so a second run starts at once.
+Lengths are natural, from 10 to about 2,000 tokens. Code is written in one style, with the first
+line of its docstrings and without comments: a small model can learn it in minutes.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import os
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-VOCAB_SIZE = 2048
+VOCAB_SIZE, MAX_EXAMPLES = 2048, 96
 MAX_LINES, MAX_CLASS_LINES, MAX_PROMPT_CHARS = 40, 30, 400
-MIN_VISIBLE = 20
-"""A shorter completion does not show whether a model knows Python."""
-EOS = "<|endoftext|>"
+MIN_VISIBLE = 20  # a shorter completion does not show whether a model knows Python
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def documents() -> list[str]:
-    """Return the functions and classes of the library's top-level modules, in a fixed order."""
+def documents() -> tuple[list[str], list]:
+    """Return the documents to train on, and examples of every fiftieth one, which is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts = (
-        path.read_text(encoding="utf-8", errors="replace") for path in sorted(root.glob("*.py"))
-    )
-    return list(dict.fromkeys(each for text in texts for each in definitions(text)))
+    files = [path.read_text("utf-8", "replace") for path in sorted(root.glob("*.py"))]
+    texts = list(dict.fromkeys(each for file in files for each in definitions(file)))
+    examples = [example for example in map(function_example, texts[::50]) if example]
+    return [text for number, text in enumerate(texts) if number % 50], examples[:MAX_EXAMPLES]
 
 
 def definitions(text: str) -> Iterator[str]:
@@ -52,7 +44,7 @@ def definitions(text: str) -> Iterator[str]:
         return
     while nodes:
         node = nodes.pop()
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if not isinstance(node, DEFINITIONS):
             continue
         num_lines = (node.end_lineno or node.lineno) - node.lineno
         if isinstance(node, ast.ClassDef) and num_lines > MAX_CLASS_LINES:
@@ -64,10 +56,8 @@ def definitions(text: str) -> Iterator[str]:
 def _source(node: ast.stmt) -> str:
     """Write code in one style, without comments; docstrings keep their first line."""
     for each in ast.walk(node):
-        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        if lines := (ast.get_docstring(each) or "").strip().splitlines():
-            each.body[0] = ast.Expr(ast.Constant(lines[0]))
+        if isinstance(each, DEFINITIONS) and (doc := (ast.get_docstring(each) or "").strip()):
+            each.body[0] = ast.Expr(ast.Constant(doc.splitlines()[0]))
     return ast.unparse(ast.fix_missing_locations(node)) + "\n"
 
 
@@ -116,56 +106,8 @@ def _parse(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-def split(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Return the training documents, and every fiftieth document, which is held out."""
-    return [t for i, t in enumerate(texts) if i % 50], texts[::50]
+def train_tokenizer(texts: list[str]) -> Any:
+    """Train a byte-level BPE in a second; it is the same for the same texts."""
+    from transformers import GPT2Tokenizer
 
-
-def tokenizer(texts: list[str]):
-    """Load the corpus's tokenizer from the cache, or train it."""
-    from transformers import PreTrainedTokenizerFast
-
-    path = _cached(texts, ".json", lambda unfinished: _train(texts).save(str(unfinished)))
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=EOS, bos_token=EOS)
-
-
-def encoded(texts: list[str]) -> list[np.ndarray]:
-    """Load the documents' token ids from the cache, or encode them; each ends with EOS."""
-
-    def write(unfinished: Path) -> None:
-        eos_token_id = tokenizer(texts).eos_token_id
-        rows = [[*ids, eos_token_id] for ids in tokenizer(texts)(texts)["input_ids"]]
-        ends = np.cumsum([len(row) for row in rows])
-        with unfinished.open("wb") as file:
-            np.savez(file, ids=np.concatenate(rows).astype(np.uint16), ends=ends)
-
-    with np.load(_cached(texts, ".npz", write)) as stored:
-        return np.split(stored["ids"].astype(np.int64), stored["ends"][:-1])
-
-
-def _cached(texts: list[str], suffix: str, write: Callable[[Path], None]) -> Path:
-    digest = hashlib.sha256("\0".join([str(VOCAB_SIZE), *texts]).encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nopad"
-    path = cache / f"stdlib-{digest}{suffix}"
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f"{suffix}.{os.getpid()}")  # ranks may race: one rename wins
-        write(unfinished)
-        unfinished.replace(path)
-    return path
-
-
-def _train(texts: list[str]):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return bpe
+    return GPT2Tokenizer().train_new_from_iterator(texts, VOCAB_SIZE, show_progress=False)

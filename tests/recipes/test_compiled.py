@@ -24,9 +24,7 @@ def train(recipe: str, arguments: list[str], folder: Path) -> dict[str, torch.Te
     common = ["--tokenizer", folder / "tokenizer", "--budget", "64", "--steps", "3"]
     output = folder / "-".join([recipe, *arguments[:1]])
     rest = ["--learning-rate", "1e-2", "--warmup", "0", "--output", output]
-    importlib.import_module(f"nopad.recipes.{recipe}").main(
-        [*map(str, [*arguments, *common, *rest])]
-    )
+    small_inputs.train(recipe, [*arguments, *common, *rest])
     return load_file(next(output.glob("*model.safetensors")))
 
 

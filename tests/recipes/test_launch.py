@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import simulated
@@ -142,28 +141,30 @@ def test_the_ranks_of_the_file_train_as_one(tmp_path, name, recipe, sizes, packs
     assert bool(list(optimizer)) == (name != "tp")
 
 
-def test_what_tensor_parallelism_does_not_allow_is_refused(monkeypatch, no_accelerator):
-    from nopad.recipes.pretrain import create_accelerator
-    from nopad.recipes.support.data_and_model import load_model
-    from nopad.recipes.support.hf_runner import train_with_hf
+@pytest.mark.parametrize("argv", [[], ["config"], ["base", "--resume"]])
+def test_tensor_parallelism_starts_from_weights(argv, tmp_path, monkeypatch, no_accelerator):
+    from nopad.recipes.train_hf import tensor_parallel
 
-    anything: Any = SimpleNamespace
+    base, config = small_inputs.checkpoint(tmp_path), tmp_path / "model"
+    names = {"config": str(config), "base": str(base)}
+    args = SimpleNamespace(model=names[argv[0]] if argv else None, resume=argv[1:] or None)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    with simulated.ranks(2), pytest.raises(ValueError, match="loads a checkpoint with weights"):
-        load_model(anything(model=None, attention="nopad"), None)
-    with pytest.raises(ValueError, match="start a new run with the folder of a checkpoint"):
-        options = anything(resume="run"), anything()
-        train_with_hf(*options, anything(), anything(tp_size=2), None, None)
-    accelerator = anything(parallelism_config=anything(tp_size=2), num_processes=1,
-                           distributed_type="NO", log_with=None)  # fmt: skip
+    with simulated.ranks(2), pytest.raises(ValueError, match="from a checkpoint with weights"):
+        tensor_parallel(args, SimpleNamespace(), SimpleNamespace())
+
+
+def test_pretrain_refuses_tensor_parallelism(monkeypatch):
+    from nopad.recipes.pretrain import create_accelerator, parse_args
+
+    accelerator = SimpleNamespace(
+        parallelism_config=SimpleNamespace(tp_size=2), num_processes=1, distributed_type="NO",
+        log_with=None,
+    )  # fmt: skip
     monkeypatch.setattr("accelerate.Accelerator", lambda **_: accelerator)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the recipe changes it
     with pytest.raises(ValueError, match="use nopad train-hf"):
-        create_accelerator(
-            anything(precision="no", accumulation=1, log_with=None, output=None, seed=0)
-        )
+        create_accelerator(parse_args([]))
 
 
 def test_the_slurm_script_starts_torchrun_on_all_machines_and_resumes(tmp_path):

@@ -8,11 +8,11 @@ import random
 import signal
 import subprocess
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import small_inputs
 import warm_python
 from safetensors.torch import load_file
 
@@ -57,7 +57,7 @@ def tokenizer(tmp_path_factory) -> Path:
     from nopad.recipes.support import stdlib_corpus
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    stdlib_corpus.tokenizer(stdlib_corpus.documents()).save_pretrained(folder)
+    stdlib_corpus.train_tokenizer(stdlib_corpus.documents()[0]).save_pretrained(folder)
     return folder
 
 
@@ -95,8 +95,6 @@ def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_
     assert losses(whole) == losses(again)
     assert [step for step, _ in losses(whole)] == list(range(1, 10))
     assert_summary(whole, done.stdout + done.stderr)
-    log = (whole / "log.jsonl").read_text()
-    assert log.count("tokens_per_second") == 9, "the first rates must be those of every step"
 
     child = warm_python.Popen(
         [RECIPE, *arguments, "--steps", "9", "--output", "killed"],
@@ -165,7 +163,7 @@ def test_two_ranks_train_like_one_rank_that_accumulates_twice(tmp_path, argument
                   "--num_processes", "2"),
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
-    assert "2 processes on cpu" in two.stdout + two.stderr
+    assert "2 x cpu" in two.stdout + two.stderr
     for (step, a), (other, b) in zip(
         losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True
     ):
@@ -189,10 +187,10 @@ def test_the_checkpoint_is_a_model_that_transformers_loads(tmp_path, arguments):
 BAD = {
     "an unknown file type": (["--data", "corpus.xyz"], "corpus.xyz"),
     "a missing column": (["--text-column", "body"], "body"),
-    "an empty corpus": (["--data", "empty.jsonl"], "empty.jsonl"),
+    "an empty corpus": (["--data", "empty.jsonl"], "nothing to pack"),
     "a budget below 2": (["--budget", "1"], "budget"),
     "a resume folder of nothing": (["--resume", "nowhere"], "nowhere"),
-    "a resume folder of another run": (["--resume", "other", "--seed", "6"], "seed"),
+    "a resume of other settings": (["--resume", "other"], "other was started with no MODEL"),
     "an output folder in use": (["--output", "other"], "other"),
     "a vocabulary too small": ([], "vocabulary"),
     "a logger that is not installed": (["--log-with", "wandb"], "pip install wandb"),
@@ -209,22 +207,19 @@ def used(tmp_path_factory, model) -> Path:
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
     (folder / "other").mkdir()
-    (folder / "other" / "run.json").write_text(json.dumps({"seed": 7}))
+    (folder / "other" / "run.json").write_text(json.dumps({"recipe": "pretrain", "seed": 7}))
     return folder
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_line_and_status_2(case, used, arguments, monkeypatch, capsys):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
-    from nopad.recipes import pretrain
-    from nopad.recipes.support.run_recipe import exit_status
-
     extra, word = BAD[case]
     before = snapshot(used)
     monkeypatch.chdir(used)
     if case == "a vocabulary too small":
         arguments = ["tiny/config.json", *arguments[1:]]
-    status = exit_status("pretrain", pretrain.main, [*arguments, "--steps", "1", *extra])
+    status = small_inputs.status("pretrain", [*arguments, "--steps", "1", *extra])
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert status == 2 and last.startswith("pretrain: ") and word in last
     assert snapshot(used) == before, "something was written"
@@ -232,18 +227,15 @@ def test_bad_input_gets_one_line_and_status_2(case, used, arguments, monkeypatch
 
 def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path, model, arguments, capfd):
     """The user can do what the message says, with the same --output."""
-    from nopad.recipes import pretrain
-    from nopad.recipes.support.run_recipe import exit_status
-
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     argv = [str(tmp_path / "config.json"), *arguments[1:], "--steps", "1"]
     argv += ["--output", str(tmp_path / "out")]
-    assert exit_status("pretrain", pretrain.main, argv) == 2
+    assert small_inputs.status("pretrain", argv) == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("pretrain: a sequence of ") and "lower the budget to 64" in last
     assert not (tmp_path / "out").exists()
-    assert exit_status("pretrain", pretrain.main, [*argv, "--budget", "64"]) == 0
+    assert small_inputs.status("pretrain", [*argv, "--budget", "64"]) == 0
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
 
 
@@ -294,53 +286,14 @@ def test_a_pack_trains_like_its_samples_one_by_one():
         torch.testing.assert_close(grad, alone_grads[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
-class FakeAccelerator:
-    """An Accelerator under one kind of parallel training, without the processes."""
-
-    num_processes, sync_gradients = 1, True
-
-    def __init__(self, kind: str, is_fsdp2: bool = False):
-        from accelerate.utils import DistributedType
-
-        self.distributed_type, self.is_fsdp2 = DistributedType(kind), is_fsdp2
-        self.calls: list[str] = []
-
-    def accumulate(self, model):
-        return nullcontext()
-
-    def backward(self, loss) -> None:
-        self.calls.append("backward")
-
-    def clip_grad_norm_(self, parameters, norm: float) -> None:
-        self.calls.append(f"clip at {norm}")
-
-
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
 def test_a_backend_that_clips_by_its_own_settings_is_refused(kind, monkeypatch):
     import accelerate
     from nopad.recipes import pretrain
 
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: FakeAccelerator(kind))
-    with pytest.raises(
-        ValueError, match=rf"{kind} clips gradients by its own settings.*nopad train-hf"
-    ):
-        pretrain.create_accelerator(pretrain.parse_args([]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_fsdp2"), [("NO", False), ("MULTI_GPU", False), ("FSDP", True), ("FSDP", False)]
-)
-def test_accelerate_clips_before_the_step(kind, is_fsdp2):
-    import torch
-    from nopad.recipes import pretrain
-
-    run = pretrain.Pretraining.__new__(pretrain.Pretraining)
-    run.accelerator = FakeAccelerator(kind, is_fsdp2)
-    run.args = pretrain.parse_args(["--clip", "0.5"])
-    run.model = torch.nn.Linear(1, 1)
-    run.model.forward = lambda: SimpleNamespace(loss=torch.zeros(()))
-    run.optimizer = run.scheduler = SimpleNamespace(
-        step=lambda: run.accelerator.calls.append("step"), zero_grad=lambda: None
+    fake = SimpleNamespace(
+        distributed_type=accelerate.DistributedType(kind), num_processes=1, log_with=[]
     )
-    run.backward({})
-    assert run.accelerator.calls == ["backward", "clip at 0.5", "step", "step"]
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: fake)
+    with pytest.raises(ValueError, match=rf"{kind} clips gradients by its own.*nopad train-hf"):
+        pretrain.create_accelerator(pretrain.parse_args([]))

@@ -7,8 +7,8 @@ import json
 import pytest
 import small_inputs
 from nopad.recipes.sft import load_data, parse_args
-from nopad.recipes.support.hf_runner import training_arguments
 from nopad.recipes.support.run_recipe import user_message
+from nopad.recipes.train_hf import training_arguments
 
 ALPACA = [{"instruction": f"w{i}", "input": "", "output": f"w{i % 7}"} for i in range(60)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -17,11 +16,6 @@ from nopad.trainer.graceful_stop import STOP_SIGNALS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def run_main(recipe: str, argv: list) -> None:
-    """Call the recipe's main in this process."""
-    importlib.import_module(f"nopad.recipes.{recipe}").main([*map(str, argv)])
 
 
 def small_args(folder: Path) -> list:
@@ -57,36 +51,30 @@ def test_a_run_is_neither_written_over_nor_resumed_as_another(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     inputs = small_args(tmp_path)
-    run_main(recipe, [*inputs, "--steps", "2", "--save-every", "1"])
+    small_inputs.train(recipe, [*inputs, "--steps", "2", "--save-every", "1"])
     run = tmp_path / "runs" / f"{recipe}-1"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=f"{recipe}-1 contains a run already"):
-        run_main(recipe, [*inputs, "--steps", "2", "--output", run])
+        small_inputs.train(recipe, [*inputs, "--steps", "2", "--output", run])
     for other in (["--steps", "4"], ["--learning-rate", "0.5"]):
         with pytest.raises(ValueError, match=f"{recipe}-1 was started with .*{other[0][2:5]}"):
-            run_main(recipe, ["--resume", *other])
+            small_inputs.train(recipe, ["--resume", *other])
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
-    run_main(recipe, ["--resume"])
+    small_inputs.train(recipe, ["--resume"])
     assert f"done: runs/{recipe}-1, step 2" in capsys.readouterr().out
     for path in run.glob("*.safetensors"):
         assert path.read_bytes() == before[path], "a finished run took another step"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "broken"),
-    [("train_hf", "nopad.trainer.with_hf.trainer.fuse_layers"),
-     ("pretrain_lightning", "nopad.recipes.support.data_and_model.load_data")],
-)  # fmt: skip
-def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monkeypatch):
+@pytest.mark.parametrize("recipe", ["train_hf", "pretrain_lightning"])
+def test_a_run_that_fails_gives_the_signals_back(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    importlib.import_module(f"nopad.recipes.{recipe}")
-    monkeypatch.setattr(broken, lambda *_: 1 / 0)
+    monkeypatch.setattr(f"nopad.recipes.{recipe}.load_model", lambda *_, **__: 1 / 0)
     try:
         with pytest.raises(ZeroDivisionError):
-            run_main(recipe, [*small_args(tmp_path), "--steps", "1"])
+            small_inputs.status(recipe, [*small_args(tmp_path), "--steps", "1"])
         assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     finally:
         for number, handler in zip(STOP_SIGNALS, before, strict=True):
@@ -96,11 +84,11 @@ def test_a_run_that_fails_gives_the_signals_back(recipe, broken, tmp_path, monke
 def test_a_torn_last_checkpoint_is_resumed_from_the_one_beside_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     inputs = [*small_args(tmp_path), "--accelerator", "cpu", "--steps", "3", "--save-every", "2"]
-    run_main("pretrain_lightning", inputs)
+    small_inputs.train("pretrain_lightning", inputs)
     last = tmp_path / "runs" / "pretrain_lightning-1" / "last.ckpt"
     wanted = torch.load(last, weights_only=True)["state_dict"]
     last.write_bytes(last.read_bytes()[:5000])
-    run_main("pretrain_lightning", ["--resume"])
+    small_inputs.train("pretrain_lightning", ["--resume"])
     out = capsys.readouterr().out
     assert "step=2.ckpt, step 2; " in out and "done: runs/pretrain_lightning-1, step 3" in out
     found = torch.load(last, weights_only=True)["state_dict"]
@@ -122,12 +110,14 @@ def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypa
         return collator(**settings)
 
     monkeypatch.setattr(collators, "PackedCollator", signalled)
-    run_main("train_hf", [*small_args(tmp_path), "--steps", "5", "--output", "my runs/a"])
+    small_inputs.status(
+        "train_hf", [*small_args(tmp_path), "--steps", "5", "--output", "my runs/a"]
+    )
     out, command = capsys.readouterr().out, "continue with: nopad train-hf --resume 'my runs/a'"
     assert f"after a stop, {command}\n" in out
     assert f"stopped: my runs/a, step 1; {command}\n" in out
     monkeypatch.setattr(collators, "PackedCollator", collator)
-    run_main("train_hf", ["--resume", "my runs/a"])
+    small_inputs.train("train_hf", ["--resume", "my runs/a"])
     assert "done: my runs/a, step 5" in capsys.readouterr().out
 
 
@@ -137,23 +127,22 @@ def test_text_for_a_tokenizer_without_an_end_token_is_refused(recipe, tmp_path, 
     tokenizer = small_inputs.tokenizer(tmp_path, eos=None)
     common = ["--data", small_inputs.texts(tmp_path), small_inputs.model(tmp_path)]
     with pytest.raises(ValueError, match="no eos token to end documents with"):
-        run_main(recipe, [*common, "--tokenizer", tokenizer, "--output", "out"])
+        small_inputs.train(recipe, [*common, "--tokenizer", tokenizer, "--output", "out"])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, monkeypatch):
+def test_a_token_that_the_model_does_not_have_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [small_inputs.checkpoint(tmp_path, vocab_size=90), "--output", "o"]
     argv += ["--data", small_inputs.chats(tmp_path)]
-    with pytest.raises(ValueError, match="vocabulary of 90 is too small for the tokenizer's 102"):
-        run_main("sft", [*argv, "--tokenizer", small_inputs.tokenizer(tmp_path)])
+    with pytest.raises(ValueError, match="token 101 is outside the model's vocabulary of 90"):
+        small_inputs.train("sft", [*argv, "--tokenizer", small_inputs.tokenizer(tmp_path)])
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_every_precision_is_taken_without_a_gpu(precision, tmp_path):
-    from nopad.recipes.support.hf_runner import training_arguments
-    from nopad.recipes.train_hf import parse_args
+    from nopad.recipes.train_hf import parse_args, training_arguments
 
     args = parse_args(["--precision", precision, "--output", str(tmp_path)])
     assert training_arguments(args).device.type == "cpu"
@@ -163,4 +152,4 @@ def test_a_model_that_is_nowhere_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read at import
     with pytest.raises((ValueError, OSError), match="no/where"):
-        run_main("train_hf", ["no/where", "--steps", "1"])
+        small_inputs.train("train_hf", ["no/where", "--steps", "1"])

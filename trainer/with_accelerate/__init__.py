@@ -1,9 +1,12 @@
 """Accelerate: packs and evaluation by generation in training loops of your own."""
 
+from .checkpoint import load_checkpoint, save_checkpoint
 from .evaluation import AccelerateEval
 from .loader import PackedAccelerateLoader
 
 __all__ = [
     "AccelerateEval",
     "PackedAccelerateLoader",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

@@ -14,7 +14,7 @@ else:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        raise ImportError("trl is not installed: pip install 'nopad[trl]'") from None
+        raise ImportError("trl is not installed: pip install trl") from None
 
 
 class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):

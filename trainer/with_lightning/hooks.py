@@ -19,9 +19,7 @@ else:
         try:
             import pytorch_lightning as pl
         except ImportError:
-            raise ImportError(
-                "lightning is not installed: pip install 'nopad[lightning]'"
-            ) from None
+            raise ImportError("lightning is not installed: pip install lightning") from None
 
 __all__ = [
     "AfterStep",

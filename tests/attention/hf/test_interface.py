@@ -22,11 +22,8 @@ from nopad.attention.hf import check_packed, check_paged, interface, packed_batc
 from nopad.attention.hf.selfcheck import nan_max
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 

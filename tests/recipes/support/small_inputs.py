@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
+
+
+def train(recipe: str, argv: list) -> None:
+    """Run a recipe in this process; its errors are raised."""
+    from nopad.recipes.support.run_dir import RunDir
+
+    module = importlib.import_module(f"nopad.recipes.{recipe}")
+    args = module.parse_args([*map(str, argv)])
+    module.train(args, RunDir(recipe, args))
+
+
+def status(recipe: str, argv: list) -> int:
+    """Run a recipe in this process; return its exit status."""
+    from nopad.recipes.support.run_recipe import exit_status
+
+    module = importlib.import_module(f"nopad.recipes.{recipe}")
+    return exit_status(recipe, module.parse_args, module.train, [*map(str, argv)])
 
 
 def documents(folder: Path, count: int = 300) -> Path:

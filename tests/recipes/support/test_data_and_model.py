@@ -30,12 +30,17 @@ def test_a_bad_row_stops_a_recipe_with_the_option_that_leaves_it_out(tmp_path, c
     complete = [pack.tokens.tolist() for pack in islice(_packs(pretrain_args(tmp_path, data)), 9)]
     lines = data.read_text().splitlines(keepends=True)
     data.write_text("".join([*lines[:7], '{"text": ""}\n', *lines[7:]]))
-    status = run_recipe.exit_status("pretrain", lambda *_: _packs(pretrain_args(tmp_path, data)))
+    status = _status(lambda *_: _packs(pretrain_args(tmp_path, data)))
     message = capsys.readouterr().err
     assert status == 2 and "texts.jsonl, line 8: text is empty" in message
     assert "(pass --on-error skip to skip and count such rows)" in message
     packs = _packs(pretrain_args(tmp_path, data, "--on-error", "skip"))
     assert [pack.tokens.tolist() for pack in islice(packs, 9)] == complete
+
+
+def _status(train) -> int:
+    """Return the exit status of a recipe that does this."""
+    return run_recipe.exit_status("pretrain", pretrain.parse_args, train, [])
 
 
 def _packs(args):
@@ -80,7 +85,7 @@ def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, caps
         ranks.setenv("WORLD_SIZE", "2")
         _, packs, _ = sft.load_data(sft.parse_args(argv))
         assert [pack.index for pack in islice(packs, 3)] == [1, 3, 5]
-    assert run_recipe.exit_status("sft", lambda *_: _count_steps(packs)) == 2
+    assert _status(lambda *_: _count_steps(packs)) == 2
     assert "pass --steps, the number of steps to train" in capsys.readouterr().err
 
 
@@ -95,10 +100,10 @@ def test_fine_tuning_takes_the_column_that_its_errors_speak_of(tmp_path, capsys)
     path = tmp_path / "stories.jsonl"
     path.write_text('{"story": "w1 w2 w3"}\n' * 9)
     argv = sft_argv(tmp_path, path)
-    load = lambda argv, progress: sft.load_data(sft.parse_args(argv))  # noqa: E731
-    assert run_recipe.exit_status("sft", load, argv) == 2
+    assert _status(lambda *_: sft.load_data(sft.parse_args(argv))) == 2
     assert "name the text's column with --text-column" in capsys.readouterr().err
-    assert run_recipe.exit_status("sft", load, [*argv, "--text-column", "story"]) == 0
+    argv += ["--text-column", "story"]
+    assert _status(lambda *_: sft.load_data(sft.parse_args(argv))) == 0
 
 
 def test_the_standard_library_is_read_only_where_it_is_needed(tmp_path, monkeypatch):
@@ -118,7 +123,7 @@ def test_a_model_that_is_nowhere_is_told_plainly(recipe, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
         (sft if recipe is sft else data_and_model).load_data(args)
     with pytest.raises(ValueError, match=r"^there is no folder \./nomodel$"):
-        (sft if recipe is sft else data_and_model).load_model(args, None)
+        sft.load_model(args) if recipe is sft else data_and_model.load_model(args, None)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

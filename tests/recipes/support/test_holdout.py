@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import small_inputs
 import warm_python
+from nopad.packing.sources import open_source
 from nopad.recipes import pretrain
 from nopad.recipes.support import data_and_model, holdout
 from nopad.trainer.evaluation.generation_eval import RESERVED_NAMES
@@ -22,7 +23,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards, count):
     path = small_inputs.chats(tmp_path, 400)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    source, examples = holdout.hold_out(path, count)
+    source, examples = holdout.hold_out(open_source(path), count)
     trained = [row.value for s in range(shards) for row in source.read(s, shards)]
     kept = [row for row in rows if holdout.row_example(row) not in examples]
     assert sorted(map(json.dumps, trained)) == sorted(map(json.dumps, kept))
@@ -32,9 +33,10 @@ def test_rows_are_trained_on_or_held_out_never_both(tmp_path, shards, count):
 
 def test_rows_without_an_answer_are_all_trained_on(tmp_path):
     path = small_inputs.documents(tmp_path, 200)
-    source, examples = holdout.hold_out(path, 32)
+    source, examples = holdout.hold_out(open_source(path), 32)
     assert examples == [] and len(list(source.read(0, 1))) == 200
-    assert holdout.hold_out(path, 0) == (path, [])
+    opened = open_source(path)
+    assert holdout.hold_out(opened, 0) == (opened, [])
 
 
 @pytest.mark.parametrize("column", ["text", "body"])
@@ -63,20 +65,9 @@ def test_a_small_set_has_one_row_held_out_whatever_its_content(tmp_path, rows):
     assert holdout.pick_examples(chats[:1] * 9, 32) == {}
 
 
-def test_evaluations_of_nothing_are_refused_where_they_are_asked_for(capsys):
-    from nopad.recipes import sft
-
-    argv = ["m", "--data", "d.jsonl"]
-    with pytest.raises(ValueError, match=r"--eval-every 5: no row of d.jsonl can be held out"):
-        sft.check_evaluation(sft.parse_args([*argv, "--eval-every", "5"]), [])
-    args = sft.parse_args(argv)
-    sft.check_evaluation(args, [])
-    assert (
-        args.eval_every == 100 and "no evaluation: fewer than two rows" in capsys.readouterr().out
-    )
-    args = sft.parse_args([*argv, "--eval-every", "5"])
-    sft.check_evaluation(args, ["an example"])
-    assert args.eval_every == 5 and not capsys.readouterr().out
+def test_data_without_text_is_not_evaluated_and_told_so(capsys):
+    assert holdout.continuation_evals(SimpleNamespace(data="ids.bin"), None, None, []) == []
+    assert "no evaluation: ids.bin has fewer than two rows of text" in capsys.readouterr().out
 
 
 def test_data_without_answers_is_not_read_to_its_end():
@@ -86,7 +77,7 @@ def test_data_without_answers_is_not_read_to_its_end():
 
 def test_the_fingerprint_depends_on_the_excluded_rows(tmp_path):
     path = small_inputs.chats(tmp_path, 400)
-    prints = {holdout.hold_out(path, count)[0].fingerprint() for count in (1, 2, 2)}
+    prints = {holdout.hold_out(open_source(path), count)[0].fingerprint() for count in (1, 2, 2)}
     assert len(prints) == 2
 
 
@@ -108,12 +99,10 @@ def test_prompts_without_a_reference_are_not_scored(monkeypatch, reference, name
 
     monkeypatch.setattr("nopad.inference.DataParallelEngine", FakeEngine)
     monkeypatch.setattr("nopad.inference.Engine", lambda model, tokenizer: None)
-    evaluation = holdout.continuation_eval(
-        None, None, [Example("Once", reference)], every=1, seed=0
-    )
+    args = SimpleNamespace(data="a.jsonl", eval_every=1, seed=0)
+    [evaluation] = holdout.continuation_evals(args, None, None, [Example("Once", reference)])
     metrics = [name.removeprefix("eval/") for name in evaluation.run(1).metrics]
     assert [name for name in metrics if name not in RESERVED_NAMES] == names
-    assert [evaluation.monitor] == (names or [None])
 
 
 def test_fine_tuning_evaluates_by_default(tmp_path):

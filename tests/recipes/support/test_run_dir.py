@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from nopad.recipes import pretrain
-from nopad.recipes.support.run_dir import RunDir, new_path
-from nopad.trainer import checkpoint_manifest
+from nopad.recipes.support.run_dir import RANK_VARIABLES, RunDir, is_main_process, new_path
+from nopad.trainer import write_manifest
 
 STARTED = ["--budget", "64", "--prompt", "Once", "--learning-rate", "1e-4", "--save-every", "3"]
+
+
+def run_dir(*argv: str) -> RunDir:
+    return RunDir("pretrain", pretrain.parse_args([*argv]))
 
 
 @pytest.fixture
 def started(tmp_path, monkeypatch) -> Path:
     """A directory with two runs; the last one was started with STARTED."""
     monkeypatch.chdir(tmp_path)
-    RunDir.from_args("pretrain", pretrain.parse_args([])).create()
-    RunDir.from_args("pretrain", pretrain.parse_args(STARTED)).create()
+    run_dir().start(True)
+    run_dir(*STARTED).start(True)
     return tmp_path
-
-
-def save(run_dir: RunDir, step: int, keep: int | None = None) -> None:
-    run_dir.remove_unfinished()
-    run_dir.unfinished_path(step).mkdir()
-    (run_dir.unfinished_path(step) / "weights").write_text(str(step))
-    run_dir.commit_checkpoint(step, keep)
 
 
 def test_a_resumed_run_goes_on_as_it_was_started(started):
@@ -36,19 +35,16 @@ def test_a_resumed_run_goes_on_as_it_was_started(started):
         now = vars(pretrain.parse_args(resume))
         changes = {"resume": resume[1] if len(resume) == 2 else "last", "output": last}
         assert now == {**before, **changes}
-        assert RunDir.from_args("pretrain", pretrain.parse_args(resume)).path == last
+        assert run_dir(*resume).path == last
 
 
-def test_a_resume_that_finds_no_run_says_where_it_looked_and_what_to_pass(tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrong", [[], ["my runs/a/checkpoint-3"], ["my runs"], [""]])
+def test_a_resume_that_finds_no_run_says_where_it_looked(wrong, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    looked = rf"{tmp_path}/runs has no folder pretrain-N; .* pass --resume FOLDER"
-    with pytest.raises(ValueError, match=looked):
-        pretrain.parse_args(["--resume"])
-    run = RunDir.from_args("pretrain", pretrain.parse_args(["--output", "my runs/a"]))
-    run.create()
-    for wrong in ("my runs/a/checkpoint-3", "my runs"):
-        with pytest.raises(ValueError, match=r"is not a run folder .*: pass --resume 'my runs/a'$"):
-            pretrain.parse_args(["--resume", wrong])
+    run_dir("--output", "my runs/a").start(True)
+    looked = tmp_path / (wrong[0] if wrong else "runs/pretrain-0")
+    with pytest.raises(ValueError, match=rf"no run to resume in {looked}: pass the folder of"):
+        pretrain.parse_args(["--resume", *wrong])
 
 
 def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(started):
@@ -66,31 +62,31 @@ def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(sta
     assert pretrain.parse_args(["--resume", "--learning-rate", "0.0001"]).learning_rate == 1e-4
 
 
-@pytest.mark.parametrize("left", ["nothing", "checkpoint-3/weights", "unfinished-3/weights"])
+@pytest.mark.parametrize("left", ["nothing", "checkpoint-3/weights"])
 def test_a_run_killed_before_its_first_checkpoint_begins_again(started, left, capsys):
-    run = Path("runs/pretrain-2")
-    (run / left).parent.mkdir(exist_ok=True)
-    (run / left).write_text("cut short")
-    RunDir(run, {}).log(1, {"loss": 4.5})
+    path = Path("runs/pretrain-2")
+    (path / left).parent.mkdir(exist_ok=True)
+    (path / left).write_text("cut short")
     args = pretrain.parse_args(["--resume"])
-    run_dir = RunDir.from_args("pretrain", args)
-    assert (args.resume, args.output, args.budget) == (None, run, 64)
-    before = (run / "run.json").read_text()
-    run_dir.create()
+    run = RunDir("pretrain", args)
+    run.log(1, {"loss": 4.5})
+    assert (args.resume, args.output, args.budget) == (None, path, 64)
+    before = (path / "run.json").read_text()
+    run.start(True)
     assert "runs/pretrain-2 has no checkpoint yet: starting again" in capsys.readouterr().out
-    assert (run / "log.jsonl").read_text() == "", "its steps will be taken again"
-    assert (run / "run.json").read_text() == before
+    assert (path / "log.jsonl").read_text() == "", "its steps will be taken again"
+    assert (path / "run.json").read_text() == before
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_silently_begin_again(started):
-    run = Path("runs/pretrain-2")
-    save(RunDir(run, {}), 3)
-    (run / "checkpoint-3" / "weights").write_text("damaged")
+    path = Path("runs/pretrain-2/checkpoint-3")
+    path.mkdir()
+    (path / "weights").write_text("3")
+    write_manifest(path)
+    (path / "weights").write_text("damaged")
     args = pretrain.parse_args(["--resume"])
-    run_dir = RunDir.from_args("pretrain", args)
-    assert args.resume == "last"
-    with pytest.raises(ValueError, match=r"checkpoint-3: weights is truncated or corrupted"):
-        run_dir.latest_step()
+    RunDir("pretrain", args)
+    assert args.resume == "last", "load_checkpoint names the damage"
 
 
 @pytest.mark.parametrize("left", ["run.json", "checkpoint-5", "last.ckpt", "model.safetensors"])
@@ -100,7 +96,7 @@ def test_a_folder_that_holds_a_run_is_not_taken_for_another(tmp_path, left):
         new_path("train_hf", tmp_path)
 
 
-@pytest.mark.parametrize("text", ['{"budget"', "[]", "7"])
+@pytest.mark.parametrize("text", ['{"budget"', "[]", "7", "{}"])
 def test_a_damaged_run_json_is_named(started, text):
     (started / "runs/pretrain-2/run.json").write_text(text)
     with pytest.raises(ValueError, match=r"pretrain-2/run\.json is damaged"):
@@ -114,68 +110,65 @@ def test_a_resume_into_another_folder_is_refused(started):
     assert same.output == Path("runs/pretrain-1")
 
 
-def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(tmp_path):
-    run_dir = RunDir(tmp_path, {})
+def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(started):
+    run = run_dir("--resume")
     for step in (1, 2, 3):
-        run_dir.log(step, {"loss": step / 2})
-    whole = (tmp_path / "log.jsonl").read_text().splitlines(keepends=True)
+        run.log(step, {"loss": step / 2})
+    path = run.path / "log.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
     for torn in ('{"step": 4, "lo', '{"step"', "\x00\x00\x00", "4", "{}"):
-        (tmp_path / "log.jsonl").write_text("".join(whole) + torn)
-        run_dir.truncate_log(2)
-        assert (tmp_path / "log.jsonl").read_text() == "".join(whole[:2])
-        run_dir.log(3, {"loss": 0.5})
-        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    ("keep", "left"), [(None, [5, 10, 15, 100]), (2, [15, 100]), (1, [100]), (9, [5, 10, 15, 100])]
-)
-def test_the_newest_checkpoints_are_kept_and_they_are_whole(tmp_path, keep, left):
-    run_dir = RunDir(tmp_path, {})
-    for step in (5, 10, 15, 100):
-        save(run_dir, step, keep)
-    found = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.partition("-")[2]))
-    assert [path.name for path in found] == [f"checkpoint-{step}" for step in left]
-    assert [checkpoint_manifest.find_damage(path) for path in found] == [None] * len(left)
-    assert run_dir.latest_step() == 100
-
-
-@pytest.mark.parametrize(("keep", "left"), [(1, [300]), (2, [200, 300]), (None, [200, 300, 400])])
-def test_a_damaged_checkpoint_that_was_passed_over_takes_no_place_of_a_whole_one(
-    tmp_path, keep, left
-):
-    run_dir = RunDir(tmp_path, {})
-    for step in (200, 400):
-        save(run_dir, step)
-    (run_dir.checkpoint_path(400) / "weights").write_text("damaged")
-    assert run_dir.latest_step() == 200
-    save(run_dir, 300, keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{n}" for n in left]
-    assert run_dir.latest_step() == 300
-
-
-def test_what_saves_that_were_cut_short_have_left_is_cleared_away(tmp_path):
-    (tmp_path / "unfinished-3" / "deep").mkdir(parents=True)
-    RunDir(tmp_path, {}).remove_unfinished()
-    assert list(tmp_path.iterdir()) == []
+        path.write_text("".join(whole) + torn)
+        run.truncate_logs(2)
+        assert path.read_text() == "".join(whole[:2])
+        run.log(3, {"loss": 0.5})
+        assert len(path.read_text().splitlines()) == 3
 
 
 def test_of_two_runs_started_at_once_the_second_is_told_that_its_folder_is_taken(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    first, second = (
-        RunDir.from_args("pretrain", pretrain.parse_args(["--seed", seed])) for seed in ("1", "2")
-    )
-    first.create()
+    first, second = run_dir("--seed", "1"), run_dir("--seed", "2")
+    first.start(True)
     with pytest.raises(ValueError, match=r"another run has taken runs/pretrain-1 in the meantime"):
-        second.create()
+        second.start(True)
     assert json.loads((first.path / "run.json").read_text())["seed"] == 1
-    first.create()
 
 
-def test_what_a_run_was_started_with_is_written_once_and_at_once(tmp_path):
-    RunDir(tmp_path, {"seed": 7}).create()
-    RunDir(tmp_path, {"seed": 8}, created=True).create()
-    assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 7}
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json", "run.lock"]
+RESUME = """
+from nopad.recipes import pretrain
+from nopad.recipes.support.run_dir import RunDir
+RunDir("pretrain", pretrain.parse_args(["--resume"]))
+"""
+
+
+def test_a_run_that_is_being_trained_is_not_resumed(started, monkeypatch):
+    run = run_dir("--resume")
+    done = warm_python.run(["-c", RESUME], cwd=started)
+    assert done.returncode and f"{run.path} is being trained by process" in done.stderr
+    monkeypatch.setenv("RANK", "1")
+    done = warm_python.run(["-c", RESUME], cwd=started)
+    assert done.returncode == 0, "other ranks of the run do not lock"
+
+
+@pytest.mark.parametrize("name", RANK_VARIABLES)
+def test_the_main_process_is_the_one_with_rank_zero(name, monkeypatch):
+    for other in RANK_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    assert is_main_process()
+    monkeypatch.setenv(name, "0")
+    assert is_main_process()
+    monkeypatch.setenv(name, "2")
+    assert not is_main_process()
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [("/venv/bin/nopad", "nopad pretrain"), ("/x/nopad/__main__.py", "nopad pretrain"),
+     ("my copy.py", "python 'my copy.py'")],
+)  # fmt: skip
+def test_the_command_that_resumes_is_what_a_shell_reads(script, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    run = run_dir("--output", "my runs/a")
+    assert run.resume_command() == f"{command} --resume 'my runs/a'"

@@ -43,6 +43,7 @@ from nopad.recipes.support.run_recipe import run_recipe  # noqa: E402
 from nopad.trainer import checkpoint_manifest, graceful_stop  # noqa: E402
 from nopad.trainer.data import data_state, loader  # noqa: E402
 from nopad.trainer.evaluation import GenerationEval  # noqa: E402
+from nopad.trainer.with_accelerate import checkpoint as with_accelerate_checkpoint  # noqa: E402
 from nopad.trainer.with_accelerate import loader as with_accelerate  # noqa: E402
 from nopad.trainer.with_hf import trainer as with_hf  # noqa: E402
 from nopad.trainer.with_lightning import packs as with_lightning  # noqa: E402
@@ -79,7 +80,8 @@ class RecipeRun:
             torch.set_num_threads(1)
             if prepare is not None:
                 prepare(rank)
-            return run_recipe(self.name, RECIPES[self.name].main, argv)
+            recipe = RECIPES[self.name]
+            return run_recipe(self.name, recipe.parse_args, recipe.train, argv)
 
         return Ranks(target, folder, world_size)
 
@@ -215,7 +217,7 @@ CRASH_POINTS = {
     "before the save": ((with_accelerate, with_hf), "save_data_state", 1),
     "state gathered, not written": ((data_state,), "write_state", 1),
     "state written": ((data_state,), "barrier", 1),
-    "all written, no manifest": ((checkpoint_manifest, with_hf), "write_manifest", 1),
+    "all written, no manifest": ((with_accelerate_checkpoint, with_hf), "write_manifest", 1),
     "some written": ((with_hf.PackedTrainer,), "_save_optimizer_and_scheduler", 1),
     "gathered, not written": ((accelerate.accelerator,), "save_accelerator_state", 1),
     "after the save": ((graceful_stop.StopRequest,), "should_stop", 8),

@@ -1,0 +1,44 @@
+"""A lock on the folder of a run: of two processes that would train in it, the second is refused.
+
+lock = lock_folder(Path("out"))    # on the main process; released when it ends, also if killed
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+LOCK_NAME = "run.lock"
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+"""Errors of file systems without locks."""
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Lock an existing folder until the file that is returned is closed, or this process ends.
+
+    The lock is the operating system's: a process that was killed does not block, and forked data
+    workers do not inherit it. Raises ValueError if another process has it.
+
+    Args:
+        folder: gets a file `run.lock` that names the process.
+    """
+    file = (folder / LOCK_NAME).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            print(f"{folder} is on a file system without locks: start one run in it at a time")
+            return file
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"{folder} is being trained by {owner}: wait until it ends, or stop it first"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    file.flush()
+    return file
