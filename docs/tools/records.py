@@ -404,7 +404,8 @@ def _ours(by_run: dict[tuple[str, str], dict[str, Any]], workload: str) -> dict[
 
 def _order_cell(row: dict[str, Any]) -> str:
     largest = max(abs(row[name]) for name in ("length", "epochs", "seeds"))
-    return f"{largest:.3f}{'' if row['passes'] else '*'} · {row['again_over_chance']:.1f} · {row['fill']:.2f}"
+    shown = f"{largest:.3f}{'' if row['passes'] else '*'}"
+    return f"{shown} · {row['again_over_chance']:.1f} · {row['fill']:.2f}"
 
 
 def _bar(name: str, run: dict[str, Any], ours: bool = False) -> Bar:
