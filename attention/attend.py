@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from . import custom_ops
-from .backends.call_spec import CallSpec
+from .backends.call_spec import CallSpec, ScoreParams
 from .backends.kv_write import write
 from .backends.selection import BACKEND_MODULES, select_backend
 from .head_exchange import attend_whole_row
-from .score_params import ScoreParams
 from .varlen import Varlen
 
 _LARGE_TOKENS = 8192

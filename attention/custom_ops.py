@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .backends import sdpa
+from .backends.call_spec import ScoreParams
 from .backends.kv_write import write
 from .backends.sdpa_backward import packed_backward
 from .backends.selection import BACKEND_MODULES
-from .score_params import ScoreParams
 from .varlen import Pages, Varlen
 
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from .load_pretrained import check_chat_template, checkpoint_path, load_model, load_tokenizer
 from .options import (
-    RenamedOption,
     add_model_argument,
     add_model_options,
     as_cli_message,
@@ -134,7 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
     add("--plot", type=plot_path, help="plot running and waiting requests: .svg, .png or .pdf")
     add("--stats", action="store_true", help="print engine statistics to standard error")
-    add("--progress", action=RenamedOption, now="is not needed: a terminal shows progress")
     return command
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ try:
 except ImportError:
     raise ImportError("lm-eval is not installed: pip install 'nopad[eval]'") from None
 
+from ..inference import Engine
 from ..inference.harness import EngineLM
 from .load_pretrained import checkpoint_path, load_model, load_tokenizer
 
@@ -31,7 +33,7 @@ class CheckpointLM(EngineLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | None = None,
         tokenizer: str | None = None,
         dtype: str = "auto",
         device: str | None = None,
@@ -42,6 +44,10 @@ class CheckpointLM(EngineLM):
         **settings: Any,
     ):
         """Load the checkpoint; settings: those of `Engine`, which ignores lm_eval's batch sizes."""
+        if pretrained is None:
+            raise ValueError("model_args: pass pretrained=, the folder or name of a checkpoint")
+        if unknown := [name for name in settings if name not in signature(Engine).parameters]:
+            raise ValueError(f"model_args: {unknown[0]!r} is no argument of `nopad` or `Engine`")
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None  # lm_eval's default
         name = checkpoint_path(pretrained)

@@ -53,24 +53,9 @@ def parser(name: str, arguments: str, doc: str | None) -> argparse.ArgumentParse
     )
 
 
-class RenamedOption(argparse.Action):
-    """An option of an earlier version: it is refused with what it is called now."""
-
-    def __init__(self, option_strings: list[str], dest: str, now: str):
-        super().__init__(
-            option_strings, f"old_{dest}", nargs="?", help=argparse.SUPPRESS,
-            default=argparse.SUPPRESS,
-        )  # fmt: skip
-        self.now = now
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]} {self.now}")
-
-
 def add_model_argument(add: Any, what: str, required: bool = True) -> None:
     """Add MODEL, the first argument of every command that has a model."""
     add("model", metavar="MODEL", nargs=None if required else "?", help=what)
-    add("--model", action=RenamedOption, now="is now the first argument: pass MODEL without it")
 
 
 def add_model_options(add: Any) -> None:

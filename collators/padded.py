@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..packing import IGNORE_INDEX, Sample
-from .row_layout import as_samples, check_pad_token_id, is_integer
+from .packed import as_samples, check_pad_token_id, is_integer
 
 
 class PaddedCollator:

@@ -12,8 +12,8 @@ are off, and `sdpa`, which cannot be captured in CUDA graphs, is the attention b
         compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
 
 Use it to tell rounding from bugs: it takes about twice the time for a tiny model, far more for a
-large one. It holds for the calling thread and for engines made inside; for models whose layers are
-`nn.Linear` and whose attention has no softcap or sinks.
+large one. It holds for the calling thread and for engines made inside. Models that compute products
+in another way are refused, those whose attention has a softcap or sinks among them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ _ELEMENTWISE = {
     Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin,
 }  # fmt: skip
 """Functions whose results on a CPU may differ in the last bit with an element's place."""
+_GROUPED = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+_OTHER_PRODUCTS = {
+    torch.matmul, torch.bmm, torch.mm, torch.baddbmm, Tensor.matmul, Tensor.bmm, Tensor.mm,
+    Tensor.__matmul__,
+}  # fmt: skip
+"""Products whose order of summation depends on their shapes, unless they sum one element."""
 
 
 @contextmanager
@@ -81,6 +87,16 @@ class _FixedShapes(TorchFunctionMode):
             return _linear(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(self._max_length, *args, **kwargs)
+        if func is torch.addmm:  # as the layers of GPT-2 call it
+            bias, input, weight = args
+            return _linear(input, weight.t(), bias)
+        if func in _GROUPED:
+            return _grouped(*args, **kwargs)
+        if func in _OTHER_PRODUCTS and args[-1].shape[-2] > 1:
+            raise ValueError(
+                f"batch_invariant does not serve this model: it calls {func.__name__}, as "
+                "attention with a softcap or sinks does"
+            )
         if func is Tensor.mean or func is Tensor.logsumexp:
             return _rowwise(func, *args, **kwargs)
         if func in _ELEMENTWISE and len(args) == 1 and not args[0].is_cuda:
@@ -98,6 +114,20 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         out = torch.bmm(batch, weight.t().expand(len(batch), -1, -1))[: len(rows)]
     out = out.reshape(shape)
     return out if bias is None else out + bias
+
+
+def _grouped(
+    input: Tensor, weight: Tensor, *, offs: Tensor, bias: None = None, out_dtype: None = None
+) -> Tensor:
+    """Multiply the rows of each expert, which end at `offs`; later rows have none."""
+    assert bias is None and out_dtype is None, "Transformers passes neither"
+    ends = offs.tolist()
+    starts = [0, *ends]
+    outputs = [
+        _linear(input[start:end], matrix.t())
+        for start, end, matrix in zip(starts, ends, weight, strict=False)
+    ]
+    return torch.cat([*outputs, input.new_zeros(len(input) - starts[-1], weight.shape[-1])])
 
 
 def _rowwise(reduce: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

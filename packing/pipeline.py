@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from .encoding.encode_rows import drop_bad_documents, encode_source
-from .encoding.encoder import Encoder
+from .encoding.encoder import Encoder, drop_bad_documents, encode_source
 from .encoding.report import SkippedRows
 from .encoding.token_cache import TokenCache
 from .ordering.mixture import Mixture, StoppingStrategy, Weight
@@ -23,8 +22,7 @@ from .readers.streamed import StreamedPacks
 from .sources.in_memory import ListSource, TokenRowSource
 from .sources.open_source import Opened, may_be_folder, open_source
 from .sources.source import SMALL_BYTES, RowSource
-from .sources.token_array import TokenArray
-from .sources.token_store import TokenStore
+from .sources.token_store import TokenArray, TokenStore
 from .state.fingerprint import Fingerprint, tokenizer_fingerprint
 from .token_ids import MAX_TOKEN_ID
 

@@ -858,7 +858,7 @@ FAULTS = {
     ),
     "labels of documents are dropped": (
         "collators/test_packed.py::test_what_packing_refuses_is_refused_of_plain_rows_too",
-        "nopad.collators.row_layout", "_check_labels = lambda row: None",
+        "nopad.collators.packed", "_check_labels = lambda row: None",
     ),
     "any collator is taken": (
         "trainer/with_hf/test_trainer.py::"
@@ -1045,6 +1045,97 @@ FAULTS = {
     "a classifier takes packs": (
         "attention/hf/test_interface.py::test_packs_in_a_sequence_classifier_are_refused",
         "nopad.attention.hf.interface", "_check_head = lambda *_: None",
+    ),
+    "special tokens have no names": (
+        "inference/harness/test_tasks.py::"
+        "test_answers_equal_hf_where_a_stop_string_names_special_tokens",
+        "nopad.inference.harness.engine_lm", "EngineLM._end_as_hf = lambda self, ids, until: ids",
+    ),
+    "any argument is one of Engine": (
+        "cli/test_lm_eval_command.py::test_model_args_that_are_wrong_are_told_in_a_line",
+        "nopad.cli.lm_eval_command",
+        "from unittest.mock import MagicMock\n"
+        "signature = MagicMock()\n"
+        "signature().parameters.__contains__.return_value = True",
+    ),
+    "products of experts have any shape": (
+        "inference/test_batch_invariant.py::test_layers_that_are_no_linear_give_the_same_bits",
+        "nopad.inference.batch_invariant", "_GROUPED.clear()",
+    ),
+    "other products are taken as they are": (
+        "inference/test_batch_invariant.py::test_products_that_depend_on_the_batch_are_refused",
+        "nopad.inference.batch_invariant", "_OTHER_PRODUCTS.clear()",
+    ),
+    "a call that joins looks at counters alone": (
+        "inference/test_threads.py::test_a_call_that_joins_notices_what_changed_before_it",
+        "nopad.inference.request_runner",
+        "right = Call.start\n"
+        "def start(self, *parts):\n"
+        "    right(self, *parts)\n"
+        "    self.is_new = False\n"
+        "Call.start = start",
+    ),
+    "the coefficient of TRL goes to the config alone": (
+        "trainer/loss/test_auxiliary_loss.py::test_the_trainers_log_it",
+        "nopad.trainer.with_hf.trainer", "weight_auxiliary_loss = lambda *_: None",
+    ),
+    "checkpoints keep what a trial computes": (
+        "attention/hf/test_interface.py::"
+        "test_selective_checkpoints_keep_nothing_of_the_trial_of_a_backend",
+        "nopad.attention.backends.backend_check",
+        "from contextlib import nullcontext as _disable_current_modes",
+    ),
+    "a fused forward is verified for ever": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
+        "is_as_verified = lambda module: True",
+    ),
+    "modules of one size are taken for one another": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fuse_layers",
+        "_attributes = lambda module: ()",
+    ),
+    "a patched class runs its fused forward": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.class_swap",
+        "right = _subclass\n"
+        "def _subclass(stock, verified, *forwards):\n"
+        "    cls = right(stock, verified, *forwards)\n"
+        "    cls.forward = verified\n"
+        "    for fused in forwards:\n"
+        "        cls.forward = _with_fallback(fused, cls.forward)\n"
+        "    return cls",
+    ),
+    "globals are read once": (
+        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
+        "has_globals_of = lambda fused, forward: True",
+    ),
+    "every rank has a verdict of its own": (
+        "trainer/monitoring/test_packing_check.py::test_what_one_rank_finds_stops_all_of_them",
+        "nopad.trainer.monitoring.preflight",
+        "from nopad.trainer.monitoring import packing_check\n"
+        "nan_max = packing_check.nan_max = lambda values: list(values)[0]",
+    ),
+    "a teacher keeps the activations of a long row": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_model_that_is_not_trained_needs_no_memory_for_a_long_row_with_gradients",
+        "nopad.trainer.monitoring.preflight", "any = lambda flags: True",
+    ),
+    "a loss of one's own never diverges": (
+        "trainer/with_lightning/test_own_steps.py::"
+        "test_the_mean_of_an_empty_pack_is_told_apart_from_a_divergence",
+        "nopad.trainer.with_lightning.packs", "DIVERGED = 'check its weights'",
+    ),
+    "weights of zeros alone are filled": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_convolution_that_starts_as_the_identity_is_seen",
+        "nopad.attention.hf.leak_check",
+        "_zero_entries = lambda values, is_trained: None if values.any() else ...",
+    ),
+    "masked logits are compared": (
+        "trainer/monitoring/test_packing_check.py::"
+        "test_a_vocabulary_that_is_masked_in_part_is_right_and_hides_nothing",
+        "nopad.trainer.monitoring.packing_check",
+        "right, torch = torch, type(torch)('torch')\n"
+        "torch.__dict__.update(vars(right))\n"
+        "torch.finfo = lambda dtype: type('Range', (), {'min': float('nan'), 'eps': 1e-7})",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

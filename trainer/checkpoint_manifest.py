@@ -19,8 +19,6 @@ from tqdm import tqdm
 from ..packing.state import fsync_path, read_state, write_state
 
 MANIFEST_NAME = "nopad_manifest.json"
-OLD_MANIFEST_NAME = "nopad_seal.json"
-"""The name in checkpoints written before 0.1.0; the content is the same."""
 HASHED_UP_TO = 1 << 26
 """Bytes. Hashing the weights of a large model would delay training: only their size is checked."""
 
@@ -36,21 +34,19 @@ def write_manifest(folder: Path) -> None:
 
 def remove_manifest(folder: Path) -> None:
     """Mark a checkpoint as incomplete before it is written again; call it on one rank."""
-    for name in (MANIFEST_NAME, OLD_MANIFEST_NAME):
-        (folder / name).unlink(missing_ok=True)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 def find_manifest(folder: Path) -> Path | None:
     """Return the path of the manifest of the checkpoint in `folder`; None if it has none."""
-    paths = (folder / MANIFEST_NAME, folder / OLD_MANIFEST_NAME)
-    return next((path for path in paths if path.is_file()), None)
+    path = folder / MANIFEST_NAME
+    return path if path.is_file() else None
 
 
 def find_damage(folder: Path) -> str | None:
     """Describe the damage of a checkpoint; None if its files are those of the manifest."""
     try:
-        path = find_manifest(folder) or folder / MANIFEST_NAME
-        entries = read_state(path, fall_back=False)["files"]
+        entries = read_state(folder / MANIFEST_NAME, fall_back=False)["files"]
     except (ValueError, OSError):
         return f"its {MANIFEST_NAME} is missing or corrupted, so its save was interrupted"
     for name, entry in entries.items():
@@ -125,7 +121,7 @@ def check_archive(path: Path) -> None:
 
 def _is_manifest(path: Path) -> bool:
     """Whether this is a manifest, or the previous version that `write_state` keeps beside it."""
-    return path.name.startswith((MANIFEST_NAME, OLD_MANIFEST_NAME))
+    return path.name.startswith(MANIFEST_NAME)
 
 
 def _entry(path: Path) -> list:

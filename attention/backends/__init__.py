@@ -1,7 +1,6 @@
 """The implementations behind `attend`, and the selection of one for each call."""
 
-from ..score_params import ScoreParams
-from .call_spec import CallSpec, NotCapturable
+from .call_spec import CallSpec, NotCapturable, ScoreParams
 from .sdpa import without_prefix_sharing
 from .selection import (
     BACKEND_MODULES,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime import is_out_of_memory
 from ..paging.cache import PagedCache
 from ..reference import reference
-from ..score_params import ScoreParams
 from ..varlen import Pages, Varlen
-from .call_spec import Backend, CallSpec
+from .call_spec import Backend, CallSpec, ScoreParams
 
 _COMMON_DIM = 64
 """A head dim that every build of every library supports."""
@@ -41,7 +41,13 @@ def _failure(backend: Backend, spec: CallSpec) -> str | None:
         # Hooks of our own for the tensors a trial saves: inside gradient checkpointing, the
         # surrounding hooks would answer its backward by recomputing the layer that is calling.
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with torch.inference_mode(False), torch.set_grad_enabled(spec.grad), hooks:
+        # No modes: selective checkpoints would keep the trial's outputs for the layer's own.
+        with (
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(spec.grad),
+            hooks,
+        ):
             error = _relative_error(backend, spec)
     except Exception as raised:  # a kernel library may raise anything
         if is_out_of_memory(raised):  # says nothing about the backend, and must not be remembered

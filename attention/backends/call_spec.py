@@ -1,14 +1,36 @@
-"""`CallSpec`, the key of backend selection, and `Backend`, the protocol of a backend module."""
+"""What a backend is asked: `CallSpec` and `ScoreParams` of a call, and the protocol `Backend`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..score_params import ScoreParams
 from ..varlen import Varlen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreParams:
+    """What is applied to the product of a query and a key before and inside the softmax."""
+
+    scale: float
+    window: int | None = None
+    """Number of keys a query sees, itself included; None: all of its sequence."""
+    softcap: float | None = None
+    """c in c * tanh(score / c)."""
+    sinks: Tensor | None = None
+    """[H]: one more logit per head, which takes weight and has no value."""
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:  # the maximum is taken before the scale is applied
+            raise ValueError(f"scale is {self.scale}: the factor of attention scores is positive")
+
+    @property
+    def scale_only(self) -> bool:
+        """Whether scores are plain causal scores: no window, softcap or sinks."""
+        return self.window is None and self.softcap is None and self.sinks is None
 
 
 class CallSpec(NamedTuple):

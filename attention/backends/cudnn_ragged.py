@@ -17,10 +17,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..score_params import ScoreParams
 from ..varlen import Varlen, batch_cache, in_backward
 from . import cudnn_graph
-from .call_spec import CallSpec
+from .call_spec import CallSpec, ScoreParams
 from .cudnn_graph import GraphShape, RaggedOffsets
 
 _MIN_SEQUENCES, _MIN_LENGTH, _TOKEN_STEP = 16, 512, 1024

@@ -5,32 +5,60 @@ The package itself, or its prebuilt build through `kernels` where that is instal
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..score_params import ScoreParams
 from ..varlen import Varlen
-from . import flash_library
-from .call_spec import CallSpec
+from .call_spec import CallSpec, ScoreParams
 
-LIBRARY = ("flash_attn", "kernels-community/flash-attn2")
+_found: list[tuple[Any, str | None]] = []
+"""The result of `library`. A list, not `functools.cache`: torch.compile traces a lookup, and would
+trace through the cache into the import."""
+
+
+def library() -> tuple[Any, str | None]:
+    """Return the library, or None and why there is none; loaded once per process."""
+    if not _found:
+        _found.append(_load())
+    return _found[0]
+
+
+def _load() -> tuple[Any, str | None]:
+    try:
+        return importlib.import_module("flash_attn"), None
+    except Exception as error:  # a build for another torch may raise anything
+        reason = f"flash_attn is not installed ({type(error).__name__}: {error})"
+    try:
+        from kernels import get_kernel
+
+        return get_kernel("kernels-community/flash-attn2"), None
+    except Exception:
+        return None, reason
 
 
 def unsupported_reason(spec: CallSpec) -> str | None:
-    limit = flash_library.declared_limit(spec)
-    if limit is not None:
-        return limit
+    if spec.device != "cuda":
+        return "it needs CUDA"
+    if spec.sinks:
+        return "it has no sinks"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {spec.dtype} kernels"
+    if spec.key_dim > 256 or spec.key_dim % 8:
+        return f"head dim {spec.key_dim} is over 256 or not a multiple of 8"
     if spec.value_dim > spec.key_dim or (spec.paged and spec.value_dim != spec.key_dim):
         return f"value dim {spec.value_dim} differs from key dim {spec.key_dim}"
     if spec.page_size % 256:
         return f"the page size {spec.page_size} is not a multiple of 256"
-    return flash_library.find(*LIBRARY)[1]
+    return library()[1]
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
-    flash, _ = flash_library.find(*LIBRARY)
+    flash, _ = library()
     padding = q.shape[-1] - v.shape[-1]
     cu_seqlens = varlen.cu_seqlens
     # torch.compile cannot trace an autograd function that is given one tensor twice.
@@ -44,7 +72,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreP
         varlen.max_length,
         varlen.max_length,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **flash_library.score_kwargs(score_params),
+        **_score_kwargs(score_params),
     )
     return out[..., : v.shape[-1]] if padding else out
 
@@ -53,10 +81,10 @@ def paged(
     q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
 ) -> Tensor:
     """Attend each sequence to the keys in its pages."""
-    flash, _ = flash_library.find(*LIBRARY)
+    flash, _ = library()
     pages = varlen.pages
     assert pages is not None
-    kwargs = {**flash_library.score_kwargs(score_params), "block_table": pages.table}
+    kwargs = {**_score_kwargs(score_params), "block_table": pages.table}
     if varlen.max_length == 1 and q.shape[0] == pages.table.shape[0]:
         out = flash.flash_attn_with_kvcache(
             q[:, None], keys, values, cache_seqlens=pages.lengths, **kwargs
@@ -65,3 +93,14 @@ def paged(
     cu_seqlens_k = F.pad(pages.lengths.cumsum(0, dtype=torch.int32), (1, 0))
     bounds = (varlen.cu_seqlens, cu_seqlens_k, varlen.max_length, pages.max_length)
     return flash.flash_attn_varlen_func(q, keys, values, *bounds, **kwargs)
+
+
+def _score_kwargs(score_params: ScoreParams) -> dict[str, Any]:
+    """Return the library's keyword arguments for these score parameters."""
+    window = score_params.window
+    return {
+        "softmax_scale": score_params.scale,
+        "causal": True,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": score_params.softcap or 0.0,
+    }

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import causal_mask
-from ..score_params import ScoreParams
 from ..varlen import Varlen
-from .call_spec import CallSpec, NotCapturable
+from .call_spec import CallSpec, NotCapturable, ScoreParams
 from .sdpa_batching import Batch, PlanKey, SharedPrefix, additive_mask, plan
 
 _share_prefixes: ContextVar[bool] = ContextVar("nopad_share_prefixes", default=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..reference import causal_mask
-from ..score_params import ScoreParams
 from ..varlen import Varlen
+from .call_spec import ScoreParams
 
 
 def packed_backward(

@@ -1,7 +1,7 @@
 """Backend selection: the first backend in the order of preference that supports a call.
 
 A backend rules calls out by its declared limits (`unsupported_reason`); a call that passes them
-must also pass a trial (`trial.py`). The result is cached per `CallSpec` and logged once.
+must also pass a trial (`backend_check.py`). The result is cached per `CallSpec` and logged once.
 
 A backend can be forced by name, in this order of precedence; if it does not support the call, the
 call raises:
@@ -25,14 +25,13 @@ from typing import Any
 
 import torch
 
-from . import cudnn_ragged, flash2, flash3, sdpa, torch_varlen, triton_paged
+from . import cudnn_ragged, flash2, sdpa, torch_varlen, triton_paged
 from .backend_check import trial_failure
 from .call_spec import CallSpec
 
 log = logging.getLogger("nopad.attention")
 
 BACKEND_MODULES: dict[str, Any] = {
-    "flash3": flash3,
     "cudnn": cudnn_ragged,
     "flash2": flash2,
     "torch": torch_varlen,
@@ -42,9 +41,9 @@ BACKEND_MODULES: dict[str, Any] = {
 """The `Backend` of each name."""
 BACKENDS = tuple(BACKEND_MODULES)
 _CPU = ("sdpa",)
-_LARGE_PACKED = ("flash3", "cudnn", "flash2", "torch", "sdpa")
-_PACKED = ("flash3", "flash2", "cudnn", "torch", "sdpa")
-PAGED_BACKENDS = ("triton", "flash3", "flash2", "sdpa")
+_LARGE_PACKED = ("cudnn", "flash2", "torch", "sdpa")
+_PACKED = ("flash2", "cudnn", "torch", "sdpa")
+PAGED_BACKENDS = ("triton", "flash2", "sdpa")
 """Our kernels come first: on an H200 they beat flash-attn 2's in paged decodes and prefills."""
 
 _forced: ContextVar[str | None] = ContextVar("nopad_forced_backend", default=None)

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..score_params import ScoreParams
 from ..varlen import Varlen
-from .call_spec import CallSpec
+from .call_spec import CallSpec, ScoreParams
 
 try:
     from torch.nn.attention.varlen import varlen_attn

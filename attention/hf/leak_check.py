@@ -180,22 +180,32 @@ def embeddings_replaced(
 
 @contextmanager
 def zero_weights_filled(model: nn.Module) -> Iterator[None]:
-    """Give parameters that are all zero small random values inside, and zeros again after.
+    """Give weights that are zero small random values inside, and zeros again after.
 
-    A projection, gate or adapter that starts at zero hides every path through it.
+    A projection, gate or adapter that starts at zero hides every path through it, and so does a
+    convolution that starts as the identity: zeros among the entries of what is trained.
     """
-    weights = (_local(p) for p in model.parameters() if p.is_floating_point())
-    zeros = [values for values in weights if not values.any()]
+    found = [(_local(p), p.requires_grad) for p in model.parameters() if p.is_floating_point()]
+    places = [(values, _zero_entries(values, trained)) for values, trained in found]
+    zeros = [(values, at, values[at].detach().clone()) for values, at in places if at is not None]
     try:
         with torch.no_grad():
-            for index, values in enumerate(zeros):
+            for index, (values, at, before) in enumerate(zeros):
                 generator = torch.Generator(values.device).manual_seed(index)
-                values.normal_(0.0, 0.02, generator=generator)
+                values[at] = torch.empty_like(before).normal_(0.0, 0.02, generator=generator)
         yield
     finally:
         with torch.no_grad():
-            for values in zeros:
-                values.zero_()
+            for values, at, before in zeros:
+                values[at] = before
+
+
+def _zero_entries(values: Tensor, is_trained: bool) -> Any:
+    """Return the index of entries that are zero, if all are, or if they are trained; or None."""
+    if not values.any():
+        return ...
+    places = torch.nonzero(values == 0, as_tuple=True) if is_trained else ()
+    return places if places and len(places[0]) else None
 
 
 def _local(parameter: Any) -> Tensor:

@@ -29,6 +29,7 @@ from ...runtime import unwrap_model
 from ..data_parallel import DataParallelEngine
 from ..engine import Engine
 from ..requests.sampling_params import SamplingParams
+from ..settings import check_positive
 from .gen_kwargs import to_sampling_kwargs
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,8 @@ class EngineLM(TemplateLM):
                 "the tokenizer has neither a bos nor an eos token, but scoring starts each text "
                 "with one: set tokenizer.eos_token = ..."
             )
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length is {max_length}; it must be at least 1 token")
-        self.max_length: int = max_length or resolve_max_length(self.model.config, tokenizer)
+        default = resolve_max_length(self.model.config, tokenizer)
+        self.max_length = check_positive("max_length", max_length, default)
         # The last token of a text is scored but never run, so one more than the positions fits.
         self.engine = Engine(self.model, tokenizer, max_model_len=self.max_length + 1, **settings)
         self._data_parallel = DataParallelEngine(self.engine)
@@ -130,7 +130,8 @@ class EngineLM(TemplateLM):
         tokens = self._generate_tokens([spec[:2] for spec in specs])
         texts = []
         for request, ids, (_, _, until) in zip(requests, tokens, specs, strict=True):
-            texts.append(postprocess_generated_text(self._decode(ids), until, None))
+            text = self._decode(self._end_as_hf(ids, until))
+            texts.append(postprocess_generated_text(text, until, None))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
@@ -173,6 +174,22 @@ class EngineLM(TemplateLM):
             return True
         text = self._decode(token_ids)
         return any(stop in text for stop in params.stop)
+
+    def _end_as_hf(self, token_ids: list[int], until: list[str]) -> list[int]:
+        """Cut new tokens at a stop string that contains special tokens, or a part of one's name.
+
+        `hf` looks for stop strings in the last few tokens, with the names of special ones; text
+        does not show these.
+        """
+        if self.tokenizer.decode(token_ids[:-1]) == self._decode(token_ids[:-1]):
+            return token_ids
+        encode, decode = self.tokenizer.encode, self.tokenizer.decode
+        lengths = {stop: len(encode(stop, add_special_tokens=False)) + 2 for stop in until}
+        for end in range(1, len(token_ids)):
+            ends = ((stop, max(0, end - length)) for stop, length in lengths.items())
+            if any(stop in decode(token_ids[start:end]) for stop, start in ends):
+                return token_ids[:end]
+        return token_ids
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

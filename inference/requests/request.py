@@ -45,8 +45,6 @@ class Request:
 
     prompt_len: int = field(init=False)
     """Tokens of the prompt: steps read it often, and the length of an array takes longer."""
-    may_pause: bool = field(init=False)
-    """Whether it only generates, always up to `max_len`, and nothing needs its tokens earlier."""
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
     num_computed: int = 0
@@ -68,21 +66,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.prompt_len = len(self.prompt_token_ids)
-        may_end_early = self.stop_token_ids or self.deadline != float("inf")
-        is_scored = self.score_from is not None
-        # A token history on the device is copied again after every pause.
-        has_history = self.params.has_penalties
-        self.may_pause = not (may_end_early or is_scored or has_history or self.needs_host_check)
 
     @property
     def num_remaining(self) -> int:
         """Tokens to run until it samples or is scored; the last token is never fed back."""
         return min(self.num_tokens, self.max_len - 1) - self.num_computed
-
-    @property
-    def num_to_sample(self) -> int:
-        """Tokens that it may still sample."""
-        return self.max_len - self.num_tokens
 
     @property
     def num_in_flight(self) -> int:

@@ -130,7 +130,7 @@ class StepLoop:
 
     def _step(self) -> list[Request]:
         updated = self._expire_overdue()
-        plan = self.scheduler.plan(self._max_tokens(), may_pause=self.target_itl is None)
+        plan = self.scheduler.plan(self._max_tokens())
         if plan.copies:
             self._runner.copy_pages(plan.copies)
         if plan.requests:

@@ -8,13 +8,13 @@ step; the rest of the budget admits waiting requests. Prefill and decode are not
 request needs more or fewer tokens. The order is that of arrival, in which a priority counts as so
 many arrivals, so a request of low priority is overtaken by many others but not for ever. It is the
 same throughout: the first request is never preempted and always gets its pages, and every load
-makes progress. Short requests may pause (`even_steps.py`). Pure integers, no tensors.
+makes progress. Pure integers, no tensors.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -23,7 +23,6 @@ import numpy as np
 from ...attention.paging import STRIDE, PageAllocator, PageCopy, PrefixHit
 from ..metrics.request_trace import RequestTrace
 from ..requests.request import Request
-from .even_steps import EvenSteps
 
 _MAX_DEFERRED = 32
 """Requests skipped per step because another one is computing their prefix."""
@@ -88,7 +87,6 @@ class Scheduler:
         """Requests that finished while they waited and are still in the heap."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._even_steps = EvenSteps(pages.num_pages, pages.page_size)
         self._num_arrivals = 0
 
     @property
@@ -125,11 +123,10 @@ class Scheduler:
                 overdue.append(request)
         return overdue
 
-    def plan(self, max_tokens: int | None = None, may_pause: bool = True) -> SchedulerOutput:
+    def plan(self, max_tokens: int | None = None) -> SchedulerOutput:
         """Choose what the next step runs.
 
         max_tokens: fewer than `max_num_batched_tokens`.
-        may_pause: whether running requests may be paused (`even_steps.py`).
         """
         plan = SchedulerOutput()
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
@@ -137,14 +134,9 @@ class Scheduler:
             tokens_left = min(tokens_left, max(max_tokens, len(self.running) + _MIN_CHUNK))
         page_size, running, scheduled = self.pages.page_size, self.running, plan.requests
         preemptions_before = self.num_preemptions
-        paused: Collection[Request] = ()
-        if may_pause:
-            paused = self._even_steps.paused(running, self._waiting, self.max_num_seqs)
         for index, request in enumerate(running):  # preemption removes requests after this one
             if tokens_left <= 0:
                 break
-            if request in paused:
-                continue
             start = request.num_computed
             num_tokens = min(request.num_tokens, request.max_len - 1) - start
             if num_tokens > 1:  # leave one token for each request after this one

@@ -1,8 +1,7 @@
 """Rows to samples: text, chats and ready tokens, with a report of skipped rows."""
 
 from .chat import encode_chat
-from .encode_rows import ENCODE_BATCH, encode_rows, encode_source, raise_or_skip
-from .encoder import Encoder
+from .encoder import ENCODE_BATCH, Encoder, encode_rows, encode_source, raise_or_skip
 from .report import NO_PACKS, SkippedRows
 
 __all__ = [

@@ -26,8 +26,7 @@ import numpy as np
 
 from ..sources.source import RowSource
 from ..sources.token_store import TokenArray
-from .encode_rows import encode_source
-from .encoder import Encoder
+from .encoder import Encoder, encode_source
 from .report import SkippedRows
 
 log = logging.getLogger(__name__)

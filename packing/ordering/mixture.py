@@ -24,7 +24,7 @@ When a source is exhausted, as in `datasets.interleave_datasets`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -32,6 +32,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ..numba_jit import jit
+from .permutation import ORDER_BLOCK, epoch_order
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
 Weight = float | Sequence[tuple[int, float]]
@@ -275,3 +276,115 @@ def _draw(lengths, ends, knots, fractions, credits, tokens_drawn, active, interv
         count += 1
         if total >= interval_end:
             return count, INTERVAL_END
+
+
+STEPS = 256
+"""Steps between two token counts of a schedule, each with constant weights."""
+
+
+def estimate_epoch(
+    tokens: Sequence[float] | np.ndarray,
+    weights: Sequence[Weight],
+    stopping_strategy: StoppingStrategy,
+) -> np.ndarray:
+    """Estimate the tokens that the first epoch draws from each source, given those it has.
+
+    >>> estimate_epoch([300, 100], [1, 1], "first_exhausted").tolist()
+    [100.0, 100.0]
+    >>> estimate_epoch([300, 100], [1, 1], "all_exhausted").tolist()
+    [300.0, 300.0]
+    """
+    knots, table = weight_schedule(weights)
+    available, total = np.asarray(tokens, float), 0.0
+    drawn, exhausted = np.zeros_like(available), np.zeros(len(available), bool)
+    while True:
+        share = np.array([np.interp(total, knots, each) for each in table.T])
+        if stopping_strategy == "all_exhausted_without_replacement":
+            share[exhausted] = 0
+        knot = int(np.searchsorted(knots, total, "right"))
+        retired = (table[knot - 1 :] == 0).all(0)
+        any_ends = stopping_strategy == "first_exhausted" and exhausted.any()
+        if any_ends or (exhausted | retired).all() or not share.any():
+            return drawn
+        share /= share.sum()
+        next_knot = np.inf
+        if knot < len(knots):
+            step = max(1.0, (knots[knot] - knots[knot - 1]) / STEPS)
+            next_knot = min(total + step, float(knots[knot]))
+        waiting, ends = (share > 0) & ~exhausted, np.full(len(share), np.inf)
+        ends[waiting] = total + (available[waiting] - drawn[waiting]) / share[waiting]
+        end = min(next_knot, ends.min())
+        drawn, total = drawn + share * (end - total), end
+        exhausted |= ends <= end
+
+
+class MixedOrder:
+    """The documents of several sources, numbered consecutively and drawn by weight."""
+
+    def __init__(
+        self,
+        first_documents: Sequence[int],
+        lengths: Callable[[np.ndarray], np.ndarray],
+        seed: int,
+        shuffle: bool,
+    ):
+        """Source s holds the documents first_documents[s]:first_documents[s + 1]."""
+        self.first_documents, self.lengths = first_documents, lengths
+        self.seed, self.shuffle = seed, shuffle
+
+    def epoch(self, epoch: int, mixture: Mixture) -> Iterator[np.ndarray]:
+        """Yield the documents of an epoch in blocks; each interval of a schedule ends a block.
+
+        mixture: has drawn the epochs before; draws this one.
+        """
+        mixture.restart()
+        waiting: list[np.ndarray] = []
+        count = 0
+        for documents, needed in self._draws(epoch, mixture):
+            waiting.append(documents)
+            count += len(documents)
+            if needed == INTERVAL_END or count >= ORDER_BLOCK:
+                yield np.concatenate(waiting)
+                waiting, count = [], 0
+        if count:
+            yield np.concatenate(waiting)
+
+    def _draws(self, epoch: int, mixture: Mixture) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield the documents that each call of the mixture draws, and what it needs next."""
+        laps = [0] * (len(self.first_documents) - 1)
+        blocks = [self._lap(source, epoch, 0) for source in range(len(laps))]
+        queues = [np.zeros(0, np.int64) for _ in laps]
+        while True:
+            choices, needed = mixture.draw([self.lengths(queue) for queue in queues])
+            yield self._take(choices, queues), needed
+            if needed == INTERVAL_END:
+                continue
+            if needed < 0:
+                return
+            block = next(blocks[needed], None)
+            if block is not None:
+                queues[needed] = block
+            elif mixture.mark_exhausted(needed):
+                return
+            elif mixture.stopping_strategy == "all_exhausted":
+                laps[needed] += 1
+                blocks[needed] = self._lap(needed, epoch, laps[needed])
+
+    def _take(self, choices: np.ndarray, queues: list[np.ndarray]) -> np.ndarray:
+        """Remove the chosen documents from the queues and return them in the order of choice."""
+        documents = np.empty(len(choices), np.int64)
+        for source in range(len(queues)):
+            chosen = choices == source
+            count = int(chosen.sum())
+            documents[chosen], queues[source] = queues[source][:count], queues[source][count:]
+        return documents
+
+    def _lap(self, source: int, epoch: int, lap: int) -> Iterator[np.ndarray]:
+        first = self.first_documents[source]
+        n = self.first_documents[source + 1] - first
+        if not n or (lap and not self.lengths(np.arange(first, first + n)).any()):
+            raise ValueError(
+                f"source {source} of the mixture is empty, or all of it is dropped: remove it"
+            )
+        for block in epoch_order(n, self.seed, epoch, self.shuffle, f"{source}.{lap}"):
+            yield first + block

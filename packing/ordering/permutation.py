@@ -6,16 +6,22 @@ the result is outside of n. Position 10^9 of an epoch costs as much as position 
 after any restart.
 
     shuffle_key(seed, epoch, ...) ─▶ permute(positions, n, key) ─▶ documents
+
+`epoch_order` yields an epoch of one source in blocks; mixture.py mixes several.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from math import isqrt
 
 import numpy as np
 
 from ..numba_jit import jit
+
+ORDER_BLOCK = 1 << 16
+"""Documents ordered at a time."""
 
 
 def shuffle_key(*parts: int | str) -> np.uint64:
@@ -40,6 +46,18 @@ def permute(positions: np.ndarray, n: int, key: np.uint64) -> np.ndarray:
     out = np.empty(len(positions), np.int64)
     _feistel(np.asarray(positions, np.int64), n, columns, -(-n // columns), key, out)
     return out
+
+
+def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, lap: str = "") -> Iterator:
+    """Yield the documents 0..n-1 in the order of an epoch, in blocks.
+
+    >>> [block.tolist() for block in epoch_order(3, seed=0, epoch=0, shuffle=False)]
+    [[0, 1, 2]]
+    """
+    for begin in range(0, n, ORDER_BLOCK):
+        positions = np.arange(begin, min(begin + ORDER_BLOCK, n))
+        key = shuffle_key("epoch", seed, epoch, lap)
+        yield permute(positions, n, key) if shuffle else positions
 
 
 @jit

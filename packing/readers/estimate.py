@@ -14,7 +14,7 @@ from math import ceil
 
 import numpy as np
 
-from ..ordering.epoch_estimate import estimate_epoch
+from ..ordering.mixture import estimate_epoch
 from ..planning.overflow import kept_lengths
 from ..planning.planner import Planner
 from ..sample import Sample

@@ -21,9 +21,15 @@ from typing import Any
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, build_report
-from ..ordering.epoch_estimate import estimate_epoch
-from ..ordering.epoch_order import MixedOrder, epoch_order
-from ..ordering.mixture import Mixture, StoppingStrategy, Weight, has_schedule
+from ..ordering.mixture import (
+    MixedOrder,
+    Mixture,
+    StoppingStrategy,
+    Weight,
+    estimate_epoch,
+    has_schedule,
+)
+from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling

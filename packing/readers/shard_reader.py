@@ -13,6 +13,9 @@ counts the packs since then, so a resume feeds the same samples again and skips 
 
 from __future__ import annotations
 
+import json
+import zlib
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ..encoding.encode_rows import encode_rows
-from ..encoding.encoder import Encoder
+from ..encoding.encoder import Encoder, encode_rows
 from ..encoding.report import SkippedRows
 from ..ordering.mixture import INTERVAL_END, Mixture, StoppingStrategy, Weight
 from ..pack import Pack
@@ -32,12 +34,6 @@ from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
 from ..state.int_codec import ints_from_text, ints_to_text
 from ..state.run_state import is_non_negative_int
-from .shard_state import (
-    compress_state,
-    decompress_state,
-    increasing_from_text,
-    increasing_to_text,
-)
 from .shuffled_rows import ShuffledRows
 
 FEED_ROWS = 128
@@ -349,3 +345,43 @@ class ShardReader:
                 pending[sample_number] = sample
                 self._row_of_sample[sample_number] = (source, row)
         self.packer.load_state_dict(state["packer"], dict(sorted(pending.items())))
+
+
+STATE_LIMIT = 8 << 20
+"""Decompressed bytes of a shard's state; a joined stream's own state may be most of them."""
+
+
+def compress_state(state: dict) -> str:
+    """Encode a shard's state, or raise if it is too large to be decoded again."""
+    data = json.dumps(state, separators=(",", ":")).encode()
+    if len(data) > STATE_LIMIT:
+        raise ValueError(
+            f"a shard's state has {len(data)} bytes, the limit is {STATE_LIMIT}: a stream is "
+            "joined from too many datasets; join fewer, or mix some as [(dataset, weight), ...]"
+        )
+    return b64encode(zlib.compress(data, 6)).decode()
+
+
+def decompress_state(text: str) -> dict:
+    """Decode the text of `compress_state`, never to more than the limit."""
+    try:
+        decompressor = zlib.decompressobj()
+        data = decompressor.decompress(b64decode(text, validate=True), STATE_LIMIT)
+        if decompressor.unconsumed_tail:
+            raise ValueError(f"it decompresses to more than {STATE_LIMIT} bytes")
+        state = json.loads(data)
+    except (ValueError, TypeError, zlib.error, RecursionError) as error:
+        raise ValueError(f"a shard's state cannot be read: {error}") from None
+    if not isinstance(state, dict) or "packer" not in state:
+        raise ValueError("not a shard state")
+    return state
+
+
+def increasing_to_text(numbers: np.ndarray) -> str:
+    """Encode increasing numbers by their differences, which are small."""
+    return ints_to_text(np.diff(numbers, prepend=0))
+
+
+def increasing_from_text(text: str) -> np.ndarray:
+    """Decode the text of `increasing_to_text`."""
+    return np.cumsum(ints_from_text(text))

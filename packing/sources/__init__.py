@@ -2,8 +2,7 @@
 
 from .open_source import open_source
 from .source import Row, RowError, RowSource, drop_null_fields
-from .token_array import TokenArray
-from .token_store import TokenStore
+from .token_store import TokenArray, TokenStore
 
 __all__ = [
     "Row",

@@ -28,7 +28,7 @@ from ..token_ids import LOSS_MASKS, check_masks
 from .in_memory import row_or_error
 from .paths import resolve_inside
 from .source import IndexedSource, Row, RowSource, cursor_error, drop_null_fields
-from .token_array import TokenArray
+from .token_store import TokenArray
 
 TOKEN_COLUMNS = ("input_ids", "labels", *sorted(LOSS_MASKS), *sorted(BOUNDARY_COLUMNS))
 """Columns of ready tokens that are read."""

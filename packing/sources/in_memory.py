@@ -16,8 +16,7 @@ from typing import Any
 from ..state.fingerprint import Fingerprint
 from .remote import read_together
 from .source import IndexedSource, Row, RowSource
-from .token_array import TokenArray
-from .token_store import TokenStore
+from .token_store import TokenArray, TokenStore
 
 
 class ListSource(IndexedSource):

@@ -22,8 +22,7 @@ from .paths import DataFile, check_name, list_files
 from .remote import exists, is_url, list_url, local_path, shown
 from .source import RowSource
 from .text_files import TextFileSource
-from .token_array import TokenArray
-from .token_store import TokenStore
+from .token_store import TokenArray, TokenStore
 
 Opened = list[TokenArray] | RowSource
 HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")

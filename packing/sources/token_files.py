@@ -23,7 +23,7 @@ from .mapped_file import MappedFile, map_file
 from .mapped_index import MappedBegins, is_arange
 from .paths import DataFile
 from .remote import RemoteFile, RemoteTokens
-from .token_array import TokenArray
+from .token_store import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}

@@ -1,6 +1,6 @@
 """The state of a run: small versioned JSON, the same on every rank.
 
-    {"version": 12, "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
+    {"version": 1,  "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
      "finished": false,                                          whether the pass has ended
      "position": {"epoch", "epoch_start", "index", "end_epoch"}, packs below `index` were trained
      "shards": {"0": {...}, ...}}                                cursors, if lengths are unknown
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-VERSION = 12
+VERSION = 1
 """Incremented when the format changes, or when the same data and settings give other packs."""
 FIELDS = {
     "version", "settings", "fingerprint", "epochs", "position", "max_packs", "finished", "shards",

@@ -275,6 +275,13 @@ def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, 
     assert text.splitlines()[-1].startswith("Generation agrees with training, but for rounding")
 
 
+def test_a_model_that_batch_invariant_does_not_serve_is_compared_without_it(capsys, monkeypatch):
+    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 5))
+    monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 2)
+    assert main(["gemma2", "--parity"]) == 0
+    assert "batch-invariant (batch_invariant does not serve this model" in capsys.readouterr().out
+
+
 def test_a_mismatch_is_status_one(capsys, monkeypatch):
     def mismatch(*args, **named):
         return doctor_parity.LogprobParity(144, 0.5, 2.0, "float32", "cpu")

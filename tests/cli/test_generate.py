@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from nopad.__main__ import main as run_nopad
 from nopad.cli import generate
 from nopad.cli.generate import main
 from nopad.cli.prompt_file import read_prompts
@@ -378,14 +377,3 @@ def test_a_terminal_is_not_sent_the_escape_sequences_of_a_completion(monkeypatch
     out = capsys.readouterr().out
     assert r"a\u001b[2J\u009bb" in out and "]52;c" in out and "5 6 " in out
     assert "\x1b[2J" not in out and "\x9b" not in out and "\x07" not in out
-
-
-def test_options_of_earlier_versions_are_refused_with_the_new_ones(capsys):
-    for command, old, new in (
-        ("eval", "--model", "is now the first argument"),
-        ("sft", "--model", "is now the first argument"),
-        ("generate", "--progress", "is not needed"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            run_nopad([command, old, "x", "--tasks", "y"])
-        assert ended.value.code == 2 and f"{old} {new}" in capsys.readouterr().err

@@ -60,6 +60,21 @@ def test_add_bos_token_is_that_of_lm_evals_own_model(tmp_path):
     assert encoded[2] != encoded[4], "the setting shows"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"pretrained": None}, "pass pretrained="),
+        ({"max_num_seq": 8}, "'max_num_seq' is no argument"),
+        ({"max_length": "abc"}, "max_length is 'abc'; it must be an integer"),
+    ],
+)
+def test_model_args_that_are_wrong_are_told_in_a_line(checkpoint_dir, wrong, word):
+    from nopad.cli.lm_eval_command import CheckpointLM
+
+    with pytest.raises(ValueError, match=word):
+        CheckpointLM(**{"pretrained": str(checkpoint_dir), **wrong})
+
+
 def test_where_several_processes_run_the_other_command_is_named(monkeypatch):
     from nopad.cli.lm_eval_command import main
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -79,6 +80,31 @@ def check_schedules(model, seed: int, count: int) -> None:
 @pytest.mark.parametrize(("seed", "count"), PARTS)
 def test_every_schedule_gives_the_same_bits_in_fp32(tiny, seed, count):
     check_schedules(tiny("llama"), seed, count)
+
+
+def experts():
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    return OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, initializer_range=0.3)).eval()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "experts"])
+def test_layers_that_are_no_linear_give_the_same_bits(tiny, family):
+    model = experts() if family == "experts" else tiny(family)
+    requests = [(p, replace(q, max_tokens=4)) for p, q in asked(random.Random(0))]
+    together = answers(Engine(model), requests)
+    with batch_invariant(LONGEST):
+        alone = [answers(Engine(model), [request])[0] for request in requests]
+        assert answers(Engine(model), requests) == alone != together
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_products_that_depend_on_the_batch_are_refused(tiny, family):
+    with batch_invariant(LONGEST), pytest.raises(ValueError, match="it calls matmul, as attention"):
+        Engine(tiny(family)).generate([[5, 6, 7]], SamplingParams(max_tokens=2))
 
 
 @pytest.mark.gpu

@@ -218,28 +218,6 @@ def test_a_call_that_computes_otherwise_does_not_share_steps(model, how):
     assert [c.token_ids[:8] for c in others] == plain[1:]
 
 
-def test_a_call_that_joins_notices_what_changed_before_it(model):
-    engine, prompt = Engine(model, page_size=16), [*range(3, 60)]
-    weight = model.model.layers[0].mlp.down_proj.weight
-    engine.generate([prompt], GREEDY)
-    running, before = Event(), weight.detach().clone()
-
-    def change_and_join():
-        running.wait(30)
-        with engine._lock:  # between two steps
-            weight.data.mul_(-1.0)
-        return engine.score([prompt], [[8, 9]])[0].logprob
-
-    hook = model.register_forward_pre_hook(lambda *_: running.set())
-    try:
-        _, got = in_threads([lambda: engine.generate([[5, 6]], LONG), change_and_join])
-        want = Engine(model).score([prompt], [[8, 9]])[0].logprob
-        assert got == pytest.approx(want, abs=1e-5)
-    finally:
-        weight.data.copy_(before)
-        hook.remove()
-
-
 def test_a_released_engine_runs_the_calls_of_other_threads_again(model):
     engine = Engine(model, page_size=16)
     want = [c.token_ids for c in engine.generate(PROMPTS, LONG)]
@@ -279,6 +257,48 @@ def first_step(model):
         yield running
     finally:
         hook.remove()
+
+
+def _write_data(model):
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data.mul_(-1.0)
+    return lambda: weight.data.mul_(-1.0)
+
+
+def _add_hook(model):
+    mlp = model.model.layers[0].mlp
+    return mlp.register_forward_hook(lambda _module, _args, output: -output).remove
+
+
+def _set_scaling(model):
+    attention = model.model.layers[0].self_attn
+    before, attention.scaling = attention.scaling, 20.0
+    return lambda: setattr(attention, "scaling", before)
+
+
+@pytest.mark.parametrize("change", [_write_data, _add_hook, _set_scaling])
+def test_a_call_that_joins_notices_what_changed_before_it(model, change):
+    engine, prompt = Engine(model, page_size=16), [*range(3, 60)]
+    joined, undo = [], []
+
+    def change_and_join():
+        running.wait(30)
+        with engine._lock:  # between two steps
+            joined.extend(engine._runner._calls)
+            undo.append(change(model))
+        return engine.score([prompt], [[8, 9]])[0].logprob
+
+    with first_step(model) as running:
+        # The hook is a change, too: a prefix from before it would not be used.
+        before = engine.score([prompt], [[8, 9]])[0].logprob
+        running.clear()
+        try:
+            _, got = in_threads([lambda: engine.generate([[5, 6]], LONG), change_and_join])
+            want = Engine(model).score([prompt], [[8, 9]])[0].logprob
+        finally:
+            undo[0]()
+    assert joined and abs(want - before) > 1e-3
+    assert got == pytest.approx(want, abs=1e-5)
 
 
 def test_progress_may_wait_for_the_call_of_another_thread(model):

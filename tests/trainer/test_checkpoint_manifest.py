@@ -9,7 +9,6 @@ import tiny_run
 import torch
 from nopad.trainer.checkpoint_manifest import (
     MANIFEST_NAME,
-    OLD_MANIFEST_NAME,
     check_archive,
     find_damage,
     find_manifest,
@@ -105,19 +104,8 @@ def test_a_truncated_or_corrupted_archive_is_refused_by_name(tmp_path):
         check_archive(path)
 
 
-def test_checkpoints_with_the_old_name_of_the_manifest_are_read_and_checked(folder):
+def test_a_checkpoint_whose_manifest_was_removed_is_unfinished(folder):
     checkpoint = folder / "checkpoint-10"
-    (checkpoint / MANIFEST_NAME).rename(checkpoint / OLD_MANIFEST_NAME)
-    assert (
-        find_manifest(checkpoint)
-        == checkpoint / OLD_MANIFEST_NAME
-        == checkpoint / "nopad_seal.json"
-    )
-    assert latest_intact_checkpoint(folder) == checkpoint
-    (checkpoint / "model.safetensors").write_bytes(b"")
-    assert find_damage(checkpoint) == "model.safetensors is truncated or corrupted"
-    write_manifest(checkpoint)  # the new one counts, and does not list the old one
-    assert find_damage(checkpoint) is None
     remove_manifest(checkpoint)
     assert find_manifest(checkpoint) is None and "interrupted" in str(find_damage(checkpoint))
 

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...runtime import STOCK_CLASS
+from ...runtime import STOCK_CLASS, stock_class
 
 FORWARDS = "_nopad_fused_forwards"
 """Attribute of a fused subclass: its fused forwards, in the order in which they were added."""
+
+VERIFIED = "_nopad_verified_forward"
+"""Attribute of a fused subclass: the stock forward with which its own was verified."""
+
+SETTINGS = "_nopad_verified_settings"
+"""Attribute of a fused module: its settings when its fused forward was verified."""
 
 Forward = Callable[..., Any]
 """Takes a module, the forward to fall back to, and that forward's arguments.
@@ -27,18 +33,27 @@ It returns None where the kernels cannot run; the fallback is then called.
 """
 
 
-@cache
-def fused_subclass(stock: type, *forwards: Forward) -> type:
+def fused_subclass(stock: Any, *forwards: Forward) -> type:
     """Return a subclass of the same name that tries `forwards`, the last one first."""
-    forward: Any = stock.forward  # pyright: ignore[reportAttributeAccessIssue]
+    return _subclass(stock, stock.forward, *forwards)
+
+
+@cache
+def _subclass(stock: Any, verified: Callable[..., Any], *forwards: Forward) -> type:
+    fused_forward = verified
     for fused in forwards:
-        forward = _with_fallback(fused, forward)
+        fused_forward = _with_fallback(fused, fused_forward)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_replaced = stock.forward is not verified  # by a patch of the class
+        return (stock.forward if is_replaced else fused_forward)(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> tuple:  # by name, pickle would find the stock class
         return _rebuild, (stock, forwards), object.__reduce_ex__(self, protocol)[2]
 
     members = {"forward": forward, "__reduce_ex__": reduce, "__module__": stock.__module__}
-    return type(stock.__name__, (stock,), {**members, STOCK_CLASS: stock, FORWARDS: forwards})
+    members |= {STOCK_CLASS: stock, FORWARDS: forwards, VERIFIED: verified}
+    return type(stock.__name__, (stock,), members)
 
 
 def add_forward(cls: type, fused: Forward) -> type:
@@ -71,6 +86,25 @@ def can_run(x: Any) -> bool:
     if not (isinstance(x, Tensor) and x.is_cuda) or torch.compiler.is_compiling():
         return False
     return x.get_device() == torch.cuda.current_device()
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values among a module's attributes, which its stock forward may read."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple | None)
+        and not (name.startswith("_") or name in ("training", "gradient_checkpointing"))
+    }
+
+
+def is_as_verified(module: nn.Module) -> bool:
+    """Whether forward and settings of a module are those that its fused one was verified with."""
+    verified = getattr(type(module), VERIFIED, None)
+    if verified is None:  # a stock module, which is being verified
+        return True
+    stock: Any = stock_class(module)
+    return stock.forward is verified and vars(module).get(SETTINGS) == settings(module)
 
 
 def has_no_hooks(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime import STOCK_CLASS, gather_objects
-from .class_swap import add_forward, can_run, fused_forwards
+from .class_swap import SETTINGS, add_forward, can_run, fused_forwards, settings
 from .fusion_patterns import PARTS, RotaryPart
 from .rotary_patch import FUNCTION
 
@@ -46,12 +46,14 @@ class FusedLayers:
                 )
         for module, stock, _ in self._swaps.values():
             module.__class__ = stock
+            vars(module).pop(SETTINGS, None)
         self._swaps, self.names = {}, []
 
     def swap(self, module: nn.Module, fused: type) -> None:
         _, stock, _ = self._swaps.get(id(module), (None, type(module), None))
         self._swaps[id(module)] = module, stock, fused
         module.__class__ = fused
+        vars(module)[SETTINGS] = settings(module)
 
     def add_name(self, name: str) -> None:
         if name not in self.names:
@@ -154,7 +156,7 @@ def _distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return one module per shape and setting, and all that have tensors besides their weights."""
     keys: dict[tuple, nn.Module] = {}
     for module in modules:
-        keys[_shapes(module), _settings(module), _tensor_key(module)] = module
+        keys[_shapes(module), _attributes(module), _tensor_key(module)] = module
     return list(keys.values())
 
 
@@ -162,8 +164,11 @@ def _shapes(module: nn.Module) -> tuple:
     return tuple(p.shape for p in module.parameters())
 
 
-def _settings(module: nn.Module) -> tuple:
-    return tuple((k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str))
+def _attributes(module: nn.Module) -> tuple:
+    """Return the settings of a module, and which other objects it refers to."""
+    objects = {k: id(v) for k, v in vars(module).items() if not k.startswith("_")}
+    plain = settings(module)
+    return repr(plain), *((k, v) for k, v in objects.items() if k not in plain)
 
 
 def _tensor_key(module: nn.Module) -> tuple:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime import STOCK_CLASS, rms_norm_eps, stock_class
-from .class_swap import can_run, fused_forwards, has_no_hooks
+from .class_swap import can_run, fused_forwards, has_no_hooks, is_as_verified
 from .equivalence import (
     module_matches,
     outputs_match,
@@ -31,7 +31,7 @@ from .equivalence import (
 from .linear_group import linear_group
 from .projection import Projection, product_dtype, read_projection
 from .projection_view import calls_projections_on_input, run_with_projections
-from .rotary_patch import rotary_function, rotary_matches, with_fused_rotary
+from .rotary_patch import has_globals_of, rotary_function, rotary_matches, with_fused_rotary
 from .saved_rows import NormedRows, note_source
 
 
@@ -63,7 +63,7 @@ class RMSNormPart:
         if len(args) != 1 or kwargs or not can_run(args[0]):
             return None
         eps = rms_norm_eps(module)
-        if eps is None or not _fits(args[0], module):
+        if eps is None or not (_fits(args[0], module) and is_as_verified(module)):
             return None
         from .rms_norm import rms_norm
 
@@ -86,7 +86,7 @@ class GatedMLPPart:
     @staticmethod
     def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         projections = None
-        if len(args) == 1 and not kwargs and can_run(args[0]):
+        if len(args) == 1 and not kwargs and can_run(args[0]) and is_as_verified(module):
             projections = _mlp_projections(module)
         dtype = None if projections is None else product_dtype(args[0], projections)
         if projections is None or dtype is None:
@@ -140,7 +140,7 @@ class DecoderLayerPart:
 
     @staticmethod
     def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        if len(args) != 1 or not can_run(args[0]):
+        if len(args) != 1 or not can_run(args[0]) or not is_as_verified(module):
             return None
         x, norms = args[0], _norms(module)
         if not all(_is_fused_norm(norm) and _fits(x, norm) for norm in norms):
@@ -223,8 +223,9 @@ def _norms(layer: Any) -> tuple[Any, Any]:
 
 
 def _is_fused_norm(norm: Any) -> bool:
-    fused = hasattr(type(norm), STOCK_CLASS)
-    return fused and has_no_hooks(norm) and rms_norm_eps(norm) is not None
+    if not hasattr(type(norm), STOCK_CLASS) or rms_norm_eps(norm) is None:
+        return False
+    return has_no_hooks(norm) and is_as_verified(norm)
 
 
 class RotaryPart:
@@ -240,9 +241,10 @@ class RotaryPart:
 
     @staticmethod
     def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Any:
-        if not can_run(_hidden_states(args, kwargs)):
+        fused = with_fused_rotary(fallback)
+        if not (can_run(_hidden_states(args, kwargs)) and has_globals_of(fused, fallback)):
             return None
-        return with_fused_rotary(fallback)(module, *args, **kwargs)
+        return fused(module, *args, **kwargs)
 
     @staticmethod
     def verify(module: Any, fused_class: Any, device: torch.device) -> bool:

@@ -29,6 +29,14 @@ def with_fused_rotary(forward: Any) -> Callable[..., Any]:
     return rebind_global(forward, FUNCTION, _fused_or(stock))
 
 
+def has_globals_of(fused: Any, forward: Any) -> bool:
+    """Whether a copy of a forward reads the globals of the forward as they are now."""
+    then, now = fused.__globals__, forward.__globals__
+    names = (name for name in forward.__code__.co_names if name != FUNCTION)
+    is_stock = then[FUNCTION].__wrapped__ is now[FUNCTION]
+    return is_stock and all(then.get(name) is now.get(name) for name in names)
+
+
 def rotary_matches(stock: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a model's function computes what the kernel computes, gradients included."""
     from .rotary import apply_rotary

@@ -219,5 +219,7 @@ def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -
     """Return the logits at some places of each sample."""
     places, counts = probe_positions(lengths)
     with torch.enable_grad():  # kernels are chosen by whether there will be a backward
-        logits = logits_at(model, batch, places, mask)
-    return list(logits.detach().float().split(counts))
+        logits = logits_at(model, batch, places, mask).detach()
+    # Of a vocabulary that is masked in part: -inf differs from itself by NaN.
+    is_masked = logits <= torch.finfo(logits.dtype).min
+    return list(logits.float().masked_fill(is_masked, 0.0).split(counts))

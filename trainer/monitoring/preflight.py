@@ -19,13 +19,14 @@ from tqdm import tqdm
 from ...attention.hf import (
     check_rows,
     install_mask_patch,
+    nan_max,
     sequence_limit,
     unsupported_reason,
     zero_weights_filled,
 )
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks
-from ...runtime import Layout, rank, sum_over_ranks
+from ...runtime import Layout, gather_objects, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
 from ..fsdp_unshard import reshard
@@ -122,12 +123,13 @@ def _find_fault(
 ) -> str:
     """Return what packing does to this model, in words; "" if nothing."""
     leaks = [measure_leak(model, collator, mask, row, budget) for row in rows[0]]
-    if any(map(math.isnan, leaks)):
+    leak = nan_max(gather_objects(nan_max(leaks)))  # ranks leave together, or some would wait
+    if math.isnan(leak):
         raise ValueError(
             "the model's logits or their gradients are not numbers (NaN or infinite): are its "
             "weights damaged?"
         )
-    if leak := max(leaks):
+    if leak:
         return f"lets packed samples see each other (gradients between them: {leak:.2g})"
     for length, lengths in [(limit, row) for limit in rows for row in rows[limit]]:
         difference = measure_difference(model, collator, lengths, mask, budget)
@@ -145,7 +147,7 @@ def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
     shards = getattr(getattr(model, "nopad_loss", None), "row_shards", None)
     if shards is None:
         return
-    difference = measure_shard_difference(model, collator, lengths)
+    difference = nan_max(gather_objects(measure_shard_difference(model, collator, lengths)))
     if difference:
         raise ValueError(
             f"{model.config.model_type} has other losses when a row is spread over {shards.ranks} "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
+from inspect import unwrap
 from typing import Any
 
 from transformers import TrainingArguments, training_args
@@ -139,6 +140,24 @@ def adapt_arguments(args: TrainingArguments) -> float:
     args.logging_nan_inf_filter = False  # it would log the loss of a diverged run as 0
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     return smoothing
+
+
+def weight_auxiliary_loss(args: TrainingArguments, model: Any) -> None:
+    """Have the model weigh its auxiliary loss by the `router_aux_loss_coef` of TRL's arguments.
+
+    TRL writes it to the config, for a loss of its own; a model has read its config long before.
+    """
+    coefficient = getattr(args, "router_aux_loss_coef", None)
+    if coefficient is None:
+        return
+    if "router_aux_loss_coef" in unwrap(type(model).forward).__code__.co_names:
+        model.config.get_text_config().output_router_logits = coefficient != 0
+        model.router_aux_loss_coef = coefficient
+    elif coefficient:
+        raise ValueError(
+            f"router_aux_loss_coef={coefficient}: the forward of {type(model).__name__} does not "
+            "read it, so it would have no effect; omit it"
+        )
 
 
 def take_sequence_parallel(args: TrainingArguments, size: int) -> int:

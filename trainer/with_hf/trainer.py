@@ -51,7 +51,12 @@ from ..monitoring.preflight import (
     print_resumed,
 )
 from ..monitoring.throughput import ThroughputMeter
-from .arguments import adapt_arguments, check_arguments, take_sequence_parallel
+from .arguments import (
+    adapt_arguments,
+    check_arguments,
+    take_sequence_parallel,
+    weight_auxiliary_loss,
+)
 from .console import PackTag, shorten_lines
 from .epochs import EpochCallback
 from .eval_set import TrainerEvaluationLoader
@@ -205,6 +210,7 @@ class PackedTrainerMixin(_Base):
     def _prepare_model(self) -> None:
         """Attach the loss and fuse the layers, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
+        weight_auxiliary_loss(self.args, unwrap_peft(model))
         self.attached_loss = attach_trainer_loss(model, self._loss_options, self._sequence_group)
         self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
 

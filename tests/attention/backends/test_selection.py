@@ -156,8 +156,6 @@ def test_trials_do_not_move_the_random_state(name):
         ("flash2", {"key_dim": 300}, "head dim 300"),
         ("flash2", {"value_dim": 8, "page_size": 256}, "value dim 8"),
         ("torch", {"softcap": True}, "softcap"),
-        ("flash3", {"sinks": True}, "has no sinks"),
-        ("flash3", {"key_dim": 300}, "head dim 300"),
         ("torch", {"page_size": 256}, "it does not read pages"),
         ("cudnn", {"page_size": 256}, "it does not read pages"),
         ("triton", {}, "it only reads pages"),

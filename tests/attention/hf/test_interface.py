@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +17,16 @@ from nopad.attention import (
     layer_shapes,
     unsupported_reason,
 )
+from nopad.attention.backends import selection
 from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
 from nopad.attention.hf.selfcheck import nan_max
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -52,6 +58,17 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     batch = packed_batch(random_documents(model))
     plain = gradients(model, batch)
     model.gradient_checkpointing_enable()
+    assert largest(plain, gradients(model, batch)) == 0
+
+
+def test_selective_checkpoints_keep_nothing_of_the_trial_of_a_backend():
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    model = tiny().train()
+    batch = packed_batch(random_documents(model))
+    plain = gradients(model, batch)
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    selection._cached_choice.cache_clear()
     assert largest(plain, gradients(model, batch)) == 0
 
 

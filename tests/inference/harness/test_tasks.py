@@ -309,6 +309,28 @@ def test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped(add_bos_tok
     assert any(" " in text for text in want) and len(set(want)) > 4
 
 
+NAMED_STOPS = (["s>"], ["saw<s>"], ["<s> the", "in<"], ["<s><s>"], ["<s>"], [" a"])
+
+
+def test_answers_equal_hf_where_a_stop_string_names_special_tokens():
+    tokenizer = metaspace_tokenizer()
+    model, settings = random_model(tokenizer), {"max_gen_toks": 12, "do_sample": False}
+    with torch.no_grad():
+        model.lm_head.weight[0] *= 2.5  # it writes many <s>
+    rows = lm_tasks.documents(8)
+    requests = [
+        Request(row["question"], {"until": list(until), **settings})
+        for row in rows
+        for until in NAMED_STOPS
+    ]
+    hf = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu")
+    want = hf.generate_until(copy.deepcopy(requests), disable_tqdm=True)
+    assert EngineLM(model, tokenizer).generate_until(requests) == want
+    for first in range(4):
+        ends = {len(text) for text in want[first :: len(NAMED_STOPS)]}
+        assert len(ends) > 2, NAMED_STOPS[first]
+
+
 def test_a_setting_we_do_not_have_is_refused_by_name(small):
     lm = EngineLM(*small)
     with pytest.raises(ValueError, match="num_beams is 4: beam search is not supported"):

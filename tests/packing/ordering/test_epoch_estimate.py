@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from nopad.packing.ordering import Mixture
-from nopad.packing.ordering.epoch_estimate import estimate_epoch
-from nopad.packing.ordering.epoch_order import MixedOrder
+from nopad.packing.ordering.mixture import MixedOrder, estimate_epoch
 
 STRATEGIES = ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
 COUNTS = [900, 300, 2000]

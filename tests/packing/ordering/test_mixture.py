@@ -10,8 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import PackedDataset
 from nopad.packing.ordering import Mixture
-from nopad.packing.ordering.epoch_order import MixedOrder
-from nopad.packing.ordering.mixture import SCALE, StoppingStrategy, parse_mixture, source_names
+from nopad.packing.ordering.mixture import (
+    SCALE,
+    MixedOrder,
+    StoppingStrategy,
+    parse_mixture,
+    source_names,
+)
 
 
 def drawn_tokens(choices, lengths):
@@ -413,7 +418,7 @@ def test_a_source_that_is_dropped_completely_cannot_be_repeated():
 def test_the_time_of_an_epoch_does_not_grow_with_the_square_of_its_draws(monkeypatch):
     counted = []
     count = lambda items: counted.append(1) or len(items)  # noqa: E731
-    monkeypatch.setattr("nopad.packing.ordering.epoch_order.len", count, raising=False)
+    monkeypatch.setattr("nopad.packing.ordering.mixture.len", count, raising=False)
     order = MixedOrder([0, 2, 1002], np.full(1002, 10).__getitem__, seed=0, shuffle=True)
     assert sum(map(len, order.epoch(0, Mixture([1, 1], "all_exhausted")))) == 2001
     assert len(counted) < 20_000  # about 500 draws

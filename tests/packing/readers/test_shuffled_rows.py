@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset
-from nopad.packing.readers.shard_state import decompress_state
+from nopad.packing.readers.shard_reader import decompress_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

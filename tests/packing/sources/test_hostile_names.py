@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from char_tokenizer import tokenize_chars
 from nopad.packing import PackedDataset, pipeline
-from nopad.packing.readers import shard_state
-from nopad.packing.readers.shard_state import compress_state, decompress_state
+from nopad.packing.readers import shard_reader
+from nopad.packing.readers.shard_reader import compress_state, decompress_state
 from nopad.packing.sources import jsonl, parquet
 from nopad.packing.sources.jsonl import JsonlSource
 from nopad.packing.sources.paths import list_files, resolve_inside
@@ -197,7 +197,7 @@ def test_columns_of_one_name_are_refused(tmp_path):
 
 def test_a_state_that_unfolds_beyond_the_limit_is_neither_written_nor_read(monkeypatch):
     large = compress_state({"packer": "0" * (2 << 20)})
-    monkeypatch.setattr(shard_state, "STATE_LIMIT", 1 << 20)
+    monkeypatch.setattr(shard_reader, "STATE_LIMIT", 1 << 20)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
         decompress_state(large)
     with pytest.raises(ValueError, match=r"a shard's state has 2097165 bytes, .* join fewer"):

@@ -32,12 +32,26 @@ def test_every_front_end_has_the_gradient_of_the_mean_over_labels(front_end, gol
 
 def test_the_trainers_log_it(gold, tmp_path):
     settings = {"logging_steps": 1, "max_steps": 2, "gradient_accumulation_steps": ACCUMULATION}
-    settings |= {"learning_rate": 0.0, "router_aux_loss_coef": 0.5}
+    settings |= {"learning_rate": 0.0, "router_aux_loss_coef": 0.1}
     run = trl_trainer(tmp_path, tiny_run.mixture(), tiny_run.dataset(), **settings)
     run.train()
     first, second, _ = run.state.log_history
-    assert first["loss"] == pytest.approx(gold[0], rel=1e-5)
+    weighed = gold[0] - 0.4 * gold[1]  # by 0.1, and not by the 0.5 of the model
+    assert first["loss"] == pytest.approx(weighed, rel=1e-5)
     assert first["aux_loss"] == pytest.approx(gold[1], rel=1e-5) != second["aux_loss"]
+
+
+def test_a_coefficient_that_the_model_would_not_read_is_refused(tmp_path):
+    model = tiny_run.mixture()
+
+    class Own(type(model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Own
+    told = r"^router_aux_loss_coef=0.1: the forward of Own does not read it"
+    with pytest.raises(ValueError, match=told):
+        trl_trainer(tmp_path, model, tiny_run.dataset(), router_aux_loss_coef=0.1)
 
 
 def test_it_is_logged_at_the_end_of_every_epoch(tmp_path):

@@ -17,7 +17,7 @@ from nopad.attention.hf import (
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
-from nopad.trainer.monitoring import check_run
+from nopad.trainer.monitoring import check_run, packing_check, preflight
 from nopad.trainer.monitoring.packing_check import measure_leak
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -225,3 +225,51 @@ def test_a_check_in_inference_mode_sees_the_same():
         check_run(right, data())
         with pytest.raises(ValueError, match="see each other"):
             check_run(wrong, data())
+
+
+@pytest.mark.parametrize("found", ["lets packed samples see each", "computes packed samples other"])
+def test_what_one_rank_finds_stops_all_of_them(found, monkeypatch):
+    """The others would wait for it in the next collective."""
+    module = preflight if found.startswith("lets") else packing_check
+    monkeypatch.setattr(module, "gather_objects", lambda own: [own, 0.25])
+    with pytest.raises(ValueError, match=f"{found}.*0.25"):
+        check_run(build(), data())
+
+
+def test_a_model_that_is_not_trained_needs_no_memory_for_a_long_row_with_gradients(monkeypatch):
+    rows = []
+    monkeypatch.setattr(preflight, "measure_leak", lambda *given: rows.append(sum(given[3])) or 0.0)
+    check_run(build(), data())
+    assert max(rows) > 200
+    rows.clear()
+    check_run(build().requires_grad_(False), data())
+    assert max(rows) <= 32
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_vocabulary_that_is_masked_in_part_is_right_and_hides_nothing(value):
+    model = build()
+    masked = torch.arange(model.config.vocab_size, device=DEVICE) % 3 == 0
+    model.lm_head.register_forward_hook(lambda *given: given[-1].masked_fill(masked, value))
+    check_run(model, data())
+    layer = model.model.layers[0]
+    layer.mlp = Fault(layer.mlp, lambda x: 0.5 * x.mean(1, keepdim=True).detach())
+    with pytest.raises(ValueError, match=r"otherwise than alone \(logits differ by \d\.?\d*\)"):
+        check_run(model, data())
+
+
+def test_a_convolution_that_starts_as_the_identity_is_seen():
+    model = build()
+    kernel = nn.Parameter(torch.tensor([-0.0, 0.0, 1.0], device=DEVICE))
+    model.register_parameter("kernel", kernel)
+
+    def convolved(x):
+        return sum(k * x.roll(2 - i, 1) for i, k in enumerate(kernel)) - x
+
+    layer = model.model.layers[0]
+    layer.mlp = Fault(layer.mlp, convolved)
+    with pytest.raises(ValueError, match="see each other"):
+        check_run(model, data())
+    assert kernel.tolist() == [0, 0, 1] and kernel[0].signbit(), "to the bit"
+    kernel.requires_grad_(False)  # it stays the identity
+    check_run(model, data())

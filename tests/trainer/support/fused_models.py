@@ -34,10 +34,10 @@ COUNTS = {"llama": 5, "granite": 4, "gemma2": 2, "cohere": 2}
 """Granite scales its residuals, gemma's norms have 1 + w, cohere rotates pairs."""
 
 
-def build(family: str):
+def build(family: str, **options):
     torch.manual_seed(0)
-    options = {"residual_multiplier": 0.5} if family == "granite" else {}
-    config = AutoConfig.for_model(family, **SMALL, **options)
+    options |= {"residual_multiplier": 0.5} if family == "granite" else {}
+    config = AutoConfig.for_model(family, **{**SMALL, **options})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
@@ -204,6 +204,64 @@ def check_changes_of_an_activation_are_seen() -> None:
             assert (ours[n] - g).norm() <= 1e-5 * g.norm().clamp(min=1e-6), (name, n)
 
 
+def check_settings_of_a_module_are_seen() -> None:
+    """Those of one module among its like, and those that change after it was fused."""
+    model = build("llama", num_hidden_layers=2)
+    mlps = [layer.mlp for layer in model.model.layers]
+    stock = type(mlps[0])
+
+    class Scaled(stock):
+        def forward(self, x):
+            return stock.forward(self, x) * (1.0 if self.scale is None else self.scale[0])
+
+    def losses() -> list[float]:
+        found = []
+        for scales in ((None, None), ([0.1], None), (None, (0.2,)), ((0.2,), (0.2,))):
+            for mlp, scale in zip(mlps, scales, strict=True):
+                mlp.scale = scale
+            found.append(model(**BATCH).loss.item())
+        return found
+
+    for mlp in mlps:
+        mlp.__class__ = Scaled
+    gold = losses()
+    mlps[0].scale, mlps[1].scale = [0.1], None
+    assert "Scaled" not in fusing.fuse_layers(model).names
+    mlps[0].scale = None
+    assert "Scaled" in fusing.fuse_layers(model).names
+    torch.testing.assert_close(losses(), gold, rtol=1e-5, atol=0)
+
+
+def check_patches_of_classes_and_globals_are_seen() -> None:
+    """Patches of what a fused model is made of, for that model and for the next one."""
+    file = sys.modules[type(build("llama")).__module__]
+    layer = build("llama").model.layers[0]
+    parts = [type(x) for x in (layer, layer.mlp, layer.self_attn, layer.input_layernorm)]
+    places = [*((part, "forward") for part in parts)]
+    places += [(file, "apply_rotary_pos_emb"), (file, "eager_attention_forward")]
+    model, stock_model = build("llama"), build("llama")
+    fusing.fuse_layers(model)
+    unchanged = model(**BATCH).loss.item()
+    for owner, name in places:
+        stock = getattr(owner, name)
+        setattr(owner, name, _bent(stock))
+        later = build("llama")
+        fusing.fuse_layers(later)
+        gold, *ours = (m(**BATCH).loss.item() for m in (stock_model, model, later))
+        setattr(owner, name, stock)
+        torch.testing.assert_close(ours, [gold, gold], rtol=1e-5, atol=0)
+        assert abs(gold - unchanged) > 1e-4, (owner, name)
+    assert model(**BATCH).loss.item() == unchanged
+
+
+def _bent(function):
+    def bent(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return (torch.sin(9 * out[0]), *out[1:]) if isinstance(out, tuple) else torch.sin(9 * out)
+
+    return bent
+
+
 def check_rows_wider_than_a_gain() -> None:
     """They raise what the stock norm raises: the kernel would read past the gain."""
     model = build("olmoe")  # its query norm has a gain of the hidden size, not of all heads
@@ -261,6 +319,8 @@ if __name__ == "__main__":
         check_adapters(dtype)
     check_layers_that_are_not_fused()
     check_changes_of_an_activation_are_seen()
+    check_settings_of_a_module_are_seen()
+    check_patches_of_classes_and_globals_are_seen()
     check_rows_wider_than_a_gain()
     check_rotary_calls_the_kernel()
     check_a_wider_delta_stays_wide()
