@@ -31,7 +31,6 @@ from generation.report import (
     add_row,
     add_vllm,
     build_record,
-    discard_rows,
     set_record_file,
     try_workload,
 )
@@ -40,8 +39,6 @@ from nopad.inference import Completion, Engine, SamplingParams
 from record import timed
 
 REPEATS = 3
-NO_END = 3600.0
-"""A deadline, in seconds, that ends no request: with one the engine does not rely on lengths."""
 
 
 def ceilings() -> tuple[float, float]:
@@ -57,7 +54,7 @@ def ceilings() -> tuple[float, float]:
 
 
 def sampling_params(work: Workload) -> list[SamplingParams]:
-    return [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.new]
+    return [SamplingParams(temperature=0, max_tokens=n) for n in work.new]
 
 
 def latencies(summary: dict[str, float]) -> dict[str, float]:
@@ -71,7 +68,6 @@ def run_engine(
     work: Workload,
     floor: float,
     who: str = "nopad",
-    deadline: float | None = None,
     **settings,
 ) -> float:
     """Time a cold call, and the median of several warm calls with an empty prefix cache."""
@@ -81,7 +77,7 @@ def run_engine(
     params = sampling_params(work)
 
     def generate() -> list[Completion]:
-        return engine.generate(work.prompts, params, deadline=deadline)
+        return engine.generate(work.prompts, params)
 
     cold, _ = timed(generate)
     first, times = engine.stats.summary(), []
@@ -143,65 +139,6 @@ def run_scoring(name: str, model) -> None:
     assert all(s.error is None for four in scores for s in four)
 
 
-def run_limits(name: str, model, work: Workload) -> None:
-    """(g) Throughput and latency by default, then under limits of sequences and tokens per step.
-
-    Lengths are unknown to the engine, or it would run few requests at a time whatever the limit.
-    """
-    engine = Engine(model, memory=60 << 30)
-    params = sampling_params(work)
-
-    def generate() -> list[Completion]:
-        return engine.generate(work.prompts, params, deadline=NO_END)
-
-    generate()  # captures CUDA graphs of every size
-
-    def add_run(who: str) -> None:
-        engine.reset_prefix_cache()
-        engine.stats.reset()
-        seconds, _ = timed(generate)
-        add_row(name, who, seconds, work.new_tokens, **latencies(engine.stats.summary()))
-
-    add_run("nopad, defaults")
-    max_seqs, max_tokens = engine.max_num_seqs, engine.max_num_batched_tokens
-    limits = [(num_seqs, max_tokens) for num_seqs in (16, 32, 64, 128, 256, max_seqs)]
-    limits += [(128, num_tokens) for num_tokens in (256, 512, 1024, 2048, 4096)]
-    for num_seqs, num_tokens in limits:
-        engine.max_num_seqs, engine.max_num_batched_tokens = num_seqs, num_tokens
-        add_run(f"nopad, {num_seqs} running, {num_tokens} tokens a step")
-    engine.release()
-
-
-def static_open_loop(
-    name: str, model, work: Workload, capacity: float, batch_size: int = 16
-) -> None:
-    """(f) The same arrivals at half capacity, in static batches closed when full or 50 ms old.
-
-    The clock is virtual: a batch starts when it is closed and the previous one is done, and takes
-    its measured time.
-    """
-    assert work.arrivals is not None
-    scale = 1 / (capacity * 0.5) / (max(work.arrivals) / len(work.arrivals))
-    arrivals = [t * scale for t in work.arrivals]
-    clock, start, waits = 0.0, 0, []
-    with discard_rows():
-        while start < len(arrivals):
-            stop = start + 1
-            limit = max(clock, arrivals[start] + 0.05)
-            while stop < len(arrivals) and stop - start < batch_size and arrivals[stop] <= limit:
-                stop += 1
-            closed = arrivals[stop - 1] if stop - start == batch_size else arrivals[start] + 0.05
-            batch = Workload(work.prompts[start:stop], work.new[start:stop])
-            clock = max(clock, closed) + run_static(name, model, batch, batch_size)
-            waits += [clock - arrival for arrival in arrivals[start:stop]]
-            start = stop
-    add_row(
-        name, f"static batches of {batch_size}, 50% of capacity", clock, work.new_tokens,
-        answer_p50=float(np.percentile(waits, 50)),
-        answer_p99=float(np.percentile(waits, 99)),
-    )  # fmt: skip
-
-
 @contextmanager
 def attention(name: str):
     """Force an attention backend."""
@@ -239,15 +176,9 @@ def bench_gpu(only: list[str]) -> None:
         try_workload(workload, lambda run=run, model=model, floor=floor: run(model, floor))
 
 
-def run_both(name: str, model, work: Workload, floor: float) -> float:
-    """Time the engine as it is, and return its time if requests could end before `max_tokens`."""
-    run_engine(name, model, work, floor)
-    return run_engine(name, model, work, floor, "nopad, lengths unknown", deadline=NO_END)
-
-
 def compare_continuous(name: str, model, work: Workload, floor: float) -> float:
     """Time the engine and continuous batching, and print how many times faster the engine is."""
-    ours = run_both(name, model, work, floor)
+    ours = run_engine(name, model, work, floor)
     if not peers_run():
         return ours
     theirs = try_workload(name, lambda: run_continuous(name, model, work, floor))
@@ -291,19 +222,15 @@ def bench_static(model, floor) -> None:
 
 
 def bench_trace(model, floor) -> None:
-    """(c), and (f) with its arrival times."""
+    """(c), and a sample of it beside continuous batching, which takes too long for all of it."""
     work = workloads.trace(model.config.vocab_size, 256)
     if work is None:
         raise ValueError("the Azure trace is missing; set NOPAD_SHARED")
-    work = Workload([p[:7000] for p in work.prompts], work.new, work.arrivals)
-    capacity = len(work.new) / run_both("c", model, work, floor(work))
-    if not peers_run():
-        return
-    sample = subsample(work, 32)
-    compare_continuous("c, 32 of its requests", model, sample, floor(sample))
-    assert work.arrivals is not None
-    first = Workload(work.prompts[:24], work.new[:24], work.arrivals[:24])
-    try_workload("f", lambda: static_open_loop("f", model, first, capacity))
+    work = Workload([p[:7000] for p in work.prompts], work.new)
+    run_engine("c", model, work, floor(work))
+    if peers_run():
+        sample = subsample(work, 32)
+        compare_continuous("c, 32 of its requests", model, sample, floor(sample))
 
 
 def bench_few_shot(model, floor) -> None:
@@ -319,7 +246,6 @@ RUNS = {
     "d": bench_few_shot,
     "e": lambda model, floor: run_scoring("e", model),
     "s": bench_static,
-    "g": lambda model, floor: run_limits("g", model, workloads.lognormal(model.config.vocab_size)),
     "o": lambda model, floor: open_loop.run_rates("o", model),
     "m": lambda model, floor: open_loop.run_conversations("m", model),
     "q": lambda model, floor: open_loop.run_at_capacity("q", model),
@@ -349,9 +275,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--only",
-        default="i,a,b,k,c,d,e,s,g,o,m,q,p",
-        help="workloads, in this order; c: with f; k: (a) with flash-attn 2 attention;\n"
-        "s: (a) in static batches; g: (a) with different limits;\n"
+        default="i,a,b,k,c,d,e,s,o,m,q,p",
+        help="workloads, in this order; k: (a) with flash-attn 2 attention;\n"
+        "s: (a) in static batches;\n"
         "o, m, q: open loops (Poisson arrivals, conversations, a minute near capacity);\n"
         "p: a prompt joins 128 decodes; i: the first call in a new process",
     )

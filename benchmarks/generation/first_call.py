@@ -19,7 +19,7 @@ from nopad.inference import Engine, SamplingParams
 from record import timed
 
 model = workloads.llama_1b()
-params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+params = SamplingParams(temperature=0, max_tokens=8)
 
 def first_call():
     engine = Engine(model, memory=60 << 30)

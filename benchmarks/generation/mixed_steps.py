@@ -32,7 +32,7 @@ def run_mixed_steps(name: str, model) -> None:
     engine = Engine(model, memory=40 << 30, max_num_batched_tokens=4096)
     lengths = rng.integers(300, 900, RUNNING)
     for length in lengths:
-        params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=2000)
         engine.add_request(rng.integers(0, vocabulary, length).tolist(), params)
     steps = 0
     for num_tokens in PROMPTS:
@@ -56,7 +56,7 @@ def _join(engine: Engine, prompt: list[int]) -> tuple[float, float]:
     """Return the seconds of the step that a prompt is in, and those until its token."""
     for _ in range(10):
         engine.step()
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1)
     longest, last = 0.0, time.perf_counter()
     start = last
     request_id = engine.add_request(prompt, params)

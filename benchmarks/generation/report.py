@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +13,6 @@ from record import header, write_record
 _VLLM_KEYS = ("spread", "all_seconds", "startup_seconds", "settings", "given", "versions")
 _results: list[dict] = []
 _file: Path | None = None
-_discarding = False
 
 
 def set_record_file(path: Path | None) -> None:
@@ -30,8 +28,6 @@ def add_row(
 
     floor: the least possible seconds, if known.
     """
-    if _discarding:
-        return
     row = {"workload": workload, "who": who, "seconds": round(seconds, 3), "tokens": tokens}
     row["tokens_per_second"] = round(tokens / seconds, 1)
     if floor:
@@ -75,17 +71,6 @@ def add_vllm(path: Path) -> None:
 def build_record() -> dict:
     """Return all results so far."""
     return {**header("generation"), "results": _results}
-
-
-@contextmanager
-def discard_rows():
-    """Neither print nor record the rows that are added inside."""
-    global _discarding
-    _discarding = True
-    try:
-        yield
-    finally:
-        _discarding = False
 
 
 def try_workload(workload: str, call):

@@ -1,7 +1,9 @@
 """The models and requests of bench_generation: known model shapes and published lengths.
 
-Weights are random: speed does not depend on them, and nothing has to be downloaded. Every request
-generates a fixed number of tokens, so that all engines do the same work.
+Weights are random: speed does not depend on them, and nothing has to be downloaded. As in real use,
+a request may end at any token, so the engine cannot rely on its length. Yet every request generates
+a fixed number of tokens, so that all engines do the same work: the logit of `END_OF_TEXT` is 0, and
+greedy decoding never chooses it.
 """
 
 from __future__ import annotations
@@ -9,21 +11,21 @@ from __future__ import annotations
 import csv
 import random
 from dataclasses import dataclass
-from datetime import datetime
 
 import numpy as np
 import torch
 from record import shared_dir
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+END_OF_TEXT = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, the number of new tokens of each, and their arrival times in seconds."""
+    """Prompts, and the number of new tokens of each."""
 
     prompts: list[list[int]]
     new: list[int]
-    arrivals: list[float] | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -83,8 +85,9 @@ def _build(model_class, config, device: str, dtype: torch.dtype) -> torch.nn.Mod
     torch.manual_seed(0)
     with torch.device(device):
         model = model_class(config).to(dtype)
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = None
+    model.get_output_embeddings().weight.data[END_OF_TEXT] = 0
+    model.generation_config.eos_token_id = END_OF_TEXT
+    model.config.eos_token_id = END_OF_TEXT
     return model.eval()
 
 
@@ -120,9 +123,7 @@ def trace(vocab_size: int, count: int, shrink: int = 1, seed: int = 0) -> Worklo
     rows = [rows[i] for i in np.sort(rng.choice(len(rows), count, replace=False))]
     prompt = np.maximum([int(r["ContextTokens"]) // shrink for r in rows], 1)
     new = np.maximum([int(r["GeneratedTokens"]) // shrink for r in rows], 1)
-    times = [datetime.fromisoformat(r["TIMESTAMP"][:26]).timestamp() for r in rows]
-    work = _random(rng, vocab_size, prompt, new)
-    return Workload(work.prompts, work.new, [t - times[0] for t in times])
+    return _random(rng, vocab_size, prompt, new)
 
 
 def few_shot(vocab_size: int, count: int = 512, seed: int = 0) -> Workload:

@@ -29,8 +29,8 @@ RUNS = {
     "long": "rows of 131,072 tokens, checkpointed",
     "long-offloaded": "the same, `offload_checkpoints`",
 }
-OURS = "nopad, lengths unknown"
-"""As for users, whose requests may end at any token."""
+OURS = ("nopad", "nopad, lengths unknown")
+"""Records up to 2026-11-17 have both: `nopad` then had requests whose lengths the engine knew."""
 PEER = "transformers continuous batching"
 VLLM = "vllm 0.26.0"
 WORKLOADS = {
@@ -39,21 +39,25 @@ WORKLOADS = {
     "c": "256 requests of a code assistant: long prompts, short answers",
     "d": "512 requests with one shared prefix",
 }
+ORDERS = ("planned", "balanced", "stream")
 
 
-def newest(kind: str) -> tuple[Path, dict[str, Any]]:
-    """Return the newest record `DATE-kind.json`, and its path.
+def newest(kind: str, device: str = "h200") -> tuple[Path, dict[str, Any]]:
+    """Return the newest record `DATE-kind-device.json`, and its path.
 
-    >>> newest("training-users-h200")[1]["benchmark"]
+    device: a glob; `*` is any device.
+
+    >>> newest("training-users")[1]["benchmark"]
     'training'
     """
-    path = sorted(RESULTS.glob(f"????-??-??-{kind}.json"))[-1]
+    found = sorted(RESULTS.glob(f"????-??-??-{kind}-{device}.json"))
+    path = [path for path in found if "-" not in path.stem[len(f"2026-01-01-{kind}-") :]][-1]
     return path, json.loads(path.read_text(encoding="utf-8"))
 
 
 def training_table() -> str:
     """Training as users start it, beside the stock trainers."""
-    path, record = newest("training-users-h200")
+    path, record = newest("training-users")
     assert record["users"].keys() == RUNS.keys(), "name the runs of the record in RUNS"
     rows = []
     for name, label in RUNS.items():
@@ -70,7 +74,7 @@ def training_table() -> str:
 
 def loop_table() -> str:
     """Loops in bf16: padded batches, the flattening collator, and ours."""
-    path, record = newest("training-h200")
+    path, record = newest("training")
     names = {
         "hf padded sdpa": "padded batches of 8, sdpa",
         "hf flattening + fa2": "flattening collator, flash-attn 2",
@@ -88,7 +92,7 @@ def loop_table() -> str:
 
 def convergence_table() -> str:
     """Validation losses of packed and padded training."""
-    path, record = newest("convergence-h200")
+    path, record = newest("convergence")
     ways = record["summary"]["validation"]
     head = ["validation loss", *(f"seed {seed}" for seed in range(len(ways["packed"])))]
     rows = [[way, *(f"{loss:.4f}" for loss in losses)] for way, losses in ways.items()]
@@ -96,25 +100,39 @@ def convergence_table() -> str:
 
 
 def generation_table() -> str:
-    """Generation, beside vLLM and Transformers' continuous batching."""
-    path, record = newest("generation-h200")
-    by_run = {(run.get("workload"), run.get("who")): run for run in record["results"]}
+    """Generation beside vLLM."""
+    path, by_run = _generation("generation-vllm")
     rows = []
     for workload, shown in WORKLOADS.items():
-        ours, vllm = by_run[workload, OURS], by_run[workload, VLLM]
-        row = [shown, f"**{_k(ours)}**", f"{_k(vllm)} ({_times(ours, vllm)})"]
-        peer = by_run.get((workload, PEER))
-        row.append("not run" if peer is None else f"{_k(peer)} ({_times(ours, peer)})")
-        rows.append([*row, _k(by_run[workload, "nopad"])])
-    head = ["workload", "nopad", "vLLM 0.26", "Transformers continuous batching, warm"]
-    head.append("nopad, lengths known")
-    return _table(head, rows, path)
+        ours, vllm = _ours(by_run, workload), by_run[workload, VLLM]
+        rows.append([shown, f"**{_k(ours)}**", _k(vllm), _times(ours, vllm)])
+    return _table(["workload", "nopad", "vLLM 0.26", "speed"], rows, path)
+
+
+def transformers_table() -> str:
+    """Generation beside Transformers' continuous batching."""
+    path, by_run = _generation("generation")
+    rows = []
+    for workload, shown in WORKLOADS.items():
+        if (peer := by_run.get((workload, PEER))) is None:
+            workload, shown = f"{workload}, 32 of its requests", f"{shown}; 32 of them"
+            peer = by_run[workload, PEER]
+        ours = _ours(by_run, workload)
+        rows.append([shown, f"**{_k(ours)}**", _k(peer), _times(ours, peer)])
+    return _table(["workload", "nopad", "continuous batching, warm", "speed"], rows, path)
+
+
+def generation_cpu_table() -> str:
+    """Generation on one CPU thread, beside static batches."""
+    path, record = newest("generation", "cpu")
+    rows = [[run["who"], f"{run['seconds']:.1f} s"] for run in record["results"] if "who" in run]
+    return _table(["64 requests", "CPU time"], rows, path)
 
 
 def latency_table() -> str:
     """Requests that arrive one by one, beside vLLM: median and p99 in milliseconds."""
-    path, record = newest("generation-vllm-h200")
-    by_run = {run["who"]: run for run in record["results"] if run.get("workload") == "o"}
+    path, runs = _generation("generation-vllm")
+    by_run = {who: run for (workload, who), run in runs.items() if workload == "o"}
     rates = [who.removeprefix("nopad, ") for who in by_run if who.startswith("nopad")]
     rows = []
     for rate in rates:
@@ -125,16 +143,96 @@ def latency_table() -> str:
     return _table(head, rows, path)
 
 
+def capacity_table() -> str:
+    """A minute at 90 % of capacity, in thirds."""
+    path, by_run = _generation("generation-vllm")
+    who, run = next((who, run) for (workload, who), run in by_run.items() if workload == "q")
+    thirds = zip(run["in_flight_by_third"], run["ttft_p50_by_third"], strict=True)
+    rows = [
+        [f"{name} 20 seconds", f"{in_flight:.0f}", f"{1000 * ttft:.1f} ms"]
+        for name, (in_flight, ttft) in zip(("first", "second", "third"), thirds, strict=True)
+    ]
+    head = [who.removeprefix("nopad, "), "requests in flight", "first token, median"]
+    return _table(head, rows, path)
+
+
+def engine_table() -> str:
+    """The first call of an engine, and steps in which a prompt joins running requests."""
+    path, by_run = _generation("generation-vllm")
+    rows = [
+        [f"first call in a process, {who.removeprefix('nopad, ')}", f"{run['seconds']:.1f} s", ""]
+        for (workload, who), run in by_run.items()
+        if workload == "i"
+    ]
+    for (workload, who), run in by_run.items():
+        if workload == "p":
+            label = f"step with {who.removeprefix('nopad, ')}"
+            products = f"{run['times_reference']:.2f}x"
+            rows.append([label, f"{1000 * run['step_seconds']:.1f} ms", products])
+    return _table(["what", "time", "over its products and attention alone"], rows, path)
+
+
 def evaluation_table() -> str:
     """One evaluation between two training steps."""
-    path, record = newest("evaluation-h200")
+    path, record = newest("evaluation")
     rows = [[run["who"], f"{run['seconds']:.2f} s"] for run in record["results"]]
     return _table(["512 questions with 8 examples each", "time"], rows, path)
 
 
+def lm_eval_table() -> str:
+    """lm_eval tasks with the engine and with lm_eval's own model, on one CPU thread."""
+    path, record = newest("evaluation-smollm2", "cpu")
+    parts = {
+        "12 questions of GSM8K with 8 examples, 64 new tokens": record["results"],
+        "8 multiple-choice questions": record["multiple_choice"]["results"],
+    }
+    rows = []
+    for shown, runs in parts.items():
+        ours = next(run["seconds"] for run in runs if run["who"] == "nopad")
+        peer = min(run["seconds"] for run in runs if run["who"].startswith("lm_eval"))
+        rows.append([shown, f"**{ours:.0f} s**", f"{peer:.0f} s", f"{peer / ours:.1f}x"])
+    return _table(["task", "nopad", "lm_eval, `hf`", "speed"], rows, path)
+
+
+def attention_table() -> str:
+    """Forward and backward of packed rows."""
+    path, record = newest("attention")
+    rows = [
+        [
+            f"{row['tokens']:,} tokens in {row['sequences']} documents, head dim {row['head_dim']}",
+            f"**{row['attend_chosen_ms']:.1f} ms**",
+            f"{row['attend_ms']:.1f} ms",
+            f"{row['flash_direct_ms']:.1f} ms",
+            f"{row['sdpa_block_mask_ms']:.1f} ms" if "sdpa_block_mask_ms" in row else "not run",
+        ]
+        for row in record["training"]
+    ]
+    head = ["row", "`attend`", "`attend` with flash-attn 2", "flash-attn 2 called directly"]
+    return _table([*head, "SDPA with a block mask"], rows, path)
+
+
+def paged_table() -> str:
+    """Attention over pages of 256 tokens, in relation to flash-attn 2."""
+    path, record = newest("attention")
+    kinds = {
+        "decode, sequences of equal length": record["decode"],
+        "decode, log-normal lengths": record["decode_uneven"],
+        "prefill, alone or mixed with decode": record["mixed"],
+    }
+    rows = []
+    for shown, runs in kinds.items():
+        ratios = [
+            run["triton_page256_us"] / run["flash2_page256_us"]
+            for run in runs
+            if "flash2_page256_us" in run
+        ]
+        rows.append([shown, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    return _table(["step", "shapes", "time over that of flash-attn 2"], rows, path)
+
+
 def planner_table() -> str:
     """Fill and speed of the planner, beside seqpacker."""
-    path, record = newest("packing-aarch64")
+    path, record = newest("packing", "*")
     rows = [
         [
             f"{row['mix']}, budget {row['budget']}",
@@ -150,15 +248,89 @@ def planner_table() -> str:
     return _table([*head, "nopad, documents/s", "seqpacker"], rows, path)
 
 
+def pipeline_table() -> str:
+    """From memory-mapped tokens to packs and batches, beside other packers."""
+    path, record = newest("packing", "*")
+    rates = {
+        "packs": "nopad, from memory-mapped tokens",
+        "datasets": "nopad, from rows of `datasets`",
+        "datasets alone": "`datasets` alone, rows read and not packed",
+        "TRL": "TRL, `packing=True`",
+        "Grain": "Grain",
+    }
+    runs = record["end_to_end"]
+    rows = [
+        [f"{shown}, documents/s", *(f"{run['docs_s'][name] / 1000:.0f} k" for run in runs)]
+        for name, shown in rates.items()
+    ]
+    times = {
+        "packs": "nopad, a pack read",
+        "collated": "nopad, a pack read and collated",
+        "HF collator": "HF flattening collator, the same documents",
+    }
+    rows += [
+        [f"{shown}, µs", *(f"{run['row_us'][name]:.0f}" for run in runs)]
+        for name, shown in times.items()
+    ]
+    return _table(["", *(f"{run['mix']}, budget {run['budget']}" for run in runs)], rows, path)
+
+
+def order_table() -> str:
+    """Whether the place of a document depends on anything but chance."""
+    path, record = newest("order", "*")
+    budgets = sorted({row["budget_over_mean"] for row in record["rows"]})
+    cells: dict[tuple[str, str, int], dict[int, str]] = {}
+    for row in sorted(record["rows"], key=lambda row: ORDERS.index(row["way"])):
+        place = row["way"], row["lengths"], row["documents"]
+        cells.setdefault(place, {})[row["budget_over_mean"]] = _order_cell(row)
+    rows = [
+        [way, f"{lengths}, {documents:,}", *(by_budget.get(budget, "–") for budget in budgets)]
+        for (way, lengths, documents), by_budget in cells.items()
+    ]
+    return _table(["", "documents", *(f"{n} x mean" for n in budgets)], rows, path)
+
+
+def order_bound_table() -> str:
+    """How often documents must meet again, by fill."""
+    path, record = newest("order-bound", "*")
+    rows = [
+        [f"{row['lengths']}, {row['documents']:,}", f"{row['fill']:.2f} %",
+         f"{row['over_chance']:.1f}"]
+        for row in record["rows"]
+        if row["over_chance"] > 0
+    ]  # fmt: skip
+    head = ["documents", "fill, at least", "pairs meet again, relative to chance, at least"]
+    return _table(head, rows, path)
+
+
+def scale_table() -> str:
+    """What planning an epoch costs one rank."""
+    path, record = newest("scale", "*")
+    rows = [
+        [
+            f"{row['documents']:,}",
+            f"{row['open_s']:.0f} s",
+            f"{row['plan_cpu_s']:.1f} s",
+            f"{row['own_memory_mb']:.0f} MB",
+            f"{row['resume_middle_cpu_s']:.1f} s",
+            f"{row['resume_end_cpu_s']:.1f} s",
+            f"{row['state_bytes']} bytes",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["documents", "open", "plan an epoch", "own memory", "resume in the middle"]
+    return _table([*head, "resume at the end", "state"], rows, path)
+
+
 def results_table() -> str:
     """The table of the README: at most eight rows."""
-    _, users = newest("training-users-h200")
-    _, loops = newest("training-h200")
-    _, generation = newest("generation-h200")
-    _, evaluation = newest("evaluation-h200")
-    _, packing = newest("packing-aarch64")
+    _, users = newest("training-users")
+    _, loops = newest("training")
+    _, by_vllm = _generation("generation-vllm")
+    _, by_peer = _generation("generation")
+    _, evaluation = newest("evaluation")
+    _, packing = newest("packing", "*")
     runs, loop = users["users"], loops["results"]
-    by_run = {(run.get("workload"), run.get("who")): run for run in generation["results"]}
     planned = packing["planning"][0]
     times = {run["who"]: run["seconds"] for run in evaluation["results"]}
     rows = [
@@ -170,8 +342,10 @@ def results_table() -> str:
     rows += [
         ["bf16 loop, tokens/s", _pair(loop["nopad eager"]),
          f"padded batches: {_pair(loop['hf padded sdpa'])}"],
-        ["generation, new tokens/s", _k(by_run["a", OURS]),
-         f"vLLM 0.26: {_k(by_run['a', VLLM])}; Transformers: {_k(by_run['a', PEER])}"],
+        ["generation, new tokens/s", _k(_ours(by_vllm, "a")),
+         f"vLLM 0.26: {_k(by_vllm['a', VLLM])}"],
+        ["generation, an earlier run", _k(_ours(by_peer, "a")),
+         f"Transformers continuous batching: {_k(by_peer['a', PEER])}"],
         ["evaluation of 512 questions in training", f"{times['nopad, evaluation 2']:.2f} s",
          f"`generate_batch`: {times['generate_batch, evaluation 2, manager kept']:.2f} s"],
         ["fill, 200,000 log-normal lengths, budget 2048", f"{planned['fill']['ours']:.2f} %",
@@ -182,10 +356,10 @@ def results_table() -> str:
 
 def results_plot() -> str:
     """The plot of the README."""
-    _, users = newest("training-users-h200")
-    _, loops = newest("training-h200")
-    _, generation = newest("generation-h200")
-    by_run = {(run.get("workload"), run.get("who")): run for run in generation["results"]}
+    _, users = newest("training-users")
+    _, loops = newest("training")
+    _, by_vllm = _generation("generation-vllm")
+    _, by_peer = _generation("generation")
     runs, loop = users["users"], loops["results"]
     groups = [
         ("Training, bf16 loop (tokens per second)", [
@@ -203,15 +377,35 @@ def results_plot() -> str:
             _bar("stock, flash-attn 2, liger", runs["lora-1b"]["stock"]),
         ]),
         ("Generation (new tokens per second)", [
-            _bar("nopad", by_run["a", OURS], ours=True),
-            _bar("Transformers continuous batching", by_run["a", PEER]),
-            _bar("vLLM 0.26", by_run["a", VLLM]),
+            _bar("nopad", _ours(by_vllm, "a"), ours=True),
+            _bar("vLLM 0.26", by_vllm["a", VLLM]),
+        ]),
+        ("Generation, an earlier run", [
+            _bar("nopad", _ours(by_peer, "a"), ours=True),
+            _bar("Transformers continuous batching", by_peer["a", PEER]),
         ]),
     ]  # fmt: skip
     note = (
         "Llama-3.2-1B shape, random weights, one H200; vLLM within the hour, the others in one run"
     )
     return bar_chart("Speed beside the usual setups", groups, note)
+
+
+def _generation(kind: str) -> tuple[Path, dict[tuple[str, str], dict[str, Any]]]:
+    """Return the newest record of `kind`, its runs by workload and engine."""
+    path, record = newest(kind)
+    runs = [run for run in record["results"] if "who" in run]
+    return path, {(run["workload"], run["who"]): run for run in runs}
+
+
+def _ours(by_run: dict[tuple[str, str], dict[str, Any]], workload: str) -> dict[str, Any]:
+    return [by_run[workload, who] for who in OURS if (workload, who) in by_run][-1]
+
+
+def _order_cell(row: dict[str, Any]) -> str:
+    largest = max(abs(row[name]) for name in ("length", "epochs", "seeds"))
+    shown = f"{largest:.3f}{'' if row['passes'] else '*'}"
+    return f"{shown} · {row['again_over_chance']:.1f} · {row['fill']:.2f}"
 
 
 def _bar(name: str, run: dict[str, Any], ours: bool = False) -> Bar:
