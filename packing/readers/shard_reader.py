@@ -26,7 +26,7 @@ import numpy as np
 
 from ..encoding.encoder import Encoder, encode_rows
 from ..encoding.report import SkippedRows
-from ..ordering.mixture import INTERVAL_END, Mixture, StoppingStrategy, Weight
+from ..ordering.mixture import INTERVAL_END, Mixture, StoppingStrategy, Weight, has_schedule
 from ..pack import Pack
 from ..planning.overflow import kept_lengths, max_sample_length
 from ..planning.packer import Packer
@@ -174,7 +174,9 @@ class ShardReader:
         drawn, needed = self._draw()
         if drawn is None:
             self._epoch_ended, self.finished = True, self.epoch + 1 == self.end_epoch
-            packs = self.packer.finish()
+            # An interval of a schedule ends with the epoch; its packs keep the shares even, too.
+            even = self.packer.flush() if has_schedule(self.settings.weights) else ()
+            packs = chain(even, self.packer.finish())
         else:
             first = self.packer.counts.items
             for number, (source, row, _) in enumerate(drawn, first):

@@ -351,6 +351,16 @@ def test_each_shard_of_a_stream_follows_changing_weights():
     assert distances(packs, weights).max() <= 2
 
 
+def test_the_last_packs_of_a_stream_follow_changing_weights():
+    """The first source ends before the last point, inside an interval of several hundred packs."""
+    rng = np.random.default_rng(3)
+    rows = [[[1] * length for length in rng.integers(2, 60, count)] for count in (1200, 4000, 4000)]
+    weights = [[(0, 0.72), (200_000, 0.68)], *[[(0, 0.14), (200_000, 0.16)]] * 2]
+    mixture = list(zip(rows, weights, strict=True))
+    data = PackedDataset(mixture, budget=64, pool=4096, pretokenize=False, shards=1)
+    assert distances(data, weights).max() <= 1 + 60 / 64
+
+
 def test_balanced_packs_follow_changing_weights_but_for_chance_in_an_interval():
     data, weights = drift_of(3000, 200, balance=True)
     assert distances(data, weights).max() <= 2
