@@ -64,7 +64,7 @@ ONLY_IN = {
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "pipeline", "resumable_passes"}, {"readers"}, {"encoding"}, {"sources"},
+        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"},
         {"planning"}, {"state"}, {"ordering"}, {"pack"},
         {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress"},
     ],
