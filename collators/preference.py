@@ -26,7 +26,7 @@ ANSWER_COLUMNS = ("chosen", "rejected")
 
 
 class PreferenceBatch(dict):
-    """A batch of packed pairs; trainers that expect padded pairs are told so."""
+    """A batch of packed pairs; it raises in trainers that expect padded pairs."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(

@@ -76,7 +76,7 @@ class PackedDataset(IterableDataset):
         shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many.
         shards: parts of a stream with unknown lengths, 8 by default; ranks x workers divide it.
         pool: samples that the packer chooses from; more fill packs better and need more memory.
-            Of known lengths in random order, at least 65,536.
+            With known lengths and shuffling, the pool is at least 65,536.
         strategy: "best_fit" for the fullest packs; "sequential" keeps the order of the data;
             "concat" keeps it too, and cuts a sample wherever a pack is full.
         overflow: of a sample that is too long: "split", "truncate", "drop" or "error".

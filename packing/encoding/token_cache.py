@@ -112,8 +112,8 @@ class TokenCache:
                 parts = {"tokens": array.flat, "lengths": array.lengths, "labels": array.labels}
                 files = {n: _write_array(draft, n, a) for n, a in parts.items() if a is not None}
                 counts = skipped or SkippedRows()
-                told = {"rows": counts.rows, "reasons": counts.reasons}
-                (draft / ENTRY).write_text(json.dumps({"files": files, "skipped": told}))
+                skipped_rows = {"rows": counts.rows, "reasons": counts.reasons}
+                (draft / ENTRY).write_text(json.dumps({"files": files, "skipped": skipped_rows}))
                 os.rename(draft, place)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)  # not there if it was renamed
