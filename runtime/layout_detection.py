@@ -85,7 +85,7 @@ def find_layout(
 def told_ranks(
     data_rank: int | None, data_size: int | None, mesh: DeviceMesh | None
 ) -> tuple[int | None, int | None]:
-    """Return the data-parallel rank and size that the user passed, as numbers or as a named mesh."""
+    """Return the data-parallel rank and size that the user passed, as numbers or a named mesh."""
     if mesh is None:
         return data_rank, data_size
     if data_rank is not None:
