@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from nopad.packing import Plan, Planner, pack_lengths
+from nopad.packing import Planner, pack_lengths
 from nopad.packing.ordering import permute, shuffle_key
 from nopad.packing.planning import balance_plan
 from nopad.packing.readers import PLANNED_POOL
@@ -52,8 +52,7 @@ def plan_epoch(lengths, budget: int, seed: int, epoch: int, way: str) -> list[np
     elif way == "stream":
         plan = pack_lengths(lengths[order], budget)
     else:
-        planner = Planner(budget, pool=PLANNED_POOL, defer=False)
-        plan = Plan.join([planner.feed(lengths[order]), planner.finish()])
+        plan = pack_lengths(lengths[order], budget, pool=PLANNED_POOL)
     if way == "balanced":
         plan = balance_plan(plan, seed=2 * seed + epoch)
     return [order[pack] for pack in plan]

@@ -346,14 +346,6 @@ FAULTS = {
         "    order, offsets, pending, deferrals = right(sizes[by_size], *settings)\n"
         "    return by_size[order], offsets, by_size[pending], deferrals",
     ),
-    "a small set is packed like a part of a stream": (
-        "packing/test_order.py::"
-        "test_documents_that_shared_a_pack_meet_again_by_chance_only[chats-50-3]",
-        "nopad.packing.planning.planner",
-        "right = fit_windows\n"
-        "def fit_windows(sizes, deferrals, *settings):\n"
-        "    return right(sizes, np.zeros(min(1, len(sizes)), np.int64), *settings)",
-    ),
     "groups of one cost keep their place": (
         "packing/test_order.py::test_a_place_tells_nothing_of_length_epoch_or_seed",
         "nopad.packing.planning.balancing",

@@ -20,14 +20,14 @@ from ..numba_jit import jit
 from ..pack import MAX_BUDGET
 from ..preparation_progress import announce_compilation
 from ..state.int_codec import ints_from_text, ints_to_text
+from .best_fit import MAX_DEFERRALS, fit_windows
 from .next_fit import cut_stream, next_fit
 from .overflow import Counts, Overflow, cut_items
 from .plan import Plan
 from .segments import Segments
-from .window_fit import MAX_DEFERRALS, fit_windows
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-VERSION = 9
+VERSION = 1
 """Incremented when the state changes, or when the same lengths give other packs."""
 
 
@@ -54,7 +54,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[1, 3], [0], [4], [2, 4]], [6, 2, 5, 8, 3, 3], [0, 0, 0, 0, 0, 8])
+    ([[2], [0, 4], [4], [1, 3]], [3, 5, 3, 8, 6, 2], [0, 0, 8, 0, 0, 0])
     """
     lengths = np.asarray(lengths)
     if pool is None:
@@ -74,7 +74,7 @@ def pack_lengths(
 class Planner:
     """Decides which items share a pack; fewer than `pool` segments are pending.
 
-    An item is packed at the latest when 15 · `pool` more segments have arrived (see `window_fit`).
+    An item is packed at the latest when 15 · `pool` more segments have arrived (see `best_fit.py`).
 
     Args:
         budget: tokens that a pack may hold.
@@ -85,8 +85,6 @@ class Planner:
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack; the
             plan's lengths are the true ones.
-        defer: whether best_fit may defer a segment, for a fuller pack later. Without it the place
-            of a segment depends on nothing but its window.
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
@@ -102,7 +100,6 @@ class Planner:
         overflow: Overflow = "split",
         pad_to_multiple_of: int = 1,
         max_length: int | None = None,
-        defer: bool = True,
     ):
         if strategy not in ("best_fit", "sequential", "concat"):
             raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")
@@ -130,7 +127,6 @@ class Planner:
             "overflow": overflow,
             "pad_to_multiple_of": multiple,
             "max_length": None if max_length is None else int(max_length),
-            "defer": defer,
         }
         self.counts = Counts()
         self.capacity = budget // multiple * multiple
@@ -182,7 +178,7 @@ class Planner:
         lengths = pending.lengths
         sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
-            settings = self.capacity, self.settings["pool"], self.settings["defer"]
+            settings = self.counts.sequences, self.capacity, self.settings["pool"]
             with announce_compilation(fit_windows, "the packer"):
                 order, offsets, rest, self._deferrals = fit_windows(
                     sizes, self._deferrals, *settings, flush, final

@@ -45,7 +45,7 @@ GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
 
 PLANNED_POOL = 1 << 16
-"""Documents planned together; of so many, the last pack that is not full costs nothing."""
+"""Documents whose packs are shuffled together, so that a set up to this size has no order."""
 MAX_READERS = 1 << 16
 """Ranks x workers at most: a position may be this far beyond the epoch of its round's start."""
 
@@ -122,11 +122,10 @@ class PlannedPacks:
         return self.store.lengths[documents].astype(np.int64, copy=False)
 
     def _planner_settings(self) -> dict[str, Any]:
-        """Return the planner's settings; where the order is random, each pool is planned alone."""
+        """Return the planner's settings; shuffled documents have a large pool."""
         if not self.shuffle:
             return self.planner
-        pool = max(PLANNED_POOL, self.planner.get("pool", 1))
-        return {**self.planner, "pool": pool, "defer": False}
+        return {**self.planner, "pool": max(PLANNED_POOL, self.planner.get("pool", 1))}
 
     def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
         """Raise on a document that is too long: the planner would know only its position."""

