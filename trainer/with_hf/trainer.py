@@ -22,7 +22,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ...attention.hf import ATTN_IMPLEMENTATION
-from ...packing import PackedDataset
+from ...packing import IGNORE_INDEX, PackedDataset
 from ...runtime import (
     barrier,
     find_layout,
@@ -41,7 +41,6 @@ from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import attach_trainer_loss
-from ..loss.label_count import loss_weight
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
     check_first_batches,
@@ -446,7 +445,7 @@ class PackedTrainerMixin(_Base):
             return batch_samples[0]["num_items_in_batch"] * self._num_replicas()
         # The stock method waits for the device when it copies the count there. Ranks of a sequence-
         # parallel group all count: `compute_loss` multiplies by them as well.
-        total = sum_over_ranks(sum(map(loss_weight, batch_samples))).clamp(min=1)
+        total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
         total = total / self.get_tp_size()
         if "loss_weights" in batch_samples[0]:
             return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
@@ -526,3 +525,15 @@ def _check_losses(trainer: type) -> None:
                 f"{base.__name__}.compute_loss would not be called: list the class first, "
                 f"class {trainer.__name__}({base.__name__}, {packed})"
             )
+
+
+def _loss_weight(batch: Batch) -> float:
+    """Return the sum of the loss weights of a batch; its number of labels, if it has none.
+
+    >>> _loss_weight({"labels": torch.tensor([[IGNORE_INDEX, 5, IGNORE_INDEX, 7]])})
+    2.0
+    """
+    weights = batch.get("loss_weights")
+    if weights is None:
+        weights = batch["labels"][..., 1:] != IGNORE_INDEX  # the first label has no prediction
+    return float(weights.sum())
