@@ -75,10 +75,7 @@ LAYERS = {
     "trainer": [
         {"with_hf", "with_lightning", "with_accelerate"}, {"evaluation"}, {"monitoring"},
         {"data"}, {"loss", "fused"},
-        {
-            "checkpoint_manifest", "checkpoint_rotation", "folder_lock", "fsdp_unshard",
-            "graceful_stop", "train_mode",
-        },
+        {"checkpoint_manifest", "folder_lock", "fsdp_unshard", "graceful_stop", "train_mode"},
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},

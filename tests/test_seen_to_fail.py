@@ -178,7 +178,7 @@ FAULTS = {
     "the newest checkpoint goes first": (
         "trainer/test_checkpoint_rotation.py::"
         "test_a_clock_set_back_does_not_delete_new_checkpoints",
-        "nopad.trainer.checkpoint_rotation",
+        "nopad.trainer.checkpoint_manifest",
         "steps_to_delete = lambda steps, newest, limit, keep: sorted(steps)[limit:]",
     ),
     "a signal is heard and forgotten": (
@@ -686,7 +686,7 @@ FAULTS = {
         "PackedAccelerateLoader._discard_left_step = lambda self: None",
     ),
     "manual steps are not noticed": (
-        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.manual_steps",
+        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packs",
         "ManualSteps.check = lambda *_: None",
     ),
     "every pack of a validation weighs the same": (
@@ -835,7 +835,7 @@ FAULTS = {
     "the means of packs are averaged": (
         "trainer/with_hf/test_eval_sets.py::"
         "test_trl_s_metrics_of_an_evaluation_are_means_over_tokens",
-        "nopad.trainer.with_hf.trl_metrics",
+        "nopad.trainer.with_hf.trainer",
         "def _set_means(metrics, right, entropy, labels):\n"
         "    metrics['mean_token_accuracy'].append(right / max(1, labels))\n"
         "    metrics['entropy'].append(entropy / max(1, labels))",

@@ -4,13 +4,15 @@
     checkpoint-40/nopad_manifest.json    the size of every file, and the SHA-256 of smaller ones
 
 A checkpoint without a manifest was never finished. All other files are flushed to disk before the
-manifest is written.
+manifest is written. A run resumes from the newest intact checkpoint, and deletes the oldest ones.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import zipfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from tqdm import tqdm
 
 from ..packing.state import fsync_path, read_state, write_state
 
+PREFIX = "checkpoint-"
 MANIFEST_NAME = "nopad_manifest.json"
 HASHED_UP_TO = 1 << 26
 """Bytes. Hashing the weights of a large model would delay training: only their size is checked."""
@@ -60,9 +63,8 @@ def find_damage(folder: Path) -> str | None:
 
 def latest_intact_checkpoint(folder: Path) -> Path:
     """Return the newest `checkpoint-N` in `folder` whose files are those of its manifest."""
-    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
     damages = []
-    for path in sorted(checkpoints, key=lambda path: int(path.name[11:]), reverse=True):
+    for _, path in sorted(_checkpoints(folder.glob("*")).items(), reverse=True):
         damage = find_damage(path)
         if damage is None:
             return path
@@ -70,6 +72,39 @@ def latest_intact_checkpoint(folder: Path) -> Path:
     raise ValueError(
         f"{folder} has no intact checkpoint{''.join(damages)}; start over without resuming"
     )
+
+
+def rotate_checkpoints(
+    folder: Path, step: int, limit: int | None, keep: Collection[Path] = ()
+) -> None:
+    """Delete checkpoints of `folder` after the one of `step` was saved, until `limit` are left.
+
+    The oldest are deleted, by their steps: clocks may be set back.
+
+    limit: None or 0 deletes none.
+    keep: checkpoints that are never deleted, such as the best one.
+    """
+    steps = _checkpoints(folder.glob("*"))
+    for old in steps_to_delete(steps, step, limit or 0, set(_checkpoints(keep))):
+        shutil.rmtree(folder / f"{PREFIX}{old}", ignore_errors=True)
+
+
+def steps_to_delete(steps: Iterable[int], newest: int, limit: int, keep: set[int]) -> list[int]:
+    """Return the steps of the oldest checkpoints, as many as are above the limit.
+
+    Steps after the newest checkpoint are of a run that was left, since this one resumed before
+    them: they are older than all others.
+
+    >>> steps_to_delete([10, 20, 30, 90], newest=30, limit=2, keep=set())
+    [90, 10]
+    >>> steps_to_delete([10, 20, 30], newest=30, limit=1, keep={10})
+    [20]
+    """
+    if limit <= 0:
+        return []
+    oldest_first = sorted(steps, key=lambda step: (step <= newest, step))
+    deletable = [step for step in oldest_first if step != newest and step not in keep]
+    return deletable[: max(0, len(oldest_first) - limit)]
 
 
 def latest_intact_archive(folder: Path) -> Path:
@@ -117,6 +152,13 @@ def check_archive(path: Path) -> None:
         raise ValueError(f"{path} is not an intact checkpoint: {error}") from None
     if damaged is not None:
         raise ValueError(f"{path} is not an intact checkpoint: {damaged} in it is damaged")
+
+
+def _checkpoints(paths: Iterable[Path]) -> dict[int, Path]:
+    """Return those of the paths that are checkpoints, by their steps."""
+    named = [path for path in paths if path.name.startswith(PREFIX)]
+    steps = {path.name.removeprefix(PREFIX): path for path in named}
+    return {int(step): path for step, path in steps.items() if step.isdecimal()}
 
 
 def _is_manifest(path: Path) -> bool:

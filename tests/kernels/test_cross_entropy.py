@@ -6,8 +6,8 @@ import pytest
 import torch
 from nopad.packing import IGNORE_INDEX
 from nopad.trainer.loss import linear_cross_entropy
+from nopad.trainer.loss.attached_loss import count_labels
 from nopad.trainer.loss.cross_entropy import _losses_and_gradient
-from nopad.trainer.loss.label_count import count_labels
 from torch.testing import assert_close
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 from hf_child import trainer
-from nopad.trainer.checkpoint_rotation import rotate_checkpoints, steps_to_delete
+from nopad.trainer.checkpoint_manifest import rotate_checkpoints, steps_to_delete
 from transformers import TrainerCallback
 
 FUTURE = 4_000_000_000

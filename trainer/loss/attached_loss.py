@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from ...attention import document_mask, not_causal_lm_reason
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
-from .auxiliary_loss import AuxiliaryLoss
+from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
-from .label_count import count_labels, sum_weights
 from .row_shards import RowShards, check_shardable
-from .token_statistics import token_statistics
+
+STATISTICS_CHUNK = 1024
+"""Tokens whose logits exist at a time while predictions are measured."""
 
 
 class AttachedLoss:
@@ -391,6 +392,43 @@ def _divisor(items: Any, targets: Tensor, weights: Tensor | None) -> Any:
     if items is not None:
         return items or 1
     return sum_weights(targets, weights).clamp(min=1 if weights is None else 1e-8)
+
+
+def count_labels(targets: Tensor) -> HostCopy | None:
+    """Start to count the labels; None while compiling or capturing: no number can be read there.
+
+    The copy to the host starts before the layers run, so that the count has arrived when the loss
+    needs it. If it were requested there, the device would idle until the answer is back.
+
+    >>> int(count_labels(torch.tensor([[5, IGNORE_INDEX, 7]])).read())
+    2
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if targets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return HostCopy((targets != IGNORE_INDEX).sum())
+
+
+@torch.no_grad()
+def token_statistics(
+    hidden: Tensor, targets: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return three sums over the labels: right predictions, entropies, labels.
+
+    hidden: of each token [N, width]; without a weight, its logits.
+    targets: shifted labels [N].
+    """
+    is_label, size = targets != IGNORE_INDEX, STATISTICS_CHUNK
+    hidden, targets = hidden[is_label], targets[is_label]
+    sums = torch.zeros(3, device=targets.device)
+    for rows, labels in zip(hidden.split(size), targets.split(size), strict=True):
+        logits = rows if weight is None else nn.functional.linear(rows, weight, bias)
+        log_probs = logits.float().log_softmax(-1)
+        right = (logits.argmax(-1) == labels).sum()
+        entropy = -(log_probs.exp() * log_probs).sum()
+        sums += torch.stack([right.float(), entropy, labels.new_tensor(len(labels)).float()])
+    return sums
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from torch.nn.functional import pad
 
 from ...attention.hf import has_router_logits
 from ...packing import IGNORE_INDEX
-from .label_count import sum_weights
 from .row_shards import RowShards
 
 
@@ -136,6 +135,11 @@ class AuxiliaryLoss:
         if batch is not None and batch.shards is not None:
             join, count = batch.shards.join_rows, batch.num_tokens
             outputs["router_logits"] = tuple(join(x, count) for x in outputs["router_logits"])
+
+
+def sum_weights(targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of the weights of shifted labels; without weights, the number of labels."""
+    return (targets != IGNORE_INDEX).sum() if weights is None else weights.sum()
 
 
 def _refuse_reentrance(model: nn.Module) -> None:

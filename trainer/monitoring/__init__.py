@@ -3,8 +3,7 @@
 from .finite_check import FiniteCheck, NonFiniteError, check_weights, raise_if_not_finite
 from .flops import ModelFlops
 from .preflight import check_run
-from .tags import tracker_tags
-from .throughput import ThroughputMeter
+from .throughput import ThroughputMeter, tracker_tags
 
 __all__ = [
     "FiniteCheck",

@@ -1,10 +1,11 @@
-"""FLOPs of a training step, computed from the model's shape and the sequence lengths.
+"""FLOPs of a training step, and what the device computes: its peak, and whether it has bf16.
 
     matrices   6 FLOPs per weight and token (2 forward, 4 backward)
     attention  12 FLOPs per query head, head dimension and (query, key) pair of one sequence
 
-Attention is counted per sequence, with the causal half and the sliding window: counting T x T would
-credit packing with work that it does not do.
+Both follow from the model's shape and the sequence lengths. Attention is counted per sequence, with
+the causal half and the sliding window: counting T x T would credit packing with work that it does
+not do.
 """
 
 from __future__ import annotations
@@ -93,3 +94,30 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     device_name = torch.cuda.get_device_name(device)
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+
+
+def describe_slow_bf16(model: nn.Module) -> list[str]:
+    """Return a line for the banner if the model trains in bf16 on a CPU without bf16 support.
+
+    It is right there, but many times slower than fp32, and TRL's SFTConfig turns it on by default.
+    Call it under the training's autocast.
+    """
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or not _computes_in_bf16(parameter) or cpu_supports_bf16():
+        return []
+    return [
+        "this CPU has no bf16 instructions, so bf16 is many times slower than fp32: pass "
+        'bf16=False (HF, TRL), mixed_precision="no" (Accelerate) or precision="32-true" (Lightning)'
+    ]
+
+
+def _computes_in_bf16(parameter: torch.Tensor) -> bool:
+    is_autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_autocast else parameter.dtype
+    return dtype == torch.bfloat16
+
+
+def cpu_supports_bf16() -> bool:
+    """Return whether oneDNN multiplies bf16 matrices natively here, by torch's own check."""
+    mkldnn = torch.backends.mkldnn
+    return mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -30,7 +30,7 @@ from ...runtime import Layout, gather_objects, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
 from ..fsdp_unshard import reshard
-from .cpu_precision import describe_slow_bf16
+from .flops import describe_slow_bf16
 from .packing_check import measure_difference, measure_leak, measure_shard_difference
 
 _MASK = "the attention mask"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,9 @@ from .flops import ModelFlops, peak_flops
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+OF_TRAINING = ("loss", "learning_rate", "grad_norm", "epoch")
+"""Values of the training in trackers; all others are about its packs."""
 
 
 class ThroughputMeter:
@@ -182,3 +185,17 @@ class ThroughputMeter:
             total, count = torch.stack(losses_and_counts).sum(0).tolist()
             values[f"loss_{names.get(source, f'source_{source}')}"] = total / max(1.0, count)
         return values
+
+
+def tracker_tags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the values of a training step, and the rates of a `ThroughputMeter`, for trackers.
+
+    The names are the same in all front ends.
+
+    >>> tracker_tags({"loss": 2.5, "fill": 0.99})
+    {'train/loss': 2.5, 'pack/fill': 0.99}
+    """
+    return {
+        f"{'train' if name in OF_TRAINING else 'pack'}/{name}": value
+        for name, value in values.items()
+    }

@@ -14,8 +14,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..checkpoint_manifest import latest_intact_checkpoint, write_manifest
-from ..checkpoint_rotation import PREFIX, rotate_checkpoints
+from ..checkpoint_manifest import (
+    PREFIX,
+    latest_intact_checkpoint,
+    rotate_checkpoints,
+    write_manifest,
+)
 
 
 def save_checkpoint(

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .evaluation import EvalCallback
-from .stopping import StopCallback
-from .trainer import PackedTrainer, PackedTrainerMixin
+from .trainer import PackedTrainer, PackedTrainerMixin, StopCallback
 
 if TYPE_CHECKING:
     from .sft_trainer import PackedSFTTrainer

@@ -2,7 +2,8 @@
 
 A value that equals the library's default counts as unset. Every other value of an argument below
 must be what packs do anyway; otherwise it would have no effect, and it is refused with the way out.
-All other arguments are read by the stock trainer and keep their meaning.
+All other arguments are read by the stock trainer and keep their meaning. Plain data is packed as
+they say.
 """
 
 from __future__ import annotations
@@ -130,6 +131,10 @@ ACCELERATOR: dict[str, tuple[Any, ...]] = {
 }
 """Keys of `accelerator_config` about the stock loader, and the values that packs agree with."""
 
+HONOURED = ("eos_token", "chat_template_path", "max_length")
+"""Arguments of SFTConfig that hold for plain data: TRL has changed the tokenizer before it is used,
+and `max_length` is also limited by the model."""
+
 
 def adapt_arguments(args: TrainingArguments) -> float:
     """Set the arguments that packs require; return the label smoothing for the attached loss."""
@@ -140,6 +145,27 @@ def adapt_arguments(args: TrainingArguments) -> float:
     args.logging_nan_inf_filter = False  # it would log the loss of a diverged run as 0
     smoothing, args.label_smoothing_factor = args.label_smoothing_factor, 0.0
     return smoothing
+
+
+def plain_settings(args: TrainingArguments, given: dict[str, Any], budget: Any) -> dict[str, Any]:
+    """Return the settings of packs that the arguments ask for; take `formatting_func` of `given`.
+
+    TRL's default of `max_length` counts as unset: samples are cut at the model's own limit only.
+    """
+    seed = args.seed if args.data_seed is None else args.data_seed
+    settings: dict[str, Any] = {"budget": budget, "seed": seed}
+    settings["shuffle"] = args.train_sampling_strategy != "sequential"
+    settings["format"] = given.pop("formatting_func", None)
+    settings["text_column"] = getattr(args, "dataset_text_field", "text")
+    settings["pad_to_multiple_of"] = getattr(args, "pad_to_multiple_of", None) or 1
+    max_length = getattr(args, "max_length", None)
+    if max_length is not None and max_length != _default_of(args, "max_length"):
+        if max_length > budget:
+            raise ValueError(
+                f"max_length={max_length} is longer than a pack of budget={budget}: raise budget="
+            )
+        settings |= {"max_length": max_length, "overflow": "truncate"}
+    return settings
 
 
 def weight_auxiliary_loss(args: TrainingArguments, model: Any) -> None:
@@ -166,7 +192,7 @@ def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
     It may also be that of `accelerate launch`. The trainer would hand `sp_size` to DeepSpeed. To
     the trainer, the ranks of a group are data-parallel: gradients are averaged over them.
     """
-    config: Any = getattr(args, "parallelism_config", None)
+    config: Any = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         # What `accelerate launch` has written to the environment; Accelerate itself is not a
         # library of this front end.
@@ -208,7 +234,7 @@ def check_arguments(
         if name not in names or name in honoured:
             continue
         value = getattr(args, name)
-        if value != default_of(args, name) and not accepts(value, data):
+        if value != _default_of(args, name) and not accepts(value, data):
             raise _refusal(name, value, way_out)
     config: Any = args.accelerator_config
     for name, values in ACCELERATOR.items():
@@ -221,7 +247,7 @@ def check_arguments(
             raise _refusal(name, "…", way_out)
 
 
-def default_of(args: TrainingArguments, name: str) -> Any:
+def _default_of(args: TrainingArguments, name: str) -> Any:
     """Return the library's default of an argument."""
     return {field.name: field.default for field in dataclasses.fields(args)}.get(name)
 

@@ -1,4 +1,4 @@
-"""Evaluation by generation in the HF Trainer and trainers derived from it.
+"""Evaluation in the HF Trainer and trainers derived from it: by generation, and on packs.
 
     engine = Engine(trainer.model, tokenizer)
     evaluation = GenerationEval(engine.generate, examples, {"exact": exact_match}, every=500)
@@ -14,15 +14,23 @@ skipped or runs at other steps, is NaN where the trainer looks for its best, and
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+from transformers import (
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+)
 
+from ..data.loader import Batch, EvaluationLoader
 from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
-from .console import prints_logs
-from .trl_metrics import metrics_kept
 
 
 class EvalCallback(TrainerCallback):
@@ -137,7 +145,15 @@ class EvalCallback(TrainerCallback):
             wandb = getattr(callback, "_wandb", None)
             if wandb is not None and wandb.run is not None:
                 loggers.append(_WandbTables(wandb))
-        self._writer.write(report, loggers, metrics=not prints_logs(self.trainer))
+        self._writer.write(report, loggers, metrics=not self._prints_logs())
+
+    def _prints_logs(self) -> bool:
+        """Return whether what is logged now appears on the terminal."""
+        return any(
+            isinstance(callback, PrinterCallback)
+            or (isinstance(callback, ProgressCallback) and callback.training_bar is not None)
+            for callback in self.trainer.callback_handler.callbacks
+        )
 
 
 class _WandbTables:
@@ -154,3 +170,51 @@ class _WandbTables:
 def _best_metric_name(args: Any) -> str | None:
     name = args.metric_for_best_model
     return name if name is None or name.startswith("eval_") else f"eval_{name}"
+
+
+@contextmanager
+def metrics_kept(trainer: Trainer, mode: str) -> Iterator[None]:
+    """Keep TRL's metrics of "train" or "eval" for their own log line; nothing in other trainers.
+
+    TRL adds those of a mode to whatever is logged next while the model is in it.
+    """
+    metrics = trl_log(trainer)
+    if metrics is None:
+        yield
+        return
+    kept, metrics[mode] = metrics[mode], defaultdict(list)
+    try:
+        yield
+    finally:
+        metrics[mode] = kept
+
+
+def trl_log(trainer: Trainer) -> dict[str, dict[str, list[float]]] | None:
+    """Return the values of "train" and "eval" that TRL logs next; None in other trainers."""
+    metrics = getattr(trainer, "_metrics", None)
+    return metrics if isinstance(metrics, dict) and "train" in metrics else None
+
+
+class TrainerEvaluationLoader(EvaluationLoader):
+    """The packs of an evaluation set, whatever the set is.
+
+    The stock loader would give batches without labels, and so no loss, for a set of token ids only,
+    and would pad the others. Like the accelerator's own loaders, this one tells it which batch is
+    the last one: with `batch_eval_metrics` the trainer computes its metrics then.
+    """
+
+    gradient_state: Any = None
+    """The accelerator's, which knows the loaders that are being read."""
+    end_of_dataloader = False
+    remainder = -1
+    """Accelerate drops no rows at the end."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.end_of_dataloader = False
+        self.gradient_state._add_dataloader(self)
+        try:
+            for number, batch in enumerate(super().__iter__(), start=1):
+                self.end_of_dataloader = number == self.packs
+                yield batch
+        finally:
+            self.gradient_state._remove_dataloader(self)

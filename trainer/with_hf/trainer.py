@@ -12,17 +12,26 @@ position; and the log shows fill, throughput and MFU.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ...attention.hf import ATTN_IMPLEMENTATION
-from ...packing import PackedDataset
+from ...packing import IGNORE_INDEX, PackedDataset
 from ...runtime import (
     barrier,
     find_layout,
@@ -33,15 +42,19 @@ from ...runtime import (
     unwrap_peft,
     world_size,
 )
-from ..checkpoint_manifest import latest_intact_checkpoint, remove_manifest, write_manifest
-from ..checkpoint_rotation import rotate_checkpoints
+from ..checkpoint_manifest import (
+    latest_intact_checkpoint,
+    remove_manifest,
+    rotate_checkpoints,
+    write_manifest,
+)
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_collator
 from ..data.model_limits import ModelLimits
-from ..data.plain_data import check_plain, pack_like
+from ..data.plain_data import check_plain, pack_like, pack_plain
 from ..fused.fuse_layers import fuse_layers
+from ..graceful_stop import StopRequest
 from ..loss.attached_loss import attach_trainer_loss
-from ..loss.label_count import loss_weight
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
     check_first_batches,
@@ -52,26 +65,18 @@ from ..monitoring.preflight import (
 )
 from ..monitoring.throughput import ThroughputMeter
 from .arguments import (
+    HONOURED,
     adapt_arguments,
     check_arguments,
+    plain_settings,
     take_sequence_parallel,
     weight_auxiliary_loss,
 )
-from .console import PackTag, shorten_lines
-from .epochs import EpochCallback
-from .eval_set import TrainerEvaluationLoader
-from .generation_only import (
-    check_has_evaluation,
-    evaluate_by_generation,
-    evaluates_by_generation,
-    lacks_eval_set,
-)
-from .saved_weights import load_converted
-from .step_count import count_again, last_step, set_epochs
-from .stopping import StopCallback
-from .train_set import HONOURED, accepted_dataset, pack_training_set, plain_settings
-from .trl_metrics import count_trl_tokens, metrics_kept, trl_metrics
+from .epochs import EpochCallback, count_again, last_step, set_epochs
+from .evaluation import EvalCallback, TrainerEvaluationLoader, metrics_kept, trl_log
 
+SHOWN = ("pack/fill", "pack/tokens_per_second", "pack/mfu")
+"""The rates of packs that the terminal shows."""
 _Base = Trainer if TYPE_CHECKING else object
 
 
@@ -147,11 +152,11 @@ class PackedTrainerMixin(_Base):
         self._loss_options = {"z_loss": z_loss}
         self.train_dataset = self._init_trainer(model, args, train_dataset, budget, kwargs)
         self._prepare_model()
-        # The attached loss does, even if the model does not. Older versions read nothing else.
+        # The attached loss takes the number of labels, even if the model does not.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga is not False
         self._epochs = EpochCallback(self, ends_with_stream=budget is None)
         self.callback_handler.callbacks.insert(0, self._epochs)
-        shorten_lines(self)
+        self.callback_handler.callbacks = list(map(_shortened, self.callback_handler.callbacks))
         self.meter: ThroughputMeter | None = None
         """Throughput of the training; None before it starts."""
         self._loader: PackedLoader | None = None
@@ -172,7 +177,7 @@ class PackedTrainerMixin(_Base):
         self, model: Any, args: Any, data: Any, budget: int | None, kwargs: dict[str, Any]
     ) -> PackedDataset:
         """Check the arguments, initialize the stock trainer, and return the packed data."""
-        self._find_layout(model, data, getattr(args, "parallelism_config", None))
+        self._find_layout(model, data, args.parallelism_config)
         given, settings = copy(args), None
         if check_plain(data, budget, "train_dataset"):
             settings = plain_settings(args, kwargs, budget)
@@ -180,21 +185,32 @@ class PackedTrainerMixin(_Base):
             check_arguments(args, data, kwargs)
             self._count_steps(args, data)
         self._loss_options["label_smoothing"] = adapt_arguments(args)
-        accepted = accepted_dataset(type(self), data, args)
-        has_none = lacks_eval_set(args, kwargs.get("eval_dataset"))
-        kwargs |= {"eval_dataset": accepted} if has_none else {}  # `train` checks again
+        accepted = _accepted_dataset(type(self), data, args)
+        # Evaluations by generation need no set, and are added later: `train` checks for them.
+        has_none = args.eval_strategy != "no" and kwargs.get("eval_dataset") is None
+        kwargs |= {"eval_dataset": accepted} if has_none else {}
         given_data = {"data_collator": self.packed_collator, "train_dataset": accepted}
         super().__init__(model=model, args=args, **given_data, **kwargs)
         self.eval_dataset = None if has_none else self.eval_dataset
         made: Any = self.model  # by now, from a path or model_init as well
         if settings is not None:
-            data = pack_training_set(data, made, self.processing_class, settings)
+            data = self._pack(data, made.config, settings)
         self._find_layout(made, data)
         self._sequence_group = join_sequence_group(self.layout)
         if settings is not None:
             check_arguments(given, data, kwargs, HONOURED)
             self._count_steps(self.args, data)
         return data
+
+    def _pack(self, data: Any, config: Any, settings: dict[str, Any]) -> PackedDataset:
+        """Pack plain data for a model; its text is tokenized by `processing_class`."""
+        tokenizer: Any = self.processing_class
+        try:
+            return pack_plain(data, config, tokenizer=tokenizer, **settings)
+        except ValueError as error:
+            if tokenizer is None and "pass tokenizer=" in str(error):
+                raise ValueError(str(error).replace("tokenizer=", "processing_class=")) from None
+            raise
 
     def _find_layout(self, model: Any, data: Any, settings: Any = None) -> None:
         """Find what this process is for among those of the run, and the packs it reads."""
@@ -297,7 +313,7 @@ class PackedTrainerMixin(_Base):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        check_has_evaluation(self)
+        self._check_has_evaluation()
         if kwargs.get("trial", args[0] if args else None) is not None:
             self.train_dataset.rewind()  # trials of a hyperparameter search train on the same data
         elif self._resume_from is None and self._loader is not None:
@@ -312,6 +328,22 @@ class PackedTrainerMixin(_Base):
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, StopCallback):
                     callback.request.release()
+
+    def _check_has_evaluation(self) -> None:
+        """Refuse evaluations that would have nothing to evaluate."""
+        strategy: Any = self.args.eval_strategy
+        has_none = strategy != "no" and self.eval_dataset is None
+        if has_none and not self._evaluates_by_generation():
+            raise ValueError(
+                f"eval_strategy={str(strategy.value)!r} has nothing to evaluate: pass "
+                "eval_dataset=, or add EvalCallback(trainer, evaluation) with a GenerationEval "
+                "whose every is None"
+            )
+
+    def _evaluates_by_generation(self) -> bool:
+        """Return whether an evaluation by generation joins the trainer's own."""
+        callbacks = (c for c in self.callback_handler.callbacks if isinstance(c, EvalCallback))
+        return any(e.every is None for callback in callbacks for e in callback.evaluations)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._loaded_folder = resume_from_checkpoint
@@ -418,8 +450,13 @@ class PackedTrainerMixin(_Base):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if eval_dataset is None and self.eval_dataset is None and evaluates_by_generation(self):
-            return evaluate_by_generation(self)
+        has_none = eval_dataset is None and self.eval_dataset is None
+        if has_none and self._evaluates_by_generation():
+            metrics: dict[str, float] = {}  # the callback fills it, and logs its metrics itself
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
+            return metrics
         needs_logits = self.compute_metrics is not None
         logits = self.attached_loss.logits_kept() if needs_logits else nullcontext()
         with self._paused_meter(), logits:
@@ -436,8 +473,44 @@ class PackedTrainerMixin(_Base):
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
         # Directly to the stock method: TRL's computes its loss from a forward of its own.
-        with trl_metrics(self, self.attached_loss):
+        with self._measured_for_trl():
             return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+    @contextmanager
+    def _measured_for_trl(self) -> Iterator[None]:
+        """Measure the batch of the block for TRL's log; nothing in other trainers.
+
+        TRL computes `mean_token_accuracy` and `entropy` from logits. From hidden states they cost
+        another product with the LM head, so in training they are those of the steps that are
+        logged, where TRL averages over the steps in between; evaluations measure every batch. They
+        are means over tokens, where TRL averages the means of batches.
+        """
+        metrics, loss = trl_log(self), self.attached_loss
+        if metrics is None:
+            yield
+            return
+        model: Any = self.model
+        mode = "train" if model.training else "eval"
+        loss.measures_tokens = mode == "eval" or self._logs_step()
+        try:
+            yield
+            if loss.measures_tokens and loss.token_statistics is not None:
+                sums: Any = self.accelerator.reduce(loss.token_statistics, "sum")
+                sums = sums.tolist()
+                if "mean_token_accuracy" in metrics[mode]:  # not logged since
+                    sums = [a + b for a, b in zip(sums, self.token_sums[mode], strict=True)]
+                self.token_sums[mode] = sums
+                _set_means(metrics[mode], *sums)
+        finally:
+            loss.measures_tokens, loss.token_statistics = False, None
+
+    def _logs_step(self) -> bool:
+        """Return whether the log shows the current step."""
+        step, last = self.state.global_step + 1, self.state.max_steps
+        if self.args.logging_strategy != "steps":
+            return self._epochs.ends_epoch() or step == last
+        is_first = step == 1 and self.args.logging_first_step
+        return is_first or step % self.state.logging_steps == 0 or step == last
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         if not batch_samples:
@@ -446,7 +519,7 @@ class PackedTrainerMixin(_Base):
             return batch_samples[0]["num_items_in_batch"] * self._num_replicas()
         # The stock method waits for the device when it copies the count there. Ranks of a sequence-
         # parallel group all count: `compute_loss` multiplies by them as well.
-        total = sum_over_ranks(sum(map(loss_weight, batch_samples))).clamp(min=1)
+        total = sum_over_ranks(sum(map(_loss_weight, batch_samples))).clamp(min=1)
         total = total / self.get_tp_size()
         if "loss_weights" in batch_samples[0]:
             return float(total)  # not a tensor: FSDP casts tensors of floats to bf16
@@ -472,8 +545,9 @@ class PackedTrainerMixin(_Base):
             if "loss" in logs:
                 rates = self.meter.read()
                 logs = {**logs, **self._logged_aux_loss}
-                logs |= {PackTag(f"pack/{name}"): v for name, v in rates.items()}
-                count_trl_tokens(self, rates["tokens_seen"])
+                logs |= {_PackTag(f"pack/{name}"): v for name, v in rates.items()}
+                if (metrics := trl_log(self)) is not None:
+                    metrics["train"]["num_tokens"] = [rates["tokens_seen"]]
                 self.meter.reset()
         super().log(logs, *args, **kwargs)
 
@@ -505,6 +579,69 @@ class PackedTrainer(PackedTrainerMixin, Trainer):
     """The HF Trainer with packs; the arguments are those of `PackedTrainerMixin`."""
 
 
+class StopCallback(TrainerCallback):
+    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, on all ranks.
+
+    PackedTrainer(model, args, train_dataset=data, callbacks=[StopCallback()])
+    """
+
+    def __init__(self):
+        self.request = StopRequest()  # here: a signal may arrive before the first step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.request.listen()  # again: an earlier training may have released the signals
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.request.should_stop():
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.request.release()
+
+
+class ShortProgress(ProgressCallback):
+    """The progress bar, with few rates of packs in a line."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.total = state.max_steps  # a stream may end before
+        super().on_step_end(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, logs=_shorten(logs), **kwargs)
+
+
+class ShortPrinter(PrinterCallback):
+    """The printed lines, with few rates of packs."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, logs=_shorten(logs), **kwargs)
+
+
+def _shorten(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a line: those of the training, and the main rates of packs."""
+    return {n: v for n, v in logs.items() if not n.startswith("pack/") or n in SHOWN}
+
+
+def _shortened(callback: Any) -> Any:
+    """Return a callback that writes short lines to the terminal in place of a stock one."""
+    short = {ProgressCallback: ShortProgress, PrinterCallback: ShortPrinter}.get(type(callback))
+    return callback if short is None else short()
+
+
+class _PackTag(str):
+    """`pack/fill`, also in trackers, whose callbacks put `train/` before every name.
+
+    >>> "train/" + _PackTag("pack/fill"), "train/" + "loss"
+    ('pack/fill', 'train/loss')
+    """
+
+    __slots__ = ()
+
+    def __radd__(self, other: str) -> str:
+        return str(self)
+
+
 def _check_losses(trainer: type) -> None:
     """Refuse trainers whose `compute_loss` would not be called, or does not take packs."""
     bases = trainer.__mro__
@@ -526,3 +663,67 @@ def _check_losses(trainer: type) -> None:
                 f"{base.__name__}.compute_loss would not be called: list the class first, "
                 f"class {trainer.__name__}({base.__name__}, {packed})"
             )
+
+
+def _accepted_dataset(trainer: type, data: Any, args: Any) -> Any:
+    """Return a data set that the trainer's __init__ accepts: TRL's takes its own type only."""
+    modules = (sys.modules[base.__module__] for base in trainer.__mro__)
+    trl: Any = next((m for m in modules if m.__name__.startswith("trl.")), None)
+    if trl is None:
+        return data
+    if not hasattr(args, "dataset_kwargs"):
+        raise ValueError(
+            f"args is a {type(args).__name__}, but the trainer is TRL's: pass an SFTConfig"
+        )
+    # TRL checks what only its own packing and its own masks need.
+    args.packing = args.padding_free = args.assistant_only_loss = False
+    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    return trl.Dataset.from_dict({"input_ids": [[0, 1]]})
+
+
+def load_converted(model: Any, folder: str, missing: list[str]) -> None:
+    """Load the weights of a checkpoint that Transformers has saved in the layout of the hub.
+
+        save_pretrained     experts.gate_up_proj  ─▶  experts.0.w1, experts.0.w3, ...
+        stock Trainer       load_state_dict(strict=False): the experts keep the weights they have
+
+    The stock Trainer saves by the one and loads by the other, when it resumes a run and when it
+    loads the best model. Weights that it could not place are loaded by `from_pretrained`, which
+    converts. Raises if some are not in the checkpoint.
+
+    missing: names that the checkpoint does not have in the layout of the model.
+    """
+    tied = set(model.all_tied_weights_keys)
+    if not set(missing) - tied:
+        return
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    saved, found = type(model).from_pretrained(
+        folder,
+        config=model.config,
+        dtype=reduce(torch.promote_types, dtypes),
+        output_loading_info=True,
+    )
+    if absent := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}: it was saved "
+            "from another one"
+        )
+    model.load_state_dict(saved.state_dict())
+
+
+def _loss_weight(batch: Batch) -> float:
+    """Return the sum of the loss weights of a batch; its number of labels, if it has none.
+
+    >>> _loss_weight({"labels": torch.tensor([[IGNORE_INDEX, 5, IGNORE_INDEX, 7]])})
+    2.0
+    """
+    weights = batch.get("loss_weights")
+    if weights is None:
+        weights = batch["labels"][..., 1:] != IGNORE_INDEX  # the first label has no prediction
+    return float(weights.sum())
+
+
+def _set_means(metrics: dict[str, list[float]], right: float, entropy: float, labels: float):
+    if labels:
+        metrics["mean_token_accuracy"] = [right / labels]
+        metrics["entropy"] = [entropy / labels]

@@ -15,12 +15,14 @@ ranks, and the random states of every rank.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from functools import partial
+import math
+from contextlib import ExitStack, suppress
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...runtime import (
     gather_rng_states,
@@ -31,7 +33,7 @@ from ...runtime import (
     unwrap_peft,
 )
 from ..data.data_state import PACKS_PER_STEP, gather_data_state, restore_draws
-from ..data.loader import PackInfo
+from ..data.loader import PackedLoader, PackInfo
 from ..fused.fuse_layers import fuse_layers
 from ..loss.attached_loss import AttachedLoss, attach_trainer_loss
 from ..monitoring.finite_check import DIVERGED, OWN_LOSS, FiniteCheck, check_weights
@@ -42,17 +44,15 @@ from ..monitoring.preflight import (
     print_resumed,
 )
 from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unread_stream
-from ..monitoring.tags import tracker_tags
-from ..monitoring.throughput import ThroughputMeter
+from ..monitoring.throughput import ThroughputMeter, tracker_tags
 from ..train_mode import ensure_train_mode
 from .data_module import LightningPackedLoader, PackedDataModule
-from .finite_saves import guard_saves
 from .hooks import causal_lm, check_when_packed, pl, pretrained_models, trained_lms
-from .manual_steps import ManualSteps
-from .progress_total import set_train_total, set_validation_total
 
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
 """nopad's keys in Lightning checkpoints."""
+GUARD = "nopad_finite_check"
+"""Attribute of a trainer whose saves are guarded: the check that guards them."""
 
 
 class PackedCallback(pl.Callback):
@@ -121,7 +121,7 @@ class PackedCallback(pl.Callback):
                 trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
             # First, so that a callback that raises finds the data state in step with the weights.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda other: other is not self)
-            guard_saves(trainer, self.finite_check)
+            _guard_saves(trainer, self.finite_check)
         self._prepared.clear()
         if stage != "predict" and (stage != "fit" or pretrained_models(pl_module)):
             self._prepare_models(trainer, pl_module, stage)
@@ -206,7 +206,7 @@ class PackedCallback(pl.Callback):
         assert self.data.loader is not None
         if not self._shows_total:
             self._shows_total = True
-            set_train_total(trainer, self.data.loader, batch_idx)
+            self._show_train_total(trainer, self.data.loader, batch_idx)
         self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
         self._labels = batch.get("labels") if isinstance(batch, dict) else None
         for loss, _ in self._prepared.values():
@@ -217,6 +217,21 @@ class PackedCallback(pl.Callback):
                 f"accumulate_grad_batches={now}, but the packs of this run are grouped in steps of "
                 f"{at_start}: pass it to the Trainer, and do not change it during the run"
             )
+
+    def _show_train_total(self, trainer: Any, loader: PackedLoader, batch_idx: int) -> None:
+        """Show how many batches the current epoch has, or are left until `max_steps`.
+
+        batch_idx: the next batch of the epoch.
+        """
+        if trainer.num_training_batches != math.inf:
+            return  # limit_train_batches
+        totals = []
+        if trainer.max_steps >= 0:
+            steps = trainer.max_steps - trainer.global_step
+            totals.append(batch_idx + steps * loader.accumulation_steps)
+        with suppress(TypeError):  # a stream, or data without end
+            totals.append(loader.pass_length())
+        _set_total(trainer, "train_progress_bar", min(totals, default=None))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check_before_evaluation(trainer)
@@ -243,7 +258,7 @@ class PackedCallback(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0 and self.data.val_loader is not None and not trainer.sanity_checking:
-            set_validation_total(trainer, self.data.val_loader)
+            _set_total(trainer, "val_progress_bar", self.data.val_loader.packs)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validation.close()
@@ -367,6 +382,94 @@ class PackedCallback(pl.Callback):
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         accumulation = checkpoint[ACCUMULATION_KEY], self.data.accumulation(trainer)
         _count_complete_steps(progress, *accumulation)
+
+
+class ManualSteps:
+    """Notices the optimizer steps that a `training_step` takes, and compares them with the packs.
+
+        PackedDataModule(data, accumulation_steps=2)    loss of a pack = its share of the two's mean
+        training_step   backward(loss / 2)  backward(loss / 2), step     right
+                        backward(loss), step                             refused: inside a step
+        without it      backward(loss / 2)                               refused: gradients are kept
+
+    Every batch carries the label tokens of its step, which are counted before it is trained.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer, self._stepped = trainer, False
+        self.has_gradients = False
+        """Whether a backward ran since the last optimizer step of the data."""
+        self._global_step = trainer.global_step
+        optimizers = [each for each in trainer.optimizers if isinstance(each, Optimizer)]
+        self._handles = [each.register_step_post_hook(self._note) for each in optimizers]
+
+    def _note(self, *_: Any) -> None:
+        self._stepped = True
+
+    def check(self, packs: int, ends_step: bool) -> None:
+        """Raise if the batch that was just trained has stepped too early, or not at all.
+
+        packs: packs of an optimizer step on this rank.
+        ends_step: whether the batch is the last of its step.
+        """
+        # A scaler may skip a step, which Lightning counts all the same.
+        stepped = self._stepped or self._trainer.global_step != self._global_step
+        self._stepped, self._global_step = False, self._trainer.global_step
+        if stepped and not ends_step:
+            raise ValueError(
+                f"training_step steps inside an optimizer step of {packs} packs: step after every "
+                f"{packs}, or pass another PackedDataModule(accumulation_steps=)"
+            )
+        has_gradients = self.has_gradients
+        self.has_gradients = has_gradients and not ends_step
+        if ends_step and has_gradients and not stepped:
+            raise ValueError(
+                f"training_step accumulates more than accumulation_steps={packs}, so that its loss "
+                "would be a mean of means over packs: pass PackedDataModule(accumulation_steps=N), "
+                "and step after every N packs with losses divided by N"
+            )
+
+    def release(self) -> None:
+        """Stop noticing steps."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _guard_saves(trainer: pl.Trainer, check: FiniteCheck) -> None:
+    """Have a trainer save, and delete older checkpoints, only while its weights are finite.
+
+    A checkpoint is never replaced by one with weights that are not finite. Callbacks cannot see to
+    it: Lightning calls them only for some saves, and they cannot omit one.
+    """
+    is_guarded = GUARD in vars(trainer)
+    vars(trainer)[GUARD] = check
+    if is_guarded:
+        return
+    save, strategy, is_finite = trainer.save_checkpoint, trainer.strategy, True
+    remove = strategy.remove_checkpoint
+
+    @wraps(save)
+    def save_finite(*args: Any, **kwargs: Any) -> None:
+        nonlocal is_finite
+        guard: FiniteCheck = vars(trainer)[GUARD]
+        is_finite = guard.may_save(trainer.lightning_module, f"step {trainer.global_step}")
+        if is_finite:
+            save(*args, **kwargs)
+
+    @wraps(remove)
+    def remove_replaced(*args: Any, **kwargs: Any) -> None:
+        if is_finite:  # otherwise what it would be replaced by was not saved
+            remove(*args, **kwargs)
+
+    trainer.save_checkpoint, strategy.remove_checkpoint = save_finite, remove_replaced
+
+
+def _set_total(trainer: Any, name: str, total: int | None) -> None:
+    """Show a total in a progress bar: Lightning cannot know it, since epochs differ in packs."""
+    with suppress(AssertionError, TypeError):  # Lightning's property, of a bar that is not there
+        bar: Any = getattr(trainer.progress_bar_callback, name, None)
+        if bar is not None:
+            bar.total = total
 
 
 def _refuse_batch_size_finder(trainer: Any) -> None:

@@ -26,9 +26,8 @@ class StopCallback(AfterStep):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Lightning's handlers communicate with other ranks inside the signal, and exit unsaved.
-        connector: Any = getattr(trainer, "_signal_connector", None)
-        if connector is not None:
-            connector.register_signal_handlers = lambda: None
+        connector: Any = trainer._signal_connector
+        connector.register_signal_handlers = lambda: None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -90,7 +90,7 @@ def test_fine_tuning_takes_a_stream_on_several_ranks(tmp_path, monkeypatch, caps
 
 
 def _count_steps(packs) -> None:
-    from nopad.trainer.with_hf.step_count import set_epochs
+    from nopad.trainer.with_hf.epochs import set_epochs
     from transformers import TrainingArguments
 
     set_epochs(TrainingArguments(num_train_epochs=1.0), packs)

@@ -95,9 +95,9 @@ def test_a_large_mixture_is_not_planned_whole(monkeypatch, stopping_strategy, la
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_the_banner_tells_that_bf16_is_slow_on_a_cpu_without_it(has_bf16, monkeypatch):
-    from nopad.trainer.monitoring import cpu_precision
+    from nopad.trainer.monitoring import flops
 
-    monkeypatch.setattr(cpu_precision, "cpu_supports_bf16", lambda: has_bf16)
+    monkeypatch.setattr(flops, "cpu_supports_bf16", lambda: has_bf16)
     model, data = tiny_run.model(), tiny_run.dataset()
     assert not [line for line in check_run(model, data) if "bf16" in line]
     with torch.autocast("cpu", torch.bfloat16):
