@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from ..runtime import unwrap_model
-from .engine_core import Executor
 from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
 from .live_model.model_lock import exclusive, model_lock
@@ -30,7 +29,7 @@ from .metrics.stats import Stats
 from .pretrained import load_pretrained
 from .request_runner import BuildGroups, RequestRunner
 from .requests.draws import Draws, own_draws
-from .requests.output_processor import EventQueue, OutputProcessor
+from .requests.output_processor import EventQueue, OutputProcessor, RequestGroup
 from .requests.outputs import Completion, Score, StreamEvent
 from .requests.request import Request
 from .requests.request_builder import (
@@ -41,11 +40,10 @@ from .requests.request_builder import (
     broadcast_params,
     deadline_seconds,
 )
-from .requests.request_group import RequestGroup
 from .requests.scoring import ScoreJob, flatten_pairs, longest_first, rolling_windows, to_score
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
-from .session import ModelSession
+from .session import Executor, ModelSession
 from .settings import check_dtype, check_model, check_positive, check_seed, resolve_settings
 
 

@@ -26,10 +26,9 @@ from typing import Any
 from .live_model.model_lock import ModelLock
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
-from .requests.output_processor import EventQueue, OutputProcessor
+from .requests.output_processor import EventQueue, OutputProcessor, RequestGroup
 from .requests.outputs import Completion
 from .requests.request import Request
-from .requests.request_group import RequestGroup
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 

@@ -22,9 +22,8 @@ from ...attention.paging import PageCopy
 from ...runtime import is_out_of_memory
 from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
-from ..scheduling.batch_params import BatchParams
 from ..scheduling.loop import OutOfMemory
-from ..scheduling.step import Step, StepOutput
+from ..scheduling.step import BatchParams, Step, StepOutput
 from .cuda_graphs import Replayed, StepGraphs
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .batch_encoding import split_batch
-from .draws import Draws
+from .draws import Draws, stream_seed
+from .output_processor import RequestGroup
 from .request import Request
-from .request_group import RequestGroup
-from .rng import stream_seed
 from .sampling_params import SamplingParams
 from .scoring import ScoreJob
 from .tokenization import Prompt, RequestError, TokenizerAdapter, estimate_tokens, prompt_hash

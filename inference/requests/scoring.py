@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from .batch_encoding import split_batch
+from .output_processor import RequestGroup
 from .outputs import Score
-from .request_group import RequestGroup
 from .tokenization import RequestError, TokenizerAdapter
 
 ScoreJob = tuple[np.ndarray, int] | str

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...attention.paging import PageCopy
-from ..requests.rng import splitmix64
+from ..requests.draws import splitmix64
 from .step import Step
 
 

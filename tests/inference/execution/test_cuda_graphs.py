@@ -14,7 +14,7 @@ from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.batch_params import BatchParams
+from nopad.inference.scheduling.step import BatchParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:

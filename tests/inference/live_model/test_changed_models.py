@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.engine_core import build_key
 from nopad.inference.execution import model_runner
 from nopad.inference.live_model.cast_weights import CastWeights
+from nopad.inference.session import build_key
 from torch import nn
 
 PROMPT = list(range(5, 45))
