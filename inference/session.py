@@ -232,17 +232,17 @@ class ModelSession:
         assert self.executor is not None
         runner, cast_weights = self.executor.runner, self.executor.cast_weights
         # Ranks in lockstep vote before each forward, which a CUDA graph cannot contain.
-        runner.may_capture = not gathers_parameters(self._modules)
+        runner.replays.may_capture = not gathers_parameters(self._modules)
         recast = cast_weights is not None and cast_weights.refresh(self._modules)
         changed = self._on_any_rank(self._weights.refresh())
         if self._weights.moved or recast:
-            runner.drop_graphs()
+            runner.replays.drop()
         if changed or self._weights.moved or recast:
             self.executor.fused_ops.drop_patches()
         if self._weights.forward_changed:  # graphs and fused kernels hold what forwards were
-            runner.drop_graphs()
+            runner.replays.drop()
             self.executor.fused_ops = build_fused_ops(self._model, runner, self.settings)
-        runner.adapters = self._weights.adapters
+        runner.replays.adapters = self._weights.adapters
         if not changed:
             return []
         updated = self.loop.drain()
@@ -345,7 +345,7 @@ def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> Fuse
     """Verify fused kernels on a model as its forwards are now; none on a CPU."""
     if runner.device.type != "cuda":
         return FusedOps([])
-    max_graph_rows = settings.max_num_seqs if runner.uses_graphs else 0
+    max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
     return FusedOps(verified_ops(model, runner.cache, max_graph_rows))
 
 

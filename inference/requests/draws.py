@@ -80,6 +80,11 @@ def stream_seed(seed: int, request: int, sample_index: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
+def prompt_hash(token_ids: np.ndarray) -> int:
+    """Hash of a prompt's tokens, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(token_ids.tobytes(), digest_size=8).digest(), "little")
+
+
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Draw one number in [0, 1) for each (seed, position) pair.
 
