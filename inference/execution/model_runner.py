@@ -8,6 +8,7 @@ Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -130,17 +131,8 @@ class ModelRunner:
     ) -> Tensor:
         """Run the model on flat tokens; id -1 - i stands for the last token of batch row i."""
         ids = _with_last_tokens(ids, self._last_tokens)
-        if not self._layers_checked:
-            with check_every_layer(self._model):
-                logits = self._call(ids, positions, varlen, logits_to_keep)
-            self._layers_checked = True
-            return logits
-        return self._call(ids, positions, varlen, logits_to_keep)
-
-    def _call(
-        self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
-    ) -> Tensor:
-        with step_context(self._model, varlen):
+        check = nullcontext() if self._layers_checked else check_every_layer(self._model)
+        with check, step_context(self._model, varlen):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -148,6 +140,7 @@ class ModelRunner:
                 logits_to_keep=logits_to_keep,
                 varlen=varlen,
             )
+        self._layers_checked = True
         return output.logits[0]
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
