@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from ..runtime import unwrap_model
-from .engine_core import Executor
 from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
 from .live_model.model_lock import exclusive, model_lock
@@ -29,8 +28,9 @@ from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .pretrained import load_pretrained
 from .request_runner import BuildGroups, RequestRunner
+from .requests import scoring
 from .requests.draws import Draws, own_draws
-from .requests.output_processor import EventQueue, OutputProcessor
+from .requests.output_processor import EventQueue, OutputProcessor, RequestGroup
 from .requests.outputs import Completion, Score, StreamEvent
 from .requests.request import Request
 from .requests.request_builder import (
@@ -41,11 +41,9 @@ from .requests.request_builder import (
     broadcast_params,
     deadline_seconds,
 )
-from .requests.request_group import RequestGroup
-from .requests.scoring import ScoreJob, flatten_pairs, longest_first, rolling_windows, to_score
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
-from .session import ModelSession
+from .session import Executor, ModelSession
 from .settings import check_dtype, check_model, check_positive, check_seed, resolve_settings
 
 
@@ -172,7 +170,6 @@ class Engine:
         specs = broadcast_params(prompts, params, priority, deadline)
         bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
         update = bar.update if progress is True else progress or None
-
         numbered = [] if _draws is None else [_draws]
 
         def check_call() -> BuildGroups:
@@ -294,7 +291,7 @@ class Engine:
         them, which gives a list; the context is computed once for all of them. After `deadline`
         seconds, scores that are not done have an error.
         """
-        jobs, regroup = flatten_pairs(self._tokenizer, contexts, continuations)
+        jobs, regroup = scoring.flatten_pairs(self._tokenizer, contexts, continuations)
         return regroup(self._score(jobs, deadline))
 
     def score_rolling(
@@ -306,7 +303,7 @@ class Engine:
         the beginning-of-text token. By default windows are as long as the model allows.
         """
         max_model_len = self._session.settings.max_model_len
-        jobs, join = rolling_windows(self._tokenizer, texts, max_length, max_model_len)
+        jobs, join = scoring.rolling_windows(self._tokenizer, texts, max_length, max_model_len)
         return join(self._score(jobs, None))
 
     @property
@@ -386,16 +383,16 @@ class Engine:
         cache_tokens = self._session.cache_tokens
         return self._builder.generation_requests(encoded, draws, since, cache_tokens, streaming)
 
-    def _score(self, jobs: list[ScoreJob], deadline: float | None) -> list[Score]:
+    def _score(self, jobs: list[scoring.ScoreJob], deadline: float | None) -> list[Score]:
         seconds = deadline_seconds(deadline)
         self._check_deadline(seconds)
         groups: list[RequestGroup] = []
 
         def build(since: float) -> list[RequestGroup]:
-            cache_tokens = self._session.cache_tokens
-            groups[:] = self._builder.scoring_requests(jobs, since + seconds, cache_tokens)
-            return longest_first(groups)
+            expires, cache_tokens = since + seconds, self._session.cache_tokens
+            groups[:] = scoring.scoring_requests(self._builder, jobs, expires, cache_tokens)
+            return scoring.longest_first(groups)
 
         with defer_full_gc():
             self._runner.run_to_completion(lambda: build)
-            return [to_score(group) for group in groups]
+            return [scoring.to_score(group) for group in groups]

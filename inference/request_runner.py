@@ -26,10 +26,10 @@ from typing import Any
 from .live_model.model_lock import ModelLock
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
-from .requests.output_processor import EventQueue, OutputProcessor
+from .requests.output_processor import EventQueue, OutputProcessor, RequestGroup
 from .requests.outputs import Completion
 from .requests.request import Request
-from .requests.request_group import RequestGroup
+from .scheduling.cache_checker import check_scheduler
 from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 
@@ -286,7 +286,7 @@ class RequestRunner:
         """Run one step of all active requests, and hand out its results."""
         self._process_outputs(self.loop.step())
         if self._session.settings.debug:
-            self.loop.scheduler.check()
+            check_scheduler(self.loop.scheduler)
 
     def queue(self, request: Request, since: float) -> None:
         """Queue a request, which waits until the scheduler admits it; it was sent at `since`."""

@@ -221,7 +221,7 @@ FAULTS = {
         "inference/test_engine.py::"
         "test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each",
         "nopad.inference.requests.tokenization",
-        "TokenizerAdapter._check_ids = lambda self, ids: np.asarray(ids, dtype=np.int64)",
+        "TokenizerAdapter._check_vocabulary = lambda *_: None",
     ),
     "requests that failed are omitted": (
         "inference/test_engine.py::"

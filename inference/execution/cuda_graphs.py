@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...attention import PagedCache, Pages, Varlen
-from ...attention.backends import NotCapturable
+from ...attention.backends import NotCapturable, forced_paged_backend
 from ...runtime import is_out_of_memory, rank
+from ..live_model.weights_version import AdapterState
+from ..metrics.stats import Stats
 from ..scheduling.step import Step
 from .capture import capture_mode, capture_streams
 from .gc_control import gc_disabled
@@ -93,6 +96,83 @@ def graph_bytes(max_num_seqs: int, vocab_size: int, hidden_size: int, itemsize: 
     mixed_logits = 2 * mixed_seqs(max_num_seqs) * vocab_size * itemsize
     activations = MIXED_TOKENS[-1] * hidden_size * _WIDTHS_PER_LAYER * itemsize
     return decode_logits + mixed_logits + activations + SEGMENT_BYTES
+
+
+class GraphReplays:
+    """Run steps as CUDA graphs where they can be, over graphs that are dropped when they expire."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        last_tokens: Tensor,
+        byte_budget: int,
+        max_model_len: int,
+        tokens_ahead: int,
+        stats: Stats,
+    ):
+        """Start without a graph.
+
+        byte_budget: memory for graphs, 0 for none.
+        tokens_ahead: capture the graphs of steps with prompts, up to so many tokens, before the
+            first step.
+        """
+        self._new_graphs = lambda: StepGraphs(cache, last_tokens, byte_budget, max_model_len)
+        self._graphs = self._new_graphs() if byte_budget else None
+        self._tokens_ahead = tokens_ahead
+        self._stats = stats
+        self.may_capture = True
+        """Whether forwards can be captured and replayed now; a collective in them cannot."""
+        self.adapters: AdapterState = []
+        """Which adapters are active now; graphs hold those that were active at capture."""
+        self._captured_adapters: AdapterState = []
+        self._uncapturable: set[str | None] = set()
+        """Attention backends, as forced by name, whose calls cannot be captured."""
+
+    def __len__(self) -> int:
+        return 0 if self._graphs is None else len(self._graphs)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps may run as CUDA graphs."""
+        return self._graphs is not None
+
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Tokens of the graphs of steps with prompts; none if such steps run without one."""
+        return self._graphs.mixed_sizes() if self._graphs is not None and self._may_replay() else ()
+
+    def replay(self, step: Step, forward: Forward) -> Replayed | None:
+        """Run a step as a CUDA graph; None if it cannot be one."""
+        if self._graphs is None or not self._may_replay():
+            return None
+        began, captured = perf_counter(), len(self._graphs)
+        try:
+            if self._tokens_ahead:  # only before the first step: later, running requests would wait
+                max_num_tokens, self._tokens_ahead = self._tokens_ahead, 0
+                self._captured_adapters = self.adapters
+                self._graphs.capture_ahead(forward, max_num_tokens)
+            if not self._graphs.can_run(step):
+                return None
+            if self._captured_adapters != self.adapters:
+                self.drop()
+                captured = 0
+            self._captured_adapters = self.adapters  # comparing the same object is fast next time
+            return self._graphs.run(step, forward)
+        except NotCapturable as reason:
+            self._uncapturable.add(forced_paged_backend())
+            log.warning("steps run without CUDA graphs: %s", reason)
+            return None
+        finally:
+            if len(self._graphs) > captured:
+                self._stats.capture_seconds += perf_counter() - began
+
+    def drop(self) -> None:
+        """Drop captured graphs: the weights have moved, or the adapters have changed."""
+        if self._graphs is not None:
+            self._graphs = self._new_graphs()
+
+    def _may_replay(self) -> bool:
+        return self.may_capture and forced_paged_backend() not in self._uncapturable
 
 
 class StepGraphs:

@@ -7,9 +7,8 @@ Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,12 @@ import torch
 from torch import Tensor
 
 from ...attention import PagedCache, Pages, Varlen, check_every_layer, step_context
-from ...attention.backends import NotCapturable, forced_paged_backend
 from ...attention.paging import PageCopy
 from ...runtime import is_out_of_memory
-from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
-from ..scheduling.batch_params import BatchParams
 from ..scheduling.loop import OutOfMemory
-from ..scheduling.step import Step, StepOutput
-from .cuda_graphs import Replayed, StepGraphs
+from ..scheduling.step import BatchParams, Step, StepOutput
+from .cuda_graphs import GraphReplays
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
@@ -33,8 +29,6 @@ try:
     from ...kernels import fill_last_tokens
 except ImportError:  # Triton is not installed
     fill_last_tokens = None
-
-log = logging.getLogger("nopad.inference")
 
 
 class ModelRunner:
@@ -70,27 +64,14 @@ class ModelRunner:
         self._token_history = self._last_tokens.new_zeros(len(self._last_tokens), 0)
         self._layers_checked = False
         self._stats = stats
-        self._graph_byte_budget = graph_byte_budget
-        self._max_model_len = max_model_len
-        self._tokens_ahead = tokens_ahead
-        self._graphs = self._new_graphs() if graph_byte_budget else None
-        self.may_capture = True
-        """Whether forwards can be captured and replayed now; a collective in them cannot."""
-        self.adapters: AdapterState = []
-        """Which adapters are active now; graphs hold those that were active at capture."""
-        self._captured_adapters: AdapterState = []
-        self._uncapturable: set[str | None] = set()
-        """Attention backends, as forced by name, whose calls cannot be captured."""
-
-    @property
-    def uses_graphs(self) -> bool:
-        """Whether steps may run as CUDA graphs."""
-        return self._graphs is not None
+        self.replays = GraphReplays(
+            cache, self._last_tokens, graph_byte_budget, max_model_len, tokens_ahead, stats
+        )
 
     @property
     def step_sizes(self) -> Sequence[int]:
         """Tokens of the graphs of steps with prompts; none if such steps run without one."""
-        return self._graphs.mixed_sizes() if self._graphs is not None and self._may_replay() else ()
+        return self.replays.step_sizes
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages before the next step."""
@@ -106,10 +87,9 @@ class ModelRunner:
             raise OutOfMemory(str(error)) from None
 
     def _launch(self, step: Step) -> Callable[[], StepOutput]:
-        replayed = self._replay(step)
+        replayed = self.replays.replay(step, self.forward)
         if replayed is not None:
-            assert self._graphs is not None
-            self._stats.record_graph_step(replayed.num_padding, len(self._graphs))
+            self._stats.record_graph_step(replayed.num_padding, len(self.replays))
             logits, sampled = replayed.logits, len(step.sampled_requests)
             if not step.sampling.argmax_only:
                 tokens = self._sample(step, logits[:sampled])
@@ -128,44 +108,6 @@ class ModelRunner:
             outputs += [logprobs.top_tokens, logprobs.top_logprobs]
         read = self._transfer.to_host(outputs)
         return lambda: StepOutput(*read())
-
-    def _replay(self, step: Step) -> Replayed | None:
-        """Run a step as a CUDA graph; None if it cannot be one."""
-        if self._graphs is None or not self._may_replay():
-            return None
-        began, captured = perf_counter(), len(self._graphs)
-        try:
-            if self._tokens_ahead:  # only before the first step: later, running requests would wait
-                max_num_tokens, self._tokens_ahead = self._tokens_ahead, 0
-                self._captured_adapters = self.adapters
-                self._graphs.capture_ahead(self.forward, max_num_tokens)
-            if not self._graphs.can_run(step):
-                return None
-            if self._captured_adapters != self.adapters:
-                self.drop_graphs()
-                captured = 0
-            self._captured_adapters = self.adapters  # comparing the same object is fast next time
-            return self._graphs.run(step, self.forward)
-        except NotCapturable as reason:
-            self._uncapturable.add(forced_paged_backend())
-            log.warning("steps run without CUDA graphs: %s", reason)
-            return None
-        finally:
-            if len(self._graphs) > captured:
-                self._stats.capture_seconds += perf_counter() - began
-
-    def _may_replay(self) -> bool:
-        return self.may_capture and forced_paged_backend() not in self._uncapturable
-
-    def drop_graphs(self) -> None:
-        """Drop captured graphs: the weights have moved, or the adapters have changed."""
-        if self._graphs is not None:
-            self._graphs = self._new_graphs()
-
-    def _new_graphs(self) -> StepGraphs:
-        return StepGraphs(
-            self.cache, self._last_tokens, self._graph_byte_budget, self._max_model_len
-        )
 
     def _forward(self, step: Step) -> Tensor:
         """Return the logits [R, V] of the rows to sample or score."""
@@ -189,17 +131,8 @@ class ModelRunner:
     ) -> Tensor:
         """Run the model on flat tokens; id -1 - i stands for the last token of batch row i."""
         ids = _with_last_tokens(ids, self._last_tokens)
-        if not self._layers_checked:
-            with check_every_layer(self._model):
-                logits = self._call(ids, positions, varlen, logits_to_keep)
-            self._layers_checked = True
-            return logits
-        return self._call(ids, positions, varlen, logits_to_keep)
-
-    def _call(
-        self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
-    ) -> Tensor:
-        with step_context(self._model, varlen):
+        check = nullcontext() if self._layers_checked else check_every_layer(self._model)
+        with check, step_context(self._model, varlen):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -207,6 +140,7 @@ class ModelRunner:
                 logits_to_keep=logits_to_keep,
                 varlen=varlen,
             )
+        self._layers_checked = True
         return output.logits[0]
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:

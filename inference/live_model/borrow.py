@@ -17,7 +17,6 @@ from torch import nn
 
 from ...attention.hf import frozen_rotary, nopad_attention
 from ...runtime import preserve_rng
-from .eager_calls import eager_calls
 from .model_lock import model_lock
 
 
@@ -64,3 +63,36 @@ def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for attributes in training:
             attributes["training"] = True
+
+
+@contextmanager
+def eager_calls(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Bypass `module.compile()`, `torch.compile(module)` and compiled forwards inside.
+
+    Compiled code is specialized to the shapes of training, and would compile again for every step.
+    The engine has its own fused kernels and CUDA graphs, and must see each attention layer being
+    called.
+    """
+    # At every step, over all modules: plain dict lookups.
+    calls = [
+        (attributes, call)
+        for module in modules
+        if (call := (attributes := module.__dict__).get("_compiled_call_impl")) is not None
+    ]
+    forwards = [
+        (attributes, forward)
+        for module in modules
+        if (forward := (attributes := module.__dict__).get("forward")) is not None
+        and hasattr(forward, "_torchdynamo_orig_callable")
+    ]
+    try:
+        for attributes, _ in calls:
+            attributes["_compiled_call_impl"] = None
+        for attributes, forward in forwards:
+            attributes["forward"] = forward._torchdynamo_orig_callable
+        yield
+    finally:
+        for attributes, call in calls:
+            attributes["_compiled_call_impl"] = call
+        for attributes, forward in forwards:
+            attributes["forward"] = forward

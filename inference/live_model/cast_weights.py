@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import layer_shapes
-from .eager_calls import eager_calls
+from .borrow import eager_calls
 
 
 def detect_autocast_dtype(model: Any) -> torch.dtype | None:

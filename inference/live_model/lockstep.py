@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...runtime import fsdp_hook_ids
 from .borrow import borrow_model
-from .forward_state import OWN_HOOK
+from .weights_version import OWN_HOOK
 
 
 def gathers_parameters(modules: Iterable[nn.Module]) -> bool:

@@ -5,7 +5,7 @@ tensor's version counter. Writes through `.data` do not, so a checksum over a sa
 is compared too. Disabling, selecting or scaling adapters (LoRA and similar, as PEFT adds them)
 changes the forward without changing any tensor, so their state is compared as well. PEFT is not
 imported: its layers are recognized by a property they all have. So do hooks, replaced forwards and
-plain attributes such as `scaling` (`forward_state.py`).
+plain attributes such as `scaling`: none of them raises a tensor's version counter.
 
 What remains out of sight: a write through `.data` of fewer values than lie between two samples (a
 single row, say); what a hook or a replaced forward reads from elsewhere; attributes that are
@@ -16,14 +16,14 @@ neither numbers, strings nor functions; functions replaced in the model's Python
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import ceil, gcd
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from .forward_state import forward_state
 
 _SAMPLES = 64
 """Elements of each tensor in the checksum, at least."""
@@ -31,6 +31,15 @@ _NO_COUNTER = -1
 """In place of the version of an inference tensor, which has none."""
 _GOLDEN = 0.618034
 """The fraction whose multiples are spread best over the unit interval."""
+_KINDS = {bool, int, float, str, tuple, FunctionType, MethodType, partial}
+"""Types of attributes that are compared; tensors have version counters, modules are visited."""
+_IGNORED = {"training", "gradient_checkpointing", "use_cache", "forward"}
+"""Switches of training, which do not change what generation computes; `forward` is compared in
+any form."""
+_LONGEST_SEEN = "max_seq_len_cached"
+"""What a rotary embedding notes of its last forward; the frequencies themselves are tensors."""
+OWN_HOOK = "_nopad_hook"
+"""Attribute of hooks that the engine itself adds for a call."""
 
 AdapterLayer = Mapping[str, Any]
 """The `vars()` of a layer with adapters: read at every step, so without attribute lookups."""
@@ -172,3 +181,34 @@ def _copied(value: Any) -> Any:
 def _has_adapters(module_type: type[nn.Module]) -> bool:
     # A property in PEFT's layers; Transformers models have a method of the same name.
     return isinstance(getattr(module_type, "disable_adapters", None), property)
+
+
+def forward_state(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return what to compare: two equal states compute the same function of the same tensors."""
+    state: list[Any] = []
+    configs: dict[int, Any] = {}
+    for module in modules:
+        attributes = vars(module)
+        state.append(type(module))
+        state.append(type(module).forward)
+        state.append(attributes.get("forward"))
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if hooks:  # their numbers are never used again
+                state += [key for key, hook in hooks.items() if not hasattr(hook, OWN_HOOK)]
+        state += _plain_attributes(attributes)
+        if (config := attributes.get("config")) is not None:
+            configs[id(config)] = config
+    for config in configs.values():
+        state += _plain_attributes(getattr(config, "__dict__", {}))
+    return state
+
+
+def _plain_attributes(attributes: dict[str, Any]) -> list[Any]:
+    return [
+        pair
+        for pair in attributes.items()
+        if type(pair[1]) in _KINDS
+        and pair[0] not in _IGNORED
+        and pair[0][0] != "_"
+        and not pair[0].endswith(_LONGEST_SEEN)
+    ]

@@ -1,11 +1,9 @@
 """Prompts to requests, and sampled tokens to completions, scores and stream events."""
 
-from .detokenizer import Detokenizer
-from .output_processor import OutputProcessor
+from .output_processor import Detokenizer, OutputProcessor, RequestGroup
 from .outputs import Completion, Score, StreamEvent, TokenLogprob
 from .request import Request
 from .request_builder import RequestBuilder
-from .request_group import RequestGroup
 from .sampling_params import SamplingParams
 from .tokenization import TokenizerAdapter
 

@@ -1,12 +1,14 @@
-"""Prompts as a tokenizer returns them: a dict of `input_ids` and `attention_mask`, maybe padded.
+"""Prompts as a tokenizer returns them, maybe padded: without padding, or refused.
 
 {"input_ids": [[0, 0, 5], [6, 7, 8]],        ->   [5], [6, 7, 8]
  "attention_mask": [[0, 0, 1], [1, 1, 1]]}
+
+Ids without a mask that begin or end with padding raise: the model would read it as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,50 @@ def without_padding(prompt: Mapping[str, Any]) -> Any:
             "input_ids"
         )
     return np.asarray(ids)[kept]
+
+
+def check_rows(prompts: Sequence[Any], pad: int) -> None:
+    """Refuse rows of ids of one length of which some start or end with the padding token."""
+    rows = [_ids_without_mask(prompt) for prompt in prompts]
+    if len(rows) < 2 or any(row is None for row in rows) or len({*map(len, rows)}) > 1:
+        return
+    for index, row in enumerate(rows):
+        if len(row) > 1 and (_is_id(row[0], pad) or _is_id(row[-1], pad)):
+            raise ValueError(f"prompt {index}: {_padded(pad)}")
+
+
+def check_ends(ids: np.ndarray, pad: Callable[[], int | None]) -> None:
+    """Refuse ids that start or end with several padding tokens; `pad` is asked only if needed."""
+    if len(ids) < 3:
+        return
+    for outer, inner in ((0, 1), (-1, -2)):
+        if ids[outer] == ids[inner] == pad():
+            raise ValueError(_padded(int(ids[outer])))
+
+
+def has_mask(prompt: Any) -> bool:
+    """Return whether a prompt says which of its tokens are padding."""
+    return isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
+
+
+def _padded(pad: int) -> str:
+    return (
+        f"it starts or ends with the padding token {pad}, which the model would read as text: "
+        "pass the tokenizer's whole output, with its attention_mask, or do not pad"
+    )
+
+
+def _ids_without_mask(prompt: Any) -> Any:
+    """The ids of a prompt that is given as such and says nothing about padding, else None."""
+    if isinstance(prompt, Mapping):
+        prompt = None if has_mask(prompt) else prompt.get("input_ids")
+    prompt = to_host(prompt)
+    is_row = hasattr(prompt, "__len__") and not isinstance(prompt, str) and len(prompt) > 0
+    return prompt if is_row and not hasattr(prompt[0], "__len__") else None
+
+
+def _is_id(value: Any, token: int) -> bool:
+    return isinstance(value, (int, np.integer)) and value == token
 
 
 def _columns(name: str, batch: Mapping[str, Any]) -> tuple[Any, Any]:

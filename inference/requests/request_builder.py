@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .batch_encoding import split_batch
-from .draws import Draws
+from .draws import Draws, prompt_hash, stream_seed
+from .output_processor import RequestGroup
 from .request import Request
-from .request_group import RequestGroup
-from .rng import stream_seed
 from .sampling_params import SamplingParams
-from .scoring import ScoreJob
-from .tokenization import Prompt, RequestError, TokenizerAdapter, estimate_tokens, prompt_hash
+from .tokenization import Prompt, RequestError, TokenizerAdapter, estimate_tokens
 
 Params = SamplingParams | Mapping[str, Any] | None
 
@@ -58,7 +56,7 @@ class RequestBuilder:
         self, tokenizer: TokenizerAdapter, seed: int, max_model_len: int, limit_reason: str = ""
     ):
         """Set the defaults; limit_reason: why `max_model_len` cannot be raised."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._seed = seed
         self._max_model_len = max_model_len
         self._limit_reason = limit_reason
@@ -69,16 +67,16 @@ class RequestBuilder:
 
         A prompt that is a fault of the call raises ValueError.
         """
-        self._tokenizer.check_batch([spec.prompt for spec in specs])
+        self.tokenizer.check_batch([spec.prompt for spec in specs])
         checked = self._check_params({id(spec.params): spec.params for spec in specs})
         ids = [*accumulate((1 + spec.params.n for spec in specs), initial=self._next_id)]
-        self._next_id, vocab_size = ids[-1], self._tokenizer.vocab_size
+        self._next_id, vocab_size = ids[-1], self.tokenizer.vocab_size
 
         def encode_one(index: int) -> EncodedPrompt:
             prompt, params, priority, seconds = specs[index]
             tokens = error = None
             try:
-                tokens = self._tokenizer.encode(prompt, vocab_size=vocab_size)
+                tokens = self.tokenizer.encode(prompt, vocab_size=vocab_size)
             except RequestError as fault:
                 error = str(fault)
             except ValueError as fault:
@@ -98,10 +96,10 @@ class RequestBuilder:
         """The parameters for this model and the tokens that end a text, by the same keys."""
         if distinct:
             is_sampled = not all(params.is_greedy for params in distinct.values())
-            self._tokenizer.check_generation_config(is_sampled)
-        checked = {key: self._tokenizer.check_params(params) for key, params in distinct.items()}
+            self.tokenizer.check_generation_config(is_sampled)
+        checked = {key: self.tokenizer.check_params(params) for key, params in distinct.items()}
         return {
-            key: (params, self._tokenizer.stop_token_ids(params)) for key, params in checked.items()
+            key: (params, self.tokenizer.stop_token_ids(params)) for key, params in checked.items()
         }
 
     def generation_requests(
@@ -114,39 +112,13 @@ class RequestBuilder:
     ) -> Iterator[RequestGroup]:
         """Yield a group per prompt; cache_tokens: tokens that the KV cache holds."""
         for prompt in prompts:
-            group = RequestGroup(prompt.group_id, self._tokenizer, streaming)
+            group = RequestGroup(prompt.group_id, self.tokenizer, streaming)
             group.prompt_token_ids = prompt.token_ids
             try:
                 group.requests = self._samples(prompt, draws, now, cache_tokens, streaming)
             except RequestError as error:
                 group.fail(str(error))
             yield group
-
-    def scoring_requests(
-        self, jobs: Sequence[ScoreJob], expires: float, cache_tokens: int
-    ) -> list[RequestGroup]:
-        """One group per job."""
-        groups = []
-        for job in jobs:
-            group = RequestGroup(self._new_id(), self._tokenizer, streaming=False)
-            try:
-                if isinstance(job, str):
-                    raise RequestError(job)
-                ids, score_from = job
-                max_len = self._max_len(len(ids), 0, cache_tokens)
-                request = Request(
-                    self._new_id(),
-                    ids,
-                    max_len,
-                    SamplingParams(),
-                    deadline=expires,
-                    score_from=score_from,
-                )
-                group.requests = [request]
-            except RequestError as error:
-                group.fail(str(error))
-            groups.append(group)
-        return groups
 
     def _samples(
         self,
@@ -160,7 +132,7 @@ class RequestBuilder:
         ids, params = prompt.token_ids, prompt.params
         if ids is None:
             raise RequestError(prompt.error)
-        max_len = self._max_len(len(ids), params.max_tokens, cache_tokens)
+        max_len = self.max_len(len(ids), params.max_tokens, cache_tokens)
         if params.is_greedy:
             seeds = [0] * params.n  # nothing is drawn
         elif params.seed is None:
@@ -186,7 +158,7 @@ class RequestBuilder:
             for request_id, seed in enumerate(seeds, prompt.group_id + 1)
         ]
 
-    def _max_len(self, prompt_len: int, max_tokens: int, cache_tokens: int) -> int:
+    def max_len(self, prompt_len: int, max_tokens: int, cache_tokens: int) -> int:
         """Tokens a request may reach; RequestError if the model or the cache cannot hold it."""
         longest = self._max_model_len
         if prompt_len + (max_tokens > 0) > longest:
@@ -205,7 +177,8 @@ class RequestBuilder:
             )
         return max_len
 
-    def _new_id(self) -> int:
+    def new_id(self) -> int:
+        """Number one more group or request."""
         self._next_id += 1
         return self._next_id - 1
 

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from .batch_encoding import split_batch
+from .output_processor import RequestGroup
 from .outputs import Score
-from .request_group import RequestGroup
+from .request import Request
+from .request_builder import RequestBuilder
+from .sampling_params import SamplingParams
 from .tokenization import RequestError, TokenizerAdapter
 
 ScoreJob = tuple[np.ndarray, int] | str
@@ -99,6 +102,28 @@ def scoring_windows(ids: np.ndarray, length: int) -> list[tuple[np.ndarray, int]
         windows.append((ids[start:end], done - start))
         done = end
     return windows
+
+
+def scoring_requests(
+    builder: RequestBuilder, jobs: Sequence[ScoreJob], expires: float, cache_tokens: int
+) -> list[RequestGroup]:
+    """One group per job; cache_tokens: tokens that the KV cache holds."""
+    groups = []
+    for job in jobs:
+        group = RequestGroup(builder.new_id(), builder.tokenizer, streaming=False)
+        groups.append(group)
+        if isinstance(job, str):
+            group.fail(job)
+            continue
+        ids, score_from = job
+        try:
+            max_len = builder.max_len(len(ids), 0, cache_tokens)
+        except RequestError as error:
+            group.fail(str(error))
+            continue
+        options = {"deadline": expires, "score_from": score_from}
+        group.requests = [Request(builder.new_id(), ids, max_len, SamplingParams(), **options)]
+    return groups
 
 
 def longest_first(groups: Sequence[RequestGroup]) -> list[RequestGroup]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .batch_encoding import to_host, without_padding
+from .batch_encoding import check_ends, check_rows, has_mask, to_host, without_padding
 from .generation_config import check_generation_config
 from .sampling_params import SamplingParams
 
@@ -85,10 +84,10 @@ class TokenizerAdapter:
             ids = _call_tokenizer(template, prompt, **options)
         else:
             ids = without_padding(prompt) if isinstance(prompt, Mapping) else to_host(prompt)
-            may_be_padded = not _has_mask(prompt)
+            may_be_padded = not has_mask(prompt)
         array = _to_array(ids)
         if may_be_padded:
-            self._check_padding(array)
+            check_ends(array, lambda: self._special_token("pad_token_id"))
         self._check_vocabulary(array, vocab_size or self.vocab_size)
         if not array.size and not allow_empty:
             raise RequestError("the prompt is empty; pass at least one token")
@@ -153,41 +152,11 @@ class TokenizerAdapter:
             raise RequestError(self._out_of_vocab(int(ids.min() if ids.min() < 0 else ids.max())))
 
     def check_batch(self, prompts: Sequence[Any]) -> None:
-        """Refuse rows of ids of one length of which some start or end with padding.
-
-        A single prompt may hold one padding token by chance, or where it also ends texts.
-        """
-        pad = self._pad_token_id
-        if pad is None or pad in self.eos_token_ids or pad == self._bos_token_id:
-            return
-        rows = [_ids_without_mask(prompt) for prompt in prompts]
-        if len(rows) < 2 or any(row is None for row in rows) or len({*map(len, rows)}) > 1:
-            return
-        for index, row in enumerate(rows):
-            if len(row) > 1 and (_is_id(row[0], pad) or _is_id(row[-1], pad)):
-                raise ValueError(f"prompt {index}: {self._padded(pad)}")
-
-    def _check_padding(self, ids: np.ndarray) -> None:
-        """Refuse ids that start or end with several padding tokens."""
-        if len(ids) < 3:
-            return
-        for outer, inner in ((0, 1), (-1, -2)):
-            if ids[outer] == ids[inner] == self._pad_token_id:
-                raise ValueError(self._padded(int(ids[outer])))
-
-    def _padded(self, pad: int) -> str:
-        return (
-            f"it starts or ends with the padding token {pad}, which the model would read as text: "
-            "pass the tokenizer's whole output, with its attention_mask, or do not pad"
-        )
-
-    @property
-    def _pad_token_id(self) -> int | None:
-        return self._special_token("pad_token_id")
-
-    @property
-    def _bos_token_id(self) -> int | None:
-        return self._special_token("bos_token_id")
+        """Refuse prompts that are the rows of a padded batch, given without their mask."""
+        pad = self._special_token("pad_token_id")
+        # A single prompt may hold one padding token by chance, or where it also ends texts.
+        if pad not in (None, *self.eos_token_ids, self._special_token("bos_token_id")):
+            check_rows(prompts, pad)
 
     def _special_token(self, name: str) -> int | None:
         configs = (getattr(self._model, "generation_config", None), self._model.config)
@@ -213,11 +182,6 @@ def estimate_tokens(prompt: Any) -> float:
         return len(prompt)
     except TypeError:
         return 1
-
-
-def prompt_hash(token_ids: np.ndarray) -> int:
-    """Hash of a prompt's tokens, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(token_ids.tobytes(), digest_size=8).digest(), "little")
 
 
 def _to_array(ids: Any) -> np.ndarray:
@@ -250,23 +214,6 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
         raise RequestError(
             f"the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
         ) from error
-
-
-def _has_mask(prompt: Any) -> bool:
-    return isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
-
-
-def _ids_without_mask(prompt: Any) -> Any:
-    """The ids of a prompt that is given as such and says nothing about padding, else None."""
-    if isinstance(prompt, Mapping):
-        prompt = None if _has_mask(prompt) else prompt.get("input_ids")
-    prompt = to_host(prompt)
-    is_row = hasattr(prompt, "__len__") and not isinstance(prompt, str) and len(prompt) > 0
-    return prompt if is_row and not hasattr(prompt[0], "__len__") else None
-
-
-def _is_id(value: Any, token: int) -> bool:
-    return isinstance(value, (int, np.integer)) and value == token
 
 
 def _is_id_list(prompt: Any) -> bool:

@@ -1,9 +1,8 @@
 """Continuous batching in pure integers and NumPy: plan steps, lay them out, loop over them."""
 
-from .batch_params import BatchParams
 from .loop import OutOfMemory, StepLoop
 from .scheduler import Scheduler, SchedulerOutput
-from .step import Step, StepOutput, build_step
+from .step import BatchParams, Step, StepOutput, build_step
 
 __all__ = [
     "BatchParams",

@@ -1,4 +1,4 @@
-"""Debug check: before every step, every KV slot it reads holds the token that it should.
+"""Debug checks: a step reads the KV slots of its own tokens; pages, rows and counters agree.
 
 Each KV slot has a tag: a hash of token, position and version of the weights. The host follows the
 same page tables, slots and copies as the device, so a wrong slot, a stale page, a shifted position
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...attention.paging import PageCopy
-from ..requests.rng import splitmix64
+from ..requests.draws import splitmix64
+from .scheduler import Scheduler, sort_key
 from .step import Step
 
 
@@ -46,6 +47,22 @@ class CacheChecker:
                     f"request {request.id}: KV slot {int(kv_slots[position])} does not hold its "
                     f"token {position}"
                 )
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Assert that pages, rows and counters agree."""
+    pages, running = scheduler.pages, scheduler.running
+    pages.check()
+    rows = sorted(scheduler._free_rows + [r.row for r in running])
+    assert rows == list(range(len(scheduler.page_table))), "a row is lost or used twice"
+    assert {r.id for r in running} == set(pages.owners), "a page has no request"
+    assert running == sorted(running, key=sort_key), "running requests are out of order"
+    for r in running:
+        own = pages.pages(r.id)
+        assert r.num_pages == len(own), f"request {r.id} miscounts its pages"
+        assert r.num_computed <= len(own) * pages.page_size, f"request {r.id} lacks pages"
+        table = scheduler.page_table[r.row, : len(own)].tolist()
+        assert table == own, f"request {r.id}: wrong page table"
 
 
 def _tag(positions: np.ndarray, tokens: np.ndarray, cache_salt: str) -> np.ndarray:

@@ -22,10 +22,9 @@ import numpy as np
 from ...attention.paging import PageCopy
 from ..metrics.stats import Stats
 from ..requests.request import Request
-from .batch_params import BatchParams
 from .cache_checker import CacheChecker
 from .scheduler import Scheduler, SchedulerOutput
-from .step import Step, StepOutput, build_step
+from .step import BatchParams, Step, StepOutput, build_step
 from .step_costs import StepCosts
 
 NOT_FINITE = "the model's logits are not numbers (NaN or infinite)"

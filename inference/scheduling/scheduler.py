@@ -109,7 +109,7 @@ class Scheduler:
         assert request.max_len >= 2
         assert -(-(request.max_len - 1) // page_size) <= self.pages.num_pages
         request.arrival = self._num_arrivals = self._num_arrivals + 1
-        heappush(self._waiting, (_sort_key(request), request))
+        heappush(self._waiting, (sort_key(request), request))
         if request.deadline != float("inf"):
             heappush(self._deadlines, (request.deadline, request.arrival, request))
         self._trace.add(request.id, "queued", prompt=request.prompt_len, limit=request.max_len)
@@ -207,22 +207,6 @@ class Scheduler:
         for request in list(self.running):
             self._preempt(request, by=request, why=why)
 
-    def check(self) -> None:
-        """Assert that pages, rows and counters agree."""
-        self.pages.check()
-        rows = sorted(self._free_rows + [r.row for r in self.running])
-        assert rows == list(range(len(self.page_table))), "a row is lost or used twice"
-        assert {r.id for r in self.running} == set(self.pages.owners), "a page has no request"
-        in_order = self.running == sorted(self.running, key=_sort_key)
-        assert in_order, "running requests are out of order"
-        for r in self.running:
-            pages = self.pages.pages(r.id)
-            capacity = len(pages) * self.pages.page_size
-            assert r.num_pages == len(pages), f"request {r.id} miscounts its pages"
-            assert r.num_computed <= capacity, f"request {r.id} lacks pages"
-            table = self.page_table[r.row, : len(pages)].tolist()
-            assert table == pages, f"request {r.id}: wrong page table"
-
     def _limit_scored(self, request: Request, num_tokens: int, scored_left: int) -> int:
         """How many of `num_tokens` a request may run if `scored_left` positions may be scored."""
         start = request.num_computed
@@ -309,7 +293,7 @@ class Scheduler:
         request.row, request.num_pages = self._free_rows.pop(), len(pages)
         self.page_table[request.row, : len(pages)] = pages
         self._append_pages(request, missing)
-        insort(self.running, request, key=_sort_key)
+        insort(self.running, request, key=sort_key)
         self.num_prefix_hit_tokens += hit.tokens
         self.num_admitted_tokens += request.num_tokens
         event = "resumed" if request.num_preemptions else "admitted"
@@ -324,7 +308,7 @@ class Scheduler:
         self._trace.add(victim.id, "preempted", by=by.id, why=why)
         self._release(victim)
         victim.num_computed = 0
-        heappush(self._waiting, (_sort_key(victim), victim))
+        heappush(self._waiting, (sort_key(victim), victim))
 
     def _release(self, request: Request) -> None:
         self.pages.free(request.id)
@@ -360,5 +344,6 @@ class Scheduler:
             self._num_finished_waiting -= 1
 
 
-def _sort_key(request: Request) -> tuple[int, int]:
+def sort_key(request: Request) -> tuple[int, int]:
+    """Place of a request in the order: its arrival, and its priority as so many arrivals."""
     return request.arrival + ARRIVALS_PER_PRIORITY * request.priority, request.arrival

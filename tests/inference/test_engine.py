@@ -14,7 +14,8 @@ import torch
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
 from nopad.inference.live_model import weights_version
-from nopad.inference.requests.detokenizer import Detokenizer, find_stop
+from nopad.inference.requests.output_processor import Detokenizer, find_stop
+from nopad.inference.scheduling.cache_checker import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TOKENIZER = FakeTokenizer(
@@ -127,7 +128,7 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
                 assert completion.token_ids == want[:2] and completion.error is None
             else:
                 assert completion.finish_reason == "error" and completion.error
-    engine._executor.loop.scheduler.check()
+    check_scheduler(engine._executor.loop.scheduler)
 
 
 def test_a_request_the_cache_can_never_hold_is_refused_and_the_others_run(tiny):
@@ -184,7 +185,7 @@ def test_a_stream_left_early_cancels_its_requests(engine):
         assert event.token_ids
         break
     assert not engine._executor.loop.busy
-    engine._executor.loop.scheduler.check()
+    check_scheduler(engine._executor.loop.scheduler)
 
 
 def test_stop_strings_end_the_text_even_across_tokens(engine):

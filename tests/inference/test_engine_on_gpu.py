@@ -191,7 +191,7 @@ def test_graphs_stay_within_the_memory_set_aside_for_them():
     engine = Engine(model, memory=1 << 29, max_num_seqs=16)
     for count in (16, 3):
         engine.generate(prompts(count), GREEDY)
-    graphs = engine._executor.runner._graphs
+    graphs = engine._executor.runner.replays._graphs
     assert len(graphs) > 1 and graphs._byte_budget == graph_bytes(
         16, 512, model.config.hidden_size, 2
     )
@@ -205,7 +205,7 @@ def test_steps_go_on_without_a_graph_whose_capture_did_not_fit(monkeypatch):
     engine = Engine(llama(torch.float32), memory=1 << 28, max_num_seqs=8)
     want = [c.token_ids for c in engine.generate(prompts(4), GREEDY)]
     runner = engine._executor.runner
-    runner.drop_graphs()
+    runner.replays.drop()
     forward, broken = runner.forward, []
 
     def full(*args):
@@ -240,8 +240,8 @@ def test_graphs_follow_adapters_that_are_switched():
         assert off == tokens(eager) != on
     assert tokens(engine) == on == tokens(eager)
     assert tokens(engine) == on  # prompts are cached now: steps of other shapes
-    captured = len(engine._executor.runner._graphs)
-    assert tokens(engine) == on and len(engine._executor.runner._graphs) == captured > 0
+    captured = len(engine._executor.runner.replays._graphs)
+    assert tokens(engine) == on and len(engine._executor.runner.replays._graphs) == captured > 0
 
 
 def test_calls_inside_inference_mode_and_outside_it_are_alike():

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from nopad.inference import DataParallelEngine, Engine, batch_invariant
-from nopad.inference.engine_core import BuildKey
+from nopad.inference.scheduling.cache_checker import check_scheduler
+from nopad.inference.session import BuildKey
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[5 + k, 6, 7 + k, *range(20, 40)] for k in range(4)]
@@ -77,7 +78,7 @@ def test_calls_from_several_threads_get_what_they_get_alone(model, num_engines):
     assert all(module.training for module in model.modules())
     for engine in engines:  # the cached prefixes are right, too
         assert [c.token_ids for c in engine.generate(PROMPTS, GREEDY)] == want
-        engine._loop.scheduler.check()
+        check_scheduler(engine._loop.scheduler)
 
 
 def test_requests_added_from_several_threads_all_end(model):

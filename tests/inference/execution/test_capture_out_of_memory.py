@@ -41,7 +41,7 @@ def test_a_graph_that_does_not_fit_leaves_the_steps_as_they_are(
     want = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert engine._executor is not None
     monkeypatch.setattr(graphs, "_capture", capture)
-    engine._executor.runner._graphs = graphs
+    engine._executor.runner.replays._graphs = graphs
     before = engine.max_num_batched_tokens, engine.max_num_seqs
     got = [c.token_ids for c in engine.generate([[5, 6], [7, 8, 9]], GREEDY)]
     assert got == want and (engine.max_num_batched_tokens, engine.max_num_seqs) == before
@@ -74,7 +74,7 @@ def test_an_error_that_is_not_about_memory_is_told(tiny, graphs, monkeypatch):
     engine.generate([[5, 6]], GREEDY)
     assert engine._executor is not None
     monkeypatch.setattr(graphs, "_capture", capture)
-    engine._executor.runner._graphs = graphs
+    engine._executor.runner.replays._graphs = graphs
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate([[5, 6]], GREEDY)
 

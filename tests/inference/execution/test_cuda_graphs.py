@@ -14,7 +14,7 @@ from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.batch_params import BatchParams
+from nopad.inference.scheduling.step import BatchParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:
@@ -63,12 +63,12 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
     runner = ModelRunner(
         nothing, nothing, BatchParams(4), Stats(), cpu, graph_byte_budget=0, max_model_len=64
     )
-    runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
+    runner.replays._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):
-            assert runner._replay(step()) is None
+            assert runner.replays.replay(step(), runner.forward) is None
     assert len(attempts) == len(caplog.records) == 1 and "lengths" in caplog.text
-    runner._replay(step())
+    runner.replays.replay(step(), runner.forward)
     assert len(attempts) == 2
 
 
@@ -87,7 +87,7 @@ def test_while_forwards_gather_parameters_nothing_is_captured(tiny, monkeypatch)
         engine.generate([[5, 6]], SamplingParams(max_tokens=1))
         assert engine._executor is not None
         runner = engine._executor.runner
-        runner._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
-        captures.append(runner._replay(step()))
-        runner._graphs = None
+        runner.replays._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
+        captures.append(runner.replays.replay(step(), runner.forward))
+        runner.replays._graphs = None
     assert captures == ["replayed", None, "replayed"]

@@ -7,7 +7,7 @@ import gc
 import pytest
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution.gc_control import defer_full_gc, gc_disabled
-from nopad.inference.requests.request_group import RequestGroup
+from nopad.inference.requests.output_processor import RequestGroup
 
 
 @pytest.fixture

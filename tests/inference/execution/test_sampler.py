@@ -17,7 +17,7 @@ from nopad.inference.execution.sampler import (
     gather_logprobs,
     sample,
 )
-from nopad.inference.requests.rng import stream_seed, uniform
+from nopad.inference.requests.draws import stream_seed, uniform
 
 V = 23
 

@@ -55,8 +55,8 @@ def make_engine(tiny, monkeypatch):
         if graphs:
             assert engine._executor is not None
             runner = engine._executor.runner
-            runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 4, 64)
-            runner._graphs._by_kernels = by_kernels
+            runner.replays._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 4, 64)
+            runner.replays._graphs._by_kernels = by_kernels
         engine.reset_prefix_cache()
         engine.stats.reset()
         return engine
@@ -99,14 +99,14 @@ def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
     engine = make_engine(True)
     assert engine._executor is not None
     runner: Any = engine._executor.runner
-    runner._tokens_ahead = 48
+    runner.replays._tokens_ahead = 48
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
-    ahead = set(runner._graphs._captured)
+    ahead = set(runner.replays._graphs._captured)
     # (8, 16, 24, 48) tokens of (2, 4, 8) requests; (1, 2, 4, 8) decodes: a request has 4 pages
     assert len(ahead) == 12 + 4
     engine.reset_prefix_cache()
     assert run_staggered(engine, params, 1) == want
-    assert {shape for shape in runner._graphs._captured if shape.num_seqs <= 8} == ahead
+    assert {shape for shape in runner.replays._graphs._captured if shape.num_seqs <= 8} == ahead
 
 
 def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
@@ -114,21 +114,25 @@ def test_graphs_are_captured_ahead_of_the_first_step_alone(make_engine):
     engine = make_engine(True)
     assert engine._executor is not None
     runner: Any = engine._executor.runner
-    runner._tokens_ahead = 48
+    runner.replays._tokens_ahead = 48
     engine.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1))
-    assert engine.stats.graph_steps == 0 and len(runner._graphs) == 12 + 4
-    runner._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 1, 64)  # as for an adapter
+    assert engine.stats.graph_steps == 0 and len(runner.replays._graphs) == 12 + 4
+    runner.replays._graphs = ReplayedGraphs(
+        runner.cache, runner._last_tokens, 1, 64
+    )  # as for an adapter
     engine.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1))
-    assert engine.stats.graph_steps == 1 and len(runner._graphs) == 1
+    assert engine.stats.graph_steps == 1 and len(runner.replays._graphs) == 1
 
 
 def test_captures_ahead_leave_memory_to_decodes_of_longer_requests(make_engine):
     engine = make_engine(True)
     assert engine._executor is not None
     runner: Any = engine._executor.runner
-    runner._tokens_ahead, runner._graphs._used_bytes = 48, 3  # of 4
+    runner.replays._tokens_ahead, runner.replays._graphs._used_bytes = 48, 3  # of 4
     engine.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1))
-    assert len(runner._graphs) == 12 and all(shape.mixed for shape in runner._graphs._captured)
+    assert len(runner.replays._graphs) == 12 and all(
+        shape.mixed for shape in runner.replays._graphs._captured
+    )
 
 
 def test_only_engines_with_a_target_latency_capture_ahead(tiny):
@@ -138,7 +142,7 @@ def test_only_engines_with_a_target_latency_capture_ahead(tiny):
         )
         engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
         assert engine._executor is not None
-        assert engine._executor.runner._tokens_ahead == tokens_ahead
+        assert engine._executor.runner.replays._tokens_ahead == tokens_ahead
 
 
 def test_scores_of_captured_steps_are_those_of_the_model(make_engine):
@@ -173,16 +177,16 @@ def test_a_mixed_step_that_cannot_be_captured_runs_eagerly(make_engine, monkeypa
 def test_steps_are_cut_only_to_graphs_that_exist_or_can_be_captured(make_engine):
     runner = make_engine(True)._executor.runner
     assert runner.step_sizes == (8, 16, 24, 48)
-    runner.may_capture = False
+    runner.replays.may_capture = False
     assert runner.step_sizes == ()
-    runner.may_capture = True
-    runner._uncapturable.add(None)
+    runner.replays.may_capture = True
+    runner.replays._uncapturable.add(None)
     assert runner.step_sizes == ()
-    runner._uncapturable.clear()
-    runner._graphs._used_bytes = runner._graphs._byte_budget
+    runner.replays._uncapturable.clear()
+    runner.replays._graphs._used_bytes = runner.replays._graphs._byte_budget
     assert list(runner.step_sizes) == []
     for tokens in (24, 8):
-        runner._graphs._captured[graph_shape.GraphShape(None, True, tokens, 2, 8)] = None
+        runner.replays._graphs._captured[graph_shape.GraphShape(None, True, tokens, 2, 8)] = None
     assert list(runner.step_sizes) == [8, 24]
 
 

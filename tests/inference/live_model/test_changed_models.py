@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.engine_core import build_key
-from nopad.inference.execution import model_runner
+from nopad.inference.execution import cuda_graphs
 from nopad.inference.live_model.cast_weights import CastWeights
+from nopad.inference.session import build_key
 from torch import nn
 
 PROMPT = list(range(5, 45))
@@ -344,26 +344,26 @@ def test_graphs_captured_with_other_adapters_are_not_replayed(adapted, monkeypat
         def run(self, step, forward):
             return self
 
-    monkeypatch.setattr(model_runner, "StepGraphs", lambda *_: Graphs())
+    monkeypatch.setattr(cuda_graphs, "StepGraphs", lambda *_: Graphs())
     engine = Engine(adapted)
     score(engine)
     runner = engine._executor.runner
-    runner._graph_byte_budget, runner._graphs = 1, Graphs()
+    runner.replays._graphs = Graphs()
     decode: Any = SimpleNamespace(
         requests=[0], sampled_requests=[0], logits_indices=[0], max_query_len=1
     )
-    first = runner._replay(decode)
+    first = runner.replays.replay(decode, runner.forward)
     with adapted.disable_adapter():
         score(engine)  # no decode step
     score(engine)
-    assert runner._replay(decode) is first
+    assert runner.replays.replay(decode, runner.forward) is first
     with adapted.disable_adapter():
         score(engine)
-        second = runner._replay(decode)
+        second = runner.replays.replay(decode, runner.forward)
     score(engine)
-    third = runner._replay(decode)
+    third = runner.replays.replay(decode, runner.forward)
     assert len({id(graphs) for graphs in (first, second, third)}) == 3
-    assert runner._replay(decode) is third
+    assert runner.replays.replay(decode, runner.forward) is third
 
 
 def test_adapters_that_come_after_the_first_call_are_noticed(model):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.live_model.weights_version import WeightsVersion
+from nopad.inference.scheduling.cache_checker import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -52,7 +53,7 @@ def test_logits_that_are_not_numbers_are_told_by_every_call(tiny, value, where):
     assert [scores[0].error, *(s.error for s in scores[1])] == [told] * 3
     assert not scores[0].is_greedy and scores[0].logprob != scores[0].logprob
     assert engine.score_rolling([[3, 4, 5, 6]])[0].error == told
-    engine._loop.scheduler.check()
+    check_scheduler(engine._loop.scheduler)
 
 
 def test_a_request_beside_one_that_is_not_a_number_is_scored(tiny):

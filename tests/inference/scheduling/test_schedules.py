@@ -10,6 +10,7 @@ from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 from nopad.inference.scheduling import loop
 from nopad.inference.scheduling import step as steps
+from nopad.inference.scheduling.cache_checker import check_scheduler
 from random_schedules import run_schedule
 
 SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "1000"))
@@ -77,7 +78,7 @@ def test_a_request_may_be_cancelled_at_any_step_and_the_others_do_not_notice(
                 running = requests[1].row >= 0
                 w.loop.abort(requests[1])
                 assert w.scheduler.pages.available > held or not running
-                w.scheduler.check()
+                check_scheduler(w.scheduler)
             w.step()
             if not w.loop.busy:
                 break

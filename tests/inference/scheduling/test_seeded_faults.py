@@ -7,8 +7,8 @@ import pytest
 from nopad.attention import PageAllocator
 from nopad.inference.requests.request import Request
 from nopad.inference.scheduling import loop, step
-from nopad.inference.scheduling.batch_params import BatchParams
 from nopad.inference.scheduling.scheduler import Scheduler
+from nopad.inference.scheduling.step import BatchParams
 from random_schedules import run_schedule
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import numpy as np
 from nopad.attention import PageAllocator
 from nopad.inference.metrics.stats import Stats
+from nopad.inference.requests.draws import splitmix64, uniform
 from nopad.inference.requests.request import Request
-from nopad.inference.requests.rng import splitmix64, uniform
-from nopad.inference.scheduling.batch_params import BatchParams
-from nopad.inference.scheduling.cache_checker import CacheChecker
+from nopad.inference.scheduling.cache_checker import CacheChecker, check_scheduler
 from nopad.inference.scheduling.loop import StepLoop
 from nopad.inference.scheduling.scheduler import Scheduler
-from nopad.inference.scheduling.step import Step, StepOutput
+from nopad.inference.scheduling.step import BatchParams, Step, StepOutput
 
 VOCAB_SIZE = 50
 POSITION_KEYS = splitmix64(np.arange(1, 1025, dtype=np.uint64))
@@ -109,7 +108,7 @@ class World:
     def step(self) -> list[Request]:
         self.time += 1
         updated = self.loop.step()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return updated
 
     def drain(self, max_steps: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nopad.inference.harness.gen_kwargs import check_generation_config, to_sampling_kwargs
+from nopad.inference.harness.engine_lm import check_generation_config, to_sampling_kwargs
 from nopad.inference.requests.sampling_params import SamplingParams
 from transformers import GenerationConfig
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.requests.detokenizer import Detokenizer
+from nopad.inference.requests.output_processor import Detokenizer, RequestGroup
 from nopad.inference.requests.request import Request
-from nopad.inference.requests.request_group import RequestGroup
 
 
 @pytest.fixture
