@@ -65,6 +65,7 @@ def page_bytes(model, page: int) -> int:
     return PagedCache.bytes_per_page(layer_shapes(model), page, torch.float32)
 
 
+@pytest.mark.smoke("engine ≡ generate")
 def test_arrivals_and_cancellations_do_not_change_the_others(tiny):
     model = tiny("llama")
     pairs = requests(3, 8)

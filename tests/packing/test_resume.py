@@ -75,6 +75,7 @@ def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_p
     assert lost == 0 and kills >= 1000
 
 
+@pytest.mark.smoke("resumed ≡ uninterrupted")
 @pytest.mark.parametrize("kind", ["planned", "planned mixture", "sharded", "sharded mixture"])
 def test_a_chain_of_resumes_crosses_epochs(kinds, tools, kind):
     """A2: ten in a row, save directly after load, load without iterating."""
