@@ -36,7 +36,7 @@ def requests(seed: int, count: int, vocab_size: int = 97) -> list[tuple[list[int
     return pairs
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=QUIET, derandomize=True)
+@settings(max_examples=3, deadline=None, suppress_health_check=QUIET, derandomize=True)
 @given(data=st.data())
 def test_completions_equal_generate_alone(tiny, family, data):
     model = tiny(family)
