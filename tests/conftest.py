@@ -35,6 +35,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with smoke tests for `pytest -m smoke`: all others would take longer."""
+    if config.getoption("markexpr").strip() != "smoke" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.smoke(" not in collection_path.read_text() else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -14,6 +14,10 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 COUNTS = {"A": 47, "B": 24, "C": 6, "D": 10, "E": 5, "F": 8, "G": 12, "H": 5, "I": 13}
 LINES = [f"{letter}{n}" for letter, last in COUNTS.items() for n in range(1, last + 1)]
+SMOKE = [
+    "packed ≡ one by one", "resumed ≡ uninterrupted", "engine ≡ generate", "no trace",
+    "HF Trainer", "TRL", "Accelerate", "Lightning", "order", "refusals",
+]  # fmt: skip
 UNORDERED = {"set", "sorted", "len", "sum", "Counter", "frozenset", "any", "all"}
 STARTS = {
     f"{module}.{name}" for module in ("subprocess", "warm_python") for name in ("run", "Popen")
@@ -109,6 +113,16 @@ def test_what_is_longer_is_marked_so():
     table = promises((TESTS / "README.md").read_text())
     for place in re.findall(r"`([^`]+)::", " ".join(row[2] for row in table.values())):
         assert re.search(r"mark\.(slow|gpu)", (TESTS / place).read_text()), place
+
+
+def test_every_promise_of_the_smoke_tests_has_one():
+    shown: dict[str, str] = {}
+    for path in files():
+        for promises in re.findall(r"mark\.smoke\(([^)]*)\)", path.read_text()):
+            shown |= dict.fromkeys(re.findall(r'"([^"]+)"', promises), path.name)
+    assert sorted(shown) == sorted(SMOKE)
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
+    assert "smoke" in str(project["tool"]["pytest"]["ini_options"]["markers"])
 
 
 def test_nothing_is_tried_again():

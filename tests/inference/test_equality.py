@@ -36,7 +36,7 @@ def requests(seed: int, count: int, vocab_size: int = 97) -> list[tuple[list[int
     return pairs
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=QUIET, derandomize=True)
+@settings(max_examples=3, deadline=None, suppress_health_check=QUIET, derandomize=True)
 @given(data=st.data())
 def test_completions_equal_generate_alone(tiny, family, data):
     model = tiny(family)
@@ -65,6 +65,7 @@ def page_bytes(model, page: int) -> int:
     return PagedCache.bytes_per_page(layer_shapes(model), page, torch.float32)
 
 
+@pytest.mark.smoke("engine ≡ generate")
 def test_arrivals_and_cancellations_do_not_change_the_others(tiny):
     model = tiny("llama")
     pairs = requests(3, 8)

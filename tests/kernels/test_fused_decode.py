@@ -91,6 +91,10 @@ def assert_same_pages(step):
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+LONGER = pytest.mark.slow  # interpreted, each takes three seconds
+MORE_TILES = [(1, 32), (2, 16), (2, 32), (4, 16)]
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_queries_are_returned_and_keys_and_values_written(step, many, monkeypatch):
     monkeypatch.setattr("nopad.kernels.qkv_write.MANY_TOKENS", 1 if many else 1024)
@@ -103,8 +107,10 @@ def test_queries_are_returned_and_keys_and_values_written(step, many, monkeypatc
     assert_same_pages(step)
 
 
-@pytest.mark.parametrize("block_n", [16, 32])  # with one page per block, and several
-@pytest.mark.parametrize("num_splits", [1, 2, 4])
+@pytest.mark.parametrize(  # with one page per block, and several
+    ("num_splits", "block_n"),
+    [(1, 16), (4, 32), *(pytest.param(*tile, marks=LONGER) for tile in MORE_TILES)],
+)
 def test_one_kernel_computes_what_single_operations_compute(step, num_splits, block_n):
     pages, (heads, dim) = step.pages, step.queries.shape[1:]
     keys, values = pages.cache.layer(0)

@@ -13,6 +13,7 @@ from nopad.kernels.paged_decode import _num_splits
 pytestmark = pytest.mark.usefixtures("runnable")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM = 3, 1, 16
+SLOW = pytest.mark.slow  # interpreted, each takes more than a second
 LENGTHS = [290, 1, 64, 400]
 
 
@@ -39,7 +40,7 @@ def step(page_size):
     return q, Varlen(torch.arange(len(LENGTHS) + 1, **ints), 1, pages)
 
 
-@pytest.mark.parametrize("page_size", [16, 48, 64, 256])
+@pytest.mark.parametrize("page_size", [16, 48, *(pytest.param(n, marks=SLOW) for n in (64, 256))])
 @pytest.mark.parametrize(("block", "splits"), [(64, 1), (32, 2), (16, 4)])
 def test_any_cut_of_the_keys_gives_the_same_result(page_size, block, splits):
     """Blocks inside a page, of several pages and across their edges; splits of several blocks."""

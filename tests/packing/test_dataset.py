@@ -17,6 +17,7 @@ def test_importing_packing_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
+@pytest.mark.smoke("order")
 def test_every_document_is_in_an_epoch_exactly_once(make, tools):
     rows = sorted(row.tolist() for row in tools.documents(400))
     for kind in ("planned", "sharded"):

@@ -54,14 +54,15 @@ def states_and_digests(tools, data):
     return states, digests
 
 
-def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_path):
+@pytest.mark.parametrize("kills_each", [20, pytest.param(125, marks=pytest.mark.slow)])
+def test_kills_anywhere_continue_with_the_identical_stream(kinds, tools, tmp_path, kills_each):
     """A1, on the core: a kill is a state read back from disk by a process that knows nothing."""
     rng, kills, lost = random.Random(0), 0, 0
     for make in kinds.values():
         states, digests = states_and_digests(tools, make(epochs=2))
-        for _ in range(125):
+        for _ in range(kills_each):
             cut = rng.randrange(len(states))
-            if kills % 25 == 0:  # through a file, as in a run
+            if kills % 10 == 0:  # through a file, as in a run
                 write_state(tmp_path / "state.json", json.loads(states[cut]))
                 state = read_state(tmp_path / "state.json")
             else:
@@ -72,9 +73,10 @@ def test_a_thousand_kills_continue_with_the_identical_stream(kinds, tools, tmp_p
             lost += rest != digests[cut:]
             kills += 1
     print(f"{lost} of {kills} kills continued with another stream")
-    assert lost == 0 and kills >= 1000
+    assert lost == 0 and kills == kills_each * len(kinds)
 
 
+@pytest.mark.smoke("resumed ≡ uninterrupted")
 @pytest.mark.parametrize("kind", ["planned", "planned mixture", "sharded", "sharded mixture"])
 def test_a_chain_of_resumes_crosses_epochs(kinds, tools, kind):
     """A2: ten in a row, save directly after load, load without iterating."""
@@ -125,9 +127,9 @@ def test_all_72_changes_of_ranks_and_workers_continue_the_sequence(kinds, tools,
 
 
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
-def test_a_state_at_every_batch_of_ten_thousand_documents_loses_none(tools, jsonl, kind):
+def test_a_state_at_every_batch_loses_no_document(tools, jsonl, kind):
     """A4: at every pack the state restores the next pack; at some, all the rest."""
-    rows = tools.documents(10_000, longest=60)
+    rows = tools.documents(2_500, longest=60)
     path = None if kind == "planned" else jsonl(rows)
 
     def make():

@@ -172,20 +172,20 @@ def probe(tools, jsonl, tmp_path):
     mixture = [(path, 3), (jsonl(rows[:30], "other.jsonl"), 1)]
 
     def run():
-        check_packer()
-        check_laps(path)
-        check_views(tools, sharded_run(tools, mixture))
         plan, stream = planned_run(tools, rows), sharded_run(tools, path)
-        check_content(plan, rows, epochs=2)
-        check_content(stream, rows, epochs=None)
-        check_views(tools, plan)
-        check_views(tools, stream)
-        check_states(plan, tmp_path)
-        check_rows(tmp_path)
         one = PackedDataset(
             path, budget=BUDGET, pool=6, shards=2, shuffle=8, pretokenize=False, epochs=2
         )
+        check_rows(tmp_path)  # the cheapest first: a fault ends the probe
+        check_packer()
+        check_laps(path)
+        check_states(plan, tmp_path)
+        check_content(plan, rows, epochs=2)
+        check_content(stream, rows, epochs=None)
         check_content(lambda: one, rows, epochs=2)
+        check_views(tools, plan)
+        check_views(tools, stream)
+        check_views(tools, sharded_run(tools, mixture))
 
     return run
 

@@ -51,7 +51,7 @@ def inputs(recipe: str, folder: Path) -> list[str]:
     ("recipe", "more"),
     [
         ("train_hf", []),
-        ("sft", ["--lora", "4"]),
+        pytest.param("sft", ["--lora", "4"], marks=pytest.mark.slow),
         pytest.param("train_hf", ["--checkpointing"], marks=pytest.mark.slow),
     ],
 )

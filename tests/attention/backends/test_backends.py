@@ -65,6 +65,17 @@ PAGED = [
     Case("a long shared prefix and a softcap", FAMILY, shared_pages=40, softcap=3.0),
     Case("a long context over few sequences", [(1500, 1), (3, 1)]),
 ]
+LONGER = {
+    "a window longer than a page",
+    "a softcap",
+    "sinks",
+    "a scale of its own",
+    "pages of 256",
+    "head dim 128",
+    "head dim 256",
+    "a long shared prefix and a scale",
+    "a long shared prefix and a softcap",
+}
 PACKED = [
     Case("one sequence", [(0, 50)]),
     Case("lengths of one and empty slots", [(0, 1), (0, 17), (0, 0), (0, 1), (0, 64), (0, 0)]),
@@ -189,8 +200,19 @@ def check_packed(backend, case, dtype):
         assert_close_to_oracle(a.detach(), b.detach(), c.detach())
 
 
-@pytest.mark.parametrize("case", PAGED, ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def marks(backend: str, case: Case):
+    """Interpreted kernels take a second a case, and these cases are parts of others."""
+    return [pytest.mark.slow] if backend == "triton" and not CUDA and case.name in LONGER else []
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        pytest.param(backend, case, id=f"{backend}-{case}", marks=marks(backend, case))
+        for backend in ("sdpa", "triton")
+        for case in PAGED
+    ],
+)
 def test_paged_backends_agree_with_the_oracle_in_fp32(backend, case):
     check_paged(backend, case, torch.float32)
 

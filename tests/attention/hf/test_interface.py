@@ -135,6 +135,7 @@ def test_autocast_narrows_attention_as_it_narrows_every_product():
     assert (narrow.float() - wide).abs().mean() < 0.05 * wide.abs().mean()
 
 
+@pytest.mark.smoke("refusals")
 @pytest.mark.parametrize(
     ("named", "message"),
     [
@@ -319,6 +320,7 @@ def test_ddp_and_fsdp2_give_the_same_gradients(one_rank):
     assert largest(plain, got) < 1e-6
 
 
+@pytest.mark.smoke("packed ≡ one by one")
 def test_only_one_sequence_moves_when_it_is_changed():
     """The seeded fault for all of the above: forget one boundary, and a neighbour moves."""
     model = tiny()

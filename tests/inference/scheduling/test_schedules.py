@@ -13,7 +13,7 @@ from nopad.inference.scheduling import step as steps
 from nopad.inference.scheduling.cache_checker import check_scheduler
 from random_schedules import run_schedule
 
-SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "1000"))
+SCHEDULES = int(os.environ.get("NOPAD_SCHEDULES", "300"))
 
 
 def test_every_request_gets_the_tokens_it_would_get_alone(world, expected):

@@ -225,13 +225,13 @@ def test_lines_that_are_appended_while_a_file_is_read_wait_for_the_next_run(tmp_
         PackedDataset(path, **options).load_state_dict(data.state_dict())
 
 
-def test_a_hundred_thousand_documents_obey_the_law_of_tokens():
+def test_twenty_thousand_documents_obey_the_law_of_tokens():
     """A7: tokens in = packed + truncated + dropped + rejected, with hostile rows among them."""
     rng, encoder = random.Random(0), Encoder(tokenize_chars, vocab_size=VOCAB, add_eos=False)
     bad = [row for name, row in ROWS.items() if "messages" not in name]
     packer = Packer(256, pool=256, overflow="truncate")
     given = rejected = out = 0
-    for _ in range(400):
+    for _ in range(80):
         rows = []
         for _ in range(250):
             if rng.random() < 0.1:
@@ -249,9 +249,9 @@ def test_a_hundred_thousand_documents_obey_the_law_of_tokens():
     counts = packer.counts
     print(
         f"{given - out - counts.truncated_tokens} tokens unaccounted of {given}, "
-        f"{rejected} of 100000 documents rejected"
+        f"{rejected} of 20000 documents rejected"
     )
-    assert given == counts.tokens == out + counts.truncated_tokens and rejected > 5000
+    assert given == counts.tokens == out + counts.truncated_tokens and rejected > 1000
 
 
 @pytest.mark.parametrize("pretokenize", [True, False])

@@ -25,7 +25,7 @@ def test_a_generator_that_raises_at_any_row_is_continued_from_there(tools, shuff
 
     whole = [tools.digest(pack) for pack in make(None)]
     wrong = 0
-    for fail in range(200):
+    for fail in [*range(12), *range(12, 200, 7)]:
         data, seen = make(fail), []
         with pytest.raises(RuntimeError, match=f"row {fail}: Trouble"):
             for pack in data:
@@ -38,7 +38,7 @@ def test_a_generator_that_raises_at_any_row_is_continued_from_there(tools, shuff
         wrong += seen + [tools.digest(pack) for pack in fixed] != whole
         if not shuffle and fail > 30:
             assert len(seen) >= sum(1 + i % 13 for i in range(fail)) // 32 - 6
-    print(f"{wrong} of 200 failures lost or repeated something (shuffle={shuffle})")
+    print(f"{wrong} failures lost or repeated something (shuffle={shuffle})")
     assert wrong == 0
 
 

@@ -87,6 +87,7 @@ def change_one(rows):
     return changed
 
 
+@pytest.mark.smoke("refusals")
 @pytest.mark.parametrize("rows", [ROWS[:-1], [*ROWS, ROWS[0]], change_one(ROWS), ROWS[::-1]])
 def test_other_data_is_refused(rows):
     with pytest.raises(ValueError, match="made with other data"):

@@ -47,6 +47,19 @@ def plain(tmp_path_factory):
     return get
 
 
+SMOKE = {
+    "hf": pytest.mark.smoke("no trace", "HF Trainer"),
+    "accelerate": pytest.mark.smoke("no trace", "Accelerate"),
+    "lightning": pytest.mark.smoke("no trace", "Lightning"),
+}
+
+
+def marks(trainer: str, how: str, end: str, length: str) -> list[pytest.MarkDecorator]:
+    if is_longer(how, end, length):
+        return [pytest.mark.slow]
+    return [SMOKE[trainer]] if (how, end) == ("sampled", "ends") else []
+
+
 def is_longer(how: str, end: str, length: str) -> bool:
     """Sampling restores all that greedy decoding does, and the random states."""
     return length == "whole" or (how == "greedy" and end != "ends")
@@ -58,7 +71,7 @@ CELLS = [
         how,
         end,
         length,
-        marks=[pytest.mark.slow] if is_longer(how, end, length) else [],
+        marks=marks(trainer, how, end, length),
         id=f"{trainer}-{how}-{end}-{length}",
     )
     for length in STEPS

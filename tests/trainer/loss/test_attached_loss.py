@@ -14,6 +14,7 @@ from nopad.trainer.with_hf import PackedTrainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 
 
+@pytest.mark.smoke("packed ≡ one by one")
 @pytest.mark.parametrize("mean", ["token", "sample"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_step_equals_its_samples_one_by_one(mean, tied):

@@ -57,8 +57,17 @@ def check(model, precision: str) -> None:
         check_run(model, rows)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", EXPERTS)
+def cells(names, all_precisions: str, precision: str) -> list:
+    """Every name in this precision, and one name in all; the others are slow."""
+
+    def marks(name: str, other: str) -> list:
+        return [] if name == all_precisions or other == precision else [pytest.mark.slow]
+
+    pairs = [(name, other) for name in names for other in PRECISIONS]
+    return [pytest.param(*pair, marks=marks(*pair)) for pair in pairs]
+
+
+@pytest.mark.parametrize(("kind", "precision"), cells(EXPERTS, "olmoe", "bf16"))
 def test_experts_pass_in_any_precision(kind, precision):
     check(build(kind, layers=6), precision)
 
@@ -131,8 +140,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "precision"), cells(FAULTS, "a state that keeps its values", "fp32")
+)
 def test_every_fault_is_seen(fault, precision):
     model = build()
     layer = model.model.layers[0]

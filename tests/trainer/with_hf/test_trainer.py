@@ -272,6 +272,7 @@ def test_trl_s_sft_trainer_asks_for_its_own_arguments(tmp_path):
             PackedSFTTrainer(tiny_run.model(), args, None, tiny_run.dataset())
 
 
+@pytest.mark.smoke("packed ≡ one by one", "TRL")
 def test_trl_s_sft_trainer_takes_packs_and_is_exact(tmp_path):
     from hf_child import Watch
 

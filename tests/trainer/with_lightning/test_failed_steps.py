@@ -79,7 +79,13 @@ def fit(folder, fail: Fail, checkpoint=None, **settings) -> Module:
 
 @pytest.mark.parametrize(
     ("hook", "batch", "step"),
-    [("start", 0, 1), ("start", 2, 1), ("optimizer", 2, 1), ("end", 0, 1), ("end", 2, 2)],
+    [
+        ("start", 0, 1),
+        ("start", 2, 1),
+        ("optimizer", 2, 1),
+        ("end", 0, 1),
+        pytest.param("end", 2, 2, marks=pytest.mark.smoke("resumed ≡ uninterrupted")),
+    ],
 )
 def test_a_run_that_failed_inside_a_step_continues_to_the_bit(hook, batch, step, tmp_path):
     whole = fit(tmp_path / "whole", Fail())
