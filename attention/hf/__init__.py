@@ -28,7 +28,7 @@ from .model_support import (
     step_context,
     unsupported_reason,
 )
-from .router_logits import compile_with_router_logits, has_router_logits
+from .router_logits import compile_with_hooks, has_router_logits
 from .selfcheck import (
     PackedDifferences,
     check_default_cache,
@@ -55,7 +55,7 @@ __all__ = [
     "check_paged",
     "check_rows",
     "check_supported",
-    "compile_with_router_logits",
+    "compile_with_hooks",
     "current_varlen",
     "document_mask",
     "drops_kwargs",

@@ -1,6 +1,6 @@
 """torch.compile for packed training: one graph, shared by all decoder layers.
 
-    for layer in layers: layer.compile(fullgraph=True)     one graph, since the layers are alike
+    compile every layer, fullgraph=True     one graph, since the layers are alike
 
 Compiling the layer instead of the model takes a sixteenth of the time and loses nothing that
 matters: between two layers there is only the residual. Batches should have a constant T
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...attention.hf import compile_with_router_logits, has_router_logits
+from ...attention.hf import compile_with_hooks
 
 
 def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile every decoder layer of a causal LM in place; return how many there are.
+
+    Forwards of packs are compiled. Others, such as those of `generate`, run as before.
 
     Args:
         model: a causal LM of Transformers.
@@ -36,11 +38,7 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     if layers is None or not len(layers):
         raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
     options = {"fullgraph": True, "backend": recompute_backend, **options}
-    if has_router_logits(model):
-        compile_with_router_logits(model, layers, **options)
-    else:
-        for layer in layers:
-            layer.compile(**options)
+    compile_with_hooks(model, layers, **options)
     return len(layers)
 
 

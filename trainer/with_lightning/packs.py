@@ -402,6 +402,17 @@ class ManualSteps:
         self._global_step = trainer.global_step
         optimizers = [each for each in trainer.optimizers if isinstance(each, Optimizer)]
         self._handles = [each.register_step_post_hook(self._note) for each in optimizers]
+        self._module = trainer.lightning_module
+        self._clear_gradients = self._module.on_validation_model_zero_grad
+        self._module.on_validation_model_zero_grad = self._clear_between_steps
+
+    def _clear_between_steps(self) -> None:
+        """Keep the gradients of an unfinished step, of which Lightning does not know.
+
+        It clears gradients before a validation, to save memory.
+        """
+        if not self.has_gradients:
+            self._clear_gradients()
 
     def _note(self, *_: Any) -> None:
         self._stepped = True
@@ -431,6 +442,7 @@ class ManualSteps:
 
     def release(self) -> None:
         """Stop noticing steps."""
+        del self._module.on_validation_model_zero_grad
         for handle in self._handles:
             handle.remove()
 

@@ -68,6 +68,35 @@ def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
     assert tiny_run.distance(ours, gold) < 2e-6
 
 
+def test_a_hook_that_comes_after_the_first_step_changes_compiled_layers():
+    eager, compiled = tiny_run.model(), tiny_run.model()
+    compile_layers(compiled, backend="eager")
+    batch = batches(fixed_sequences=16)[0]
+    before = compiled(**batch).loss
+    for model in (eager, compiled):
+        model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: out * 30)
+    assert torch.allclose(compiled(**batch).loss, eager(**batch).loss)
+    assert not torch.allclose(compiled(**batch).loss, before)
+
+
+def test_asking_compiled_layers_for_hidden_states_raises_and_changes_nothing():
+    model, batch = tiny_run.model(), batches(fixed_sequences=16)[0]
+    attach_loss(model)
+    compile_layers(model, backend="eager")
+    before = model(**batch).loss
+    with pytest.raises(ValueError, match=r"^compiled layers cannot return output_hidden_states"):
+        model(**batch, output_hidden_states=True)
+    assert torch.equal(model(**batch).loss, before)
+
+
+def test_a_forward_without_boundaries_runs_as_without_compiled_layers():
+    model, ids = tiny_run.model().eval(), torch.arange(5, 12)[None]
+    model.set_attn_implementation("nopad")
+    logits = model(ids, use_cache=False).logits
+    compile_layers(model, backend="eager")
+    assert torch.equal(model(ids, use_cache=False).logits, logits)
+
+
 @pytest.mark.slow
 def test_normed_and_gated_states_are_not_kept_for_the_backward():
     model, batch = tiny_run.model(), batches(fixed_sequences=16)[0]

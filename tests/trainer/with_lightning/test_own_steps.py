@@ -57,6 +57,18 @@ def test_an_accumulation_of_ones_own_is_exact_where_the_data_knows_of_it():
     assert distance(module) < 1e-6
 
 
+def test_a_validation_inside_a_step_of_ones_own_keeps_its_gradients():
+    class Validated(ByHand):
+        def validation_step(self, batch, _):
+            self.model(**batch)
+
+    module = Validated(tiny_run.model())
+    packs = PackedDataModule(tiny_run.dataset(), tiny_run.dataset(), accumulation_steps=PACKS)
+    often = {"val_check_interval": 3, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    fit(module, packs, **often)
+    assert distance(module) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("told", "message"),
     [(None, "more than accumulation_steps=1"), (2, "more than accumulation_steps=2"),
