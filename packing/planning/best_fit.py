@@ -63,8 +63,8 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
 
     deferrals: how often the first segments, those that an earlier call left pending, were deferred;
     packed: segments emitted by earlier calls; flush: whether all but the emptiest pack are emitted.
-    Returns the segments of the emitted packs,
-    the offsets of these packs, the pending segments, and the deferrals of the first of them.
+    Returns the segments of the emitted packs, the offsets of these packs, the pending segments, and
+    the deferrals of the first of them.
     """
     n, arrived, packs = len(sizes), len(deferrals), 0
     order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(arrived)
