@@ -35,20 +35,21 @@ PROBES = 8
 SEVERAL, PAIR, PAIR_BESIDE_LONG = 3.0, 1.75, 1.25
 """Room, in mean segments, for any segment to join, or for a pair. Beside a long segment few single
 ones fit, the same in every epoch: there, pairs are tried from a smaller room on."""
-WASTE = 0.03
-"""What the room beside long segments may waste, so that several fit it: at most this part of the
-packs that have no long segment, half of it on average."""
+WASTE = 0.04
+"""What a single segment beside a long one may leave free, so that more than one fits there: this
+part of all packs without a long one, divided by the number of long ones; half of it on average."""
 EXCHANGES, NEAR = 8, 10
-"""Exchanges tried for each segment, with one up to NEAR ranks away: as few as let sets of 50
-documents meet again at most twice as often as by chance."""
+"""Exchanges tried for each segment, with one up to NEAR ranks away: as few as it takes for sets of
+50 documents to meet again at most twice as often as by chance."""
 TRIED = 1 << 18
 """Other orders tried to save a pack, in squares of the number of segments: a hundred for 50, where
 a pack is up to 6 points of fill, none from 513 on, where it is less than one."""
-DEFERRED, DEFERRED_IN_WINDOW = 80, 8
-"""One segment in so many may wait for the next window, twice as many after two windows and so on,
-or for the next sweep of its window. Those that wait are not as long as others: more of them would
-correlate place and length by more than 0.02 in streams that end soon. In a window, whose packs are
-shuffled, they cost only time."""
+FULL = 100
+"""A pack is full if it lacks at most capacity / FULL: what waits for less meets the same again."""
+DEFERRED, MOST_SWEEPS = 96, 12
+"""Of the first window of a stream, one segment in DEFERRED may wait for the next, of the second two
+and so on up to MOST_SWEEPS, as in the sweeps of a window. Those that wait are not as long as
+others: more would correlate place and length by more than 0.02 in a stream that ends soon."""
 MAX_DEFERRALS = 14
 """How often a segment may wait for the next window."""
 FACTOR, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
@@ -62,8 +63,8 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
 
     deferrals: how often the first segments, those that an earlier call left pending, were deferred;
     packed: segments emitted by earlier calls; flush: whether all but the emptiest pack are emitted.
-    Returns the segments of the emitted packs,
-    the offsets of these packs, the pending segments, and the deferrals of the first of them.
+    Returns the segments of the emitted packs, the offsets of these packs, the pending segments, and
+    the deferrals of the first of them.
     """
     n, arrived, packs = len(sizes), len(deferrals), 0
     order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(arrived)
@@ -73,12 +74,12 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
         window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
         deferrals = np.concatenate((deferrals, np.zeros(taken, np.int64)))
         arrived += taken
-        windows = 1 + (packed + offsets[packs]) // pool
-        limit = len(window) * min(windows, DEFERRED // DEFERRED_IN_WINDOW) // DEFERRED
-        if arrived == n and (flush or final):
-            limit = -1 if final else 0
-            flush = False
-        chosen, ends, deferred = _fit_window(sizes[window], deferrals, capacity, limit)
+        ends_here = arrived == n and (flush or final)
+        flush = flush and not ends_here
+        before = packed + offsets[packs]
+        chosen, ends, deferred = _fit_window(
+            sizes[window], deferrals, before, capacity, ends_here, ends_here and final
+        )
         begin = offsets[packs]
         order[begin : begin + len(chosen)] = window[chosen]
         offsets[packs : packs + len(ends)] = begin + ends
@@ -89,10 +90,11 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
 
 
 @jit
-def _fit_window(sizes, deferrals, capacity, limit):
+def _fit_window(sizes, deferrals, before, capacity, flush, final):
     """Pack a window in sweeps; return its packs in random order, and the segments to defer.
 
-    limit: segments that may be deferred, or the emptiest pack if it has more; -1: none.
+    before: segments emitted before it; flush: whether only the emptiest pack is deferred; final:
+    whether none is.
     """
     n, arrived, packs, key = len(sizes), 0, 0, np.uint64(0)
     order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(0)
@@ -102,16 +104,18 @@ def _fit_window(sizes, deferrals, capacity, limit):
         sweep = np.concatenate((pending, np.arange(arrived, arrived + taken)))
         arrived += taken
         size, arrivals, starts, shift, key = _ranks(sizes[sweep], capacity, key)
-        retry = limit < 0 and arrived == n
-        ranks, ends, lacks = _fit_sweep(size, arrivals, starts, shift, capacity, key, retry)
+        is_last = arrived == n
+        ranks, ends, lacks = _fit_sweep(
+            size, arrivals, starts, shift, capacity, key, final and is_last
+        )
         waits = np.zeros(len(lacks), np.bool_)
-        if arrived < n:
+        if not (final and is_last):
+            sweeps = 1 + (before + offsets[packs]) // SWEEP if is_last else MOST_SWEEPS
+            limit = len(sweep) * min(sweeps, MOST_SWEEPS) // DEFERRED
             times = np.zeros(len(sweep) + 1, np.int64)
-            _choose_waiting(ranks, ends, lacks, times, len(sweep) // DEFERRED_IN_WINDOW, waits)
-        elif limit >= 0:
-            times = np.zeros(len(sweep) + 1, np.int64)
-            times[arrivals] = deferrals[sweep]
-            _choose_waiting(ranks, ends, lacks, times, limit, waits)
+            if is_last:
+                times[arrivals] = deferrals[sweep]
+            _choose_waiting(ranks, ends, lacks, times, 0 if flush and is_last else limit, waits)
         place = _exchange(size, ranks, ends, waits, capacity, key)
         firsts, waiting = np.empty(len(waits), np.int64), np.zeros(len(sweep), np.bool_)
         for p in range(len(waits)):
@@ -240,7 +244,9 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
                     other = _last_free(free, _up_to(size, starts, shift, target))
                     if other and size[other] >= room - slack:
                         chosen = other
-        lacks[packs] = max(room - slack, 0) if placed - start <= 2 else room
+        if placed - start <= 2:
+            room -= slack
+        lacks[packs] = room if room > capacity // FULL else 0
         packs += 1
         offsets[packs] = placed
     return order, offsets[: packs + 1], lacks[:packs]
