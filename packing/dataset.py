@@ -100,7 +100,7 @@ class PackedDataset(IterableDataset):
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
-    ([[1, 2, 3, 6, 7, 8], [4, 5]], 2)
+    ([[4, 5], [1, 2, 3, 6, 7, 8]], 2)
     """
 
     _sender: tuple[int, int, int] | None = None

@@ -195,9 +195,8 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
     longest, cursor, end = n, 0, n
     while placed < n:
         longest = _last_free(free, longest)
-        room, start, chosen, partner = capacity, placed, longest, 0
-        if longest <= longest_short:
-            chosen = 0
+        room, start, partner = capacity, placed, 0
+        chosen = longest if longest > longest_short else 0
         while True:
             if chosen:
                 order[placed], free[chosen] = chosen, chosen - 1
@@ -214,10 +213,8 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
             beside_long = placed == start + 1 and 2 * room < capacity
             needed = PAIR_BESIDE_LONG if beside_long else PAIR
             joins = room * short > SEVERAL * tokens
-            probes = PROBES if room * short > needed * tokens else 0
-            if beside_long and scarce:
-                probes = 0
-            chosen = 0
+            pairs = room * short > needed * tokens and not (beside_long and scarce)
+            probes, chosen = PROBES if pairs else 0, 0
             while probes and not chosen:
                 if cursor == end:
                     cursor, end = 0, _drop_packed(rest, free, end)
@@ -230,11 +227,8 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
                 if left == 0 or (joins and left > 0):
                     chosen = any_one
                 elif left > 0:
-                    other = _last_free(free, _up_to(size, starts, shift, left))
-                    if other == any_one:
-                        other = _last_free(free, other - 1)
-                    if size[other] == left:
-                        chosen, partner = any_one, other
+                    partner = _partner(size, starts, shift, free, any_one, left)
+                    chosen = any_one if partner else 0
             if not chosen:
                 chosen = _last_free(free, _up_to(size, starts, shift, room))
                 if not chosen:
@@ -242,8 +236,7 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
                 if placed == start + 1:
                     target = room - below(mix(key + np.uint64(placed)), min(slack, room) + 1)
                     other = _last_free(free, _up_to(size, starts, shift, target))
-                    if other and size[other] >= room - slack:
-                        chosen = other
+                    chosen = other if size[other] >= max(1, room - slack) else chosen
         if placed - start <= 2:
             room -= slack
         lacks[packs] = room if room > capacity // FULL else 0
@@ -275,6 +268,15 @@ def _last_free(free, rank):
         free[rank] = free[free[rank]]
         rank = free[rank]
     return rank
+
+
+@jit
+def _partner(size, starts, shift, free, one, left):
+    """Return a segment of exactly this size, other than `one`, that has no pack, or 0."""
+    other = _last_free(free, _up_to(size, starts, shift, left))
+    if other == one:
+        other = _last_free(free, other - 1)
+    return other if size[other] == left else 0
 
 
 @jit
