@@ -23,7 +23,7 @@ def test_adapters_get_the_gradient_of_the_samples_one_by_one(front_end, tmp_path
     gold = tiny_run.gold_gradient(model, tiny_run.packs(tiny_run.dataset(), 2))
     ours = FIRST_STEP[front_end](model, tiny_run.dataset(), tmp_path)
     assert ours.keys() == gold.keys() and all("lora_" in name for name in gold)
-    assert tiny_run.distance(ours, gold) < 2e-6
+    assert tiny_run.distance(ours, gold) < 5e-6
     assert "logits" not in model(**tiny_run.collate(tiny_run.packs(tiny_run.dataset(), 1)[0]))
 
 
@@ -76,7 +76,7 @@ def test_peft_may_train_or_adapt_the_head_before_or_after(how):
     gold, *ours = gradients
     assert any("lm_head" in name for name in gold)
     for theirs in ours:
-        assert theirs.keys() == gold.keys() and tiny_run.distance(theirs, gold) < 2e-6
+        assert theirs.keys() == gold.keys() and tiny_run.distance(theirs, gold) < 5e-6
 
 
 def test_a_copied_head_brings_no_model_along():

@@ -20,7 +20,7 @@ ACCUMULATION = 3
 def gold():
     """Loss, auxiliary loss and gradient of the first step."""
     packs = tiny_run.packs(tiny_run.dataset(), ACCUMULATION)
-    assert len({int((pack.labels != -100).sum()) for pack in packs}) == ACCUMULATION
+    assert len({int((pack.labels != -100).sum()) for pack in packs}) > 1
     return tiny_run.gold_mixture(tiny_run.mixture(), packs)
 
 
