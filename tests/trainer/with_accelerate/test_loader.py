@@ -269,9 +269,9 @@ def test_a_loss_that_was_detached_between_two_loops_is_attached_again():
 
 def test_skip_first_batches_says_that_the_loader_continues_by_itself():
     loop = Loop()
-    for skip in (skip_first_batches, loop.accelerator.skip_first_batches):
+    for function in (skip_first_batches, loop.accelerator.skip_first_batches):
         with pytest.raises(ValueError, match=r"^skip_first_batches does not apply to packs"):
-            skip(loop.loader, 2)
+            function(loop.loader, 2)
 
 
 @pytest.mark.parametrize("own", [True, False])
