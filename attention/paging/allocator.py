@@ -6,13 +6,9 @@ Every page is in one of three states:
                           ▲                           └──────▶ cached: no owner, but it still holds
                           └────── attach_prefix ◀────────────  a registered prefix
 
-Cached pages are allocated again, least recently used first, once the free list is empty. Shared
-pages are never written: `make_private` returns the copy that must be made first. All copies that
-`make_private` and `attach_prefix` return must be made, in one `PagedCache.copy_pages`, before the
-next forward writes.
-
-The engine shares pages by `attach_prefix` alone: completions of one prompt find its prefix.
-`fork` and `make_private` are for searches that branch in the middle of a page, such as beam search.
+Once the free list is empty, cached pages are allocated again, least recently used first. Shared
+pages are full and never written. If a prefix ends inside a page, `attach_prefix` returns the copy
+that must be made, with `PagedCache.copy_pages`, before the next forward writes.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from .prefix import PrefixIndex, TokenIds, sha256
+from .prefix import STRIDE, PrefixIndex, TokenIds, sha256
 
 
 class OutOfPages(RuntimeError):
@@ -63,8 +59,11 @@ class PageAllocator:
     def __init__(
         self, num_pages: int, page_size: int, *, digest: Callable[[bytes], bytes] = sha256
     ):
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(f"need at least one page of one token, got {num_pages} x {page_size}")
+        if num_pages < 1 or page_size < 1 or page_size % STRIDE:
+            raise ValueError(
+                f"got {num_pages} pages of {page_size} tokens: use at least one page, and a page "
+                f"size that is a multiple of {STRIDE}"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -99,46 +98,10 @@ class PageAllocator:
         self._tables.setdefault(owner, []).extend(pages)
         return pages
 
-    def free(self, owner: Hashable, pages: Sequence[int] | None = None) -> None:
-        """Free the owner's last pages, or all of them and the owner itself."""
-        table = self._table(owner)
-        if pages is None:
-            self._release(table)
-            del self._tables[owner]
-            return
-        for page in pages:
-            if page not in table:
-                raise ValueError(f"page {page} is not held by {owner!r}: {self._holders(page)}")
-        num_kept = len(table) - len(pages)
-        if sorted(table[num_kept:]) != sorted(pages):
-            raise ValueError(f"pages {list(pages)} are not the last pages of {owner!r}: {table}")
-        self._release(table[num_kept:])
-        del table[num_kept:]
-
-    def fork(self, parent: Hashable, child: Hashable) -> list[int]:
-        """Create an owner that shares every page of another."""
-        table = list(self._table(parent))
-        if child in self._tables:
-            raise ValueError(f"owner {child!r} exists and holds pages {self._tables[child]}")
-        for page in table:
-            self._references[page] += 1
-        self._tables[child] = table
-        return list(table)
-
-    def make_private(self, owner: Hashable, index: int) -> PageCopy | None:
-        """Make the owner's page at `index` private before a write; return the copy to make."""
-        table = self._table(owner)
-        if not 0 <= index < len(table):
-            raise ValueError(f"owner {owner!r} has no page at index {index}: it holds {table}")
-        page = table[index]
-        if self._references[page] == 1:
-            return None
-        if not self.available:
-            raise OutOfPages(f"owner {owner!r} cannot copy shared page {page}: no page is left")
-        target = self._take()
-        self._references[page] -= 1
-        table[index] = target
-        return PageCopy(page, target)
+    def free(self, owner: Hashable) -> None:
+        """Free all pages of an owner, and remove the owner."""
+        self._release(self._table(owner))
+        del self._tables[owner]
 
     def register(self, owner: Hashable, tokens: TokenIds, scope: str) -> None:
         """Register the owner's pages, which hold these leading tokens, for later owners.
@@ -200,10 +163,6 @@ class PageAllocator:
         if table is None:
             raise ValueError(f"owner {owner!r} holds no page: never allocated, or already freed")
         return table
-
-    def _holders(self, page: int) -> str:
-        holders = [owner for owner, table in self._tables.items() if page in table]
-        return f"held by {holders}" if holders else "it is free"
 
     def _take(self) -> int:
         if not self._free:

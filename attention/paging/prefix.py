@@ -7,11 +7,10 @@ A hash chain with one link every 16 tokens:
 
 A key only finds a candidate: a link is a hit if what its key was computed from is equal, and its
 parent is the link found before. So a hash collision can cost a hit but never give a wrong one. A
-link lives as long as its parent. If the page size is not a multiple of 16, a link may cross a page
-boundary; it then lives as long as both pages.
+link lives as long as its parent. Page sizes are multiples of 16, so a link is in one page.
 
-Links are bytes in dicts, not objects that refer to each other: hundreds of thousands of those would
-make Python's garbage collector visit every object of the process again and again.
+Links are bytes in dicts, not objects that refer to each other: Python's garbage collector would
+visit hundreds of thousands of such objects again and again.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class PrefixIndex:
         self.digest = digest
         self._links: dict[bytes, bytes] = {}
         """By key, what it was computed from: position, key of the parent, tokens."""
-        self._pages: dict[bytes, tuple[int, ...]] = {}
-        """The pages of a link; the first also holds the tokens before the link in that page."""
+        self._page: dict[bytes, int] = {}
+        """The page of each link; it also holds the tokens before the link in that page."""
         self._in_page: dict[int, list[bytes]] = {}
         """Links by page. A page holds one sequence: each is an ancestor of those after it."""
         self._children: dict[bytes, set[bytes]] = {}
-        """Children that are not in the pages of their parent."""
+        """Children that are not in the page of their parent."""
 
     def holds(self, page: int) -> bool:
         """Return whether a page has links."""
@@ -61,7 +60,7 @@ class PrefixIndex:
         for key, link in self._chain(tokens, scope):
             if self._links.get(key) != link:
                 break
-            pages[num_tokens // self.page_size :] = self._pages[key]
+            pages[num_tokens // self.page_size :] = [self._page[key]]
             num_tokens += STRIDE
         return num_tokens, pages
 
@@ -70,7 +69,7 @@ class PrefixIndex:
         for index, (key, link) in enumerate(self._chain(tokens, scope)):
             registered = self._links.get(key)
             if registered is None:
-                self._add(key, link, self._pages_of_link(table, index * STRIDE))
+                self._add(key, link, table[index * STRIDE // self.page_size])
             elif registered != link:
                 return  # a collision: the link that has this key keeps it
 
@@ -85,26 +84,20 @@ class PrefixIndex:
             keys.extend(self._children.pop(key, ()))
             if (siblings := self._children.get(_parent(link))) is not None:
                 siblings.discard(key)
-            for link_page in self._pages.pop(key):
-                in_page = self._in_page[link_page]
-                keys.extend(in_page[in_page.index(key) + 1 :])
-                in_page.remove(key)
-                if not in_page:
-                    del self._in_page[link_page]
-                    emptied.append(link_page)
+            link_page = self._page.pop(key)
+            in_page = self._in_page[link_page]
+            keys.extend(in_page[in_page.index(key) + 1 :])
+            in_page.remove(key)
+            if not in_page:
+                del self._in_page[link_page]
+                emptied.append(link_page)
         return emptied
 
-    def _pages_of_link(self, table: Sequence[int], start: int) -> tuple[int, ...]:
-        """Return the pages of the link whose first token is `start`."""
-        last = (start + STRIDE - 1) // self.page_size
-        return tuple(table[start // self.page_size : last + 1])
-
-    def _add(self, key: bytes, link: bytes, pages: tuple[int, ...]) -> None:
-        self._links[key], self._pages[key] = link, pages
-        for page in pages:
-            self._in_page.setdefault(page, []).append(key)
+    def _add(self, key: bytes, link: bytes, page: int) -> None:
+        self._links[key], self._page[key] = link, page
+        self._in_page.setdefault(page, []).append(key)
         parent = _parent(link)
-        if parent in self._links and self._pages[parent] != pages:
+        if parent in self._links and self._page[parent] != page:
             self._children.setdefault(parent, set()).add(key)
 
     def _chain(self, tokens: TokenIds, scope: str) -> Iterator[tuple[bytes, bytes]]:

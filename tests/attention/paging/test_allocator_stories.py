@@ -40,11 +40,6 @@ class Machine(RuleBasedStateMachine):
         self.world.write(self.owner(who), [7] * count)
 
     @precondition(lambda self: self.world.text)
-    @rule(who=WHO)
-    def fork(self, who):
-        self.world.fork(self.owner(who))
-
-    @precondition(lambda self: self.world.text)
     @rule(who=WHO, register=st.booleans())
     def end(self, who, register):
         self.world.end(self.owner(who), register)

@@ -2,27 +2,25 @@
 
 import pytest
 from allocator_world import World, play
-from nopad.attention.paging import PageAllocator
+from nopad.attention.paging import PageAllocator, PageCopy
 from nopad.attention.paging.prefix import PrefixIndex, sha256
 
 
 def broken(name):
     """An allocator with one seeded fault."""
     faults = {
-        "a shared page is written": ("make_private", lambda self, owner, index: None),
+        "a shared page is written": (
+            "_copy_and_release",
+            lambda self, source: PageCopy(source, source),
+        ),
         "a freed page keeps its count": ("_release", lambda self, pages: None),
         "a hit is not held": ("_hold", lambda self, page: None),
-        "a fork holds nothing": ("fork", _careless_fork),
         "a free page stays registered": ("_evict", _careless_evict),
         "a cached page is handed out and kept": ("_take", _careless_take),
         "freed twice": ("_release", _double_release),
     }
     method, fault = faults[name]
     return type("Broken", (PageAllocator,), {method: fault})
-
-
-def _careless_fork(self, parent, child):
-    self._tables[child] = list(self._tables[parent])
 
 
 def _careless_evict(self, page):
@@ -48,7 +46,6 @@ def _double_release(self, pages):
         "a shared page is written",
         "a freed page keeps its count",
         "a hit is not held",
-        "a fork holds nothing",
         "a free page stays registered",
         "a cached page is handed out and kept",
         "freed twice",
@@ -79,5 +76,5 @@ def _trusting_find(self, tokens, scope):
     for key, _ in self._chain(tokens, scope):
         if key not in self._links:
             break
-        pages.append(self._pages[key][0])
+        pages.append(self._page[key])
     return 16 * len(pages), pages

@@ -38,10 +38,10 @@ def test_a_request_is_prefilled_once_between_admission_and_its_end(tiny, tmp_pat
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_prompt_computed_again_is_prefilled_again(world, lookahead):
     trace = RequestTrace()
-    w = world(num_pages=4, page_size=4, max_num_seqs=3, lookahead=lookahead, trace=trace)
-    params = SamplingParams(temperature=0, max_tokens=12)
+    w = world(num_pages=4, page_size=16, max_num_seqs=3, lookahead=lookahead, trace=trace)
+    params = SamplingParams(temperature=0, max_tokens=48)
     for number in range(3):
-        w.scheduler.add(Request(number, np.arange(4 + number), 15, params))
+        w.scheduler.add(Request(number, np.arange(16 + number), 60, params))
     w.drain(200)
     sent_back = 0
     for life in lives(trace).values():

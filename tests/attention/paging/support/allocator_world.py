@@ -37,14 +37,10 @@ class World:
         return owner, hit
 
     def write(self, owner, tokens):
-        """Append tokens as a forward does: allocate, copy shared pages, write; False: no pages."""
+        """Append tokens as a forward does: allocate, then write; False: no pages."""
         text = self.text[owner]
         num_pages = len(self.pages.pages(owner))
         try:
-            if num_pages * self.size > len(text):
-                copy = self.pages.make_private(owner, len(text) // self.size)
-                if copy is not None:
-                    self._copy(copy)
             need = -(-(len(text) + len(tokens)) // self.size) - num_pages
             self.pages.allocate(owner, max(0, need))
         except OutOfPages:
@@ -63,13 +59,6 @@ class World:
         for position, token in enumerate(self.text[owner]):
             content = self.cache[table[position // self.size], position % self.size]
             assert content == (token, self.scope[owner]), "an owner read what it did not write"
-
-    def fork(self, owner):
-        child = self.next
-        self.next += 1
-        self.pages.fork(owner, child)
-        self.text[child], self.scope[child] = list(self.text[owner]), self.scope[owner]
-        return child
 
     def end(self, owner, register):
         if register:
@@ -105,8 +94,6 @@ def play(steps, seed, check_every=1, **options):
             refused += not world.write(
                 owner, [draw.randrange(3) for _ in range(draw.choice((1, 7, 33)))]
             )
-        elif roll < 0.65 and len(owners) < 8:
-            world.fork(draw.choice(owners))
         elif roll < 0.7:
             owner = draw.choice(owners)
             world.pages.register(owner, world.text[owner], world.scope[owner])
